@@ -1,0 +1,143 @@
+"""Align-mode arithmetic on NumPy arrays: which column a state lives in, and when it must move.
+
+Words as in README's "How it works": before a step `computed` (n) tokens are final; the step runs
+`scheduled` (s) tokens of which the last `draft` (d) are guesses; `certain` R = n + s - d tokens are
+in the state whatever the sampler says; `accepted` (a, 1..d+1) counts the tokens it emitted.
+All arguments broadcast; block sizes and positions are in tokens, columns index a block table.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ints = NDArray[np.integer[Any]]
+Bools = NDArray[np.bool_]
+
+NEVER = np.iinfo(np.int32).max
+"""Position that no sequence reaches: what `next_retained` answers when nothing is retained."""
+
+
+class Retention(NamedTuple):
+    """Boundaries whose snapshot somebody keeps: multiples of `every` (0 = none), and two positions.
+
+    Each `[rows]` in tokens; a position of 0 stands for "no such position".
+    """
+
+    every: Ints
+    first: Ints
+    second: Ints
+
+    def keeps(self, boundary: Ints) -> Bools:
+        """Whether the snapshot at each `boundary` (tokens, > 0) is kept."""
+        periodic = (self.every > 0) & (boundary % np.maximum(self.every, 1) == 0)
+        return (boundary > 0) & (periodic | (boundary == self.first) | (boundary == self.second))
+
+
+class Move(NamedTuple):
+    """Copy of one state per row: SSM from column `source + offset`, window from `source` at `offset`.
+
+    Both land in column `target` at offset 0; rows with `acts` false move nothing.
+    """
+
+    acts: Bools
+    source: Ints
+    offset: Ints
+    target: Ints
+
+
+def running_column(end: Ints, block_size: int) -> Ints:
+    """Column that holds the state while tokens up to `end = n + s` run: cdiv(end, B) - 1."""
+    return -(-end // block_size) - 1
+
+
+def next_retained(position: Ints, retention: Retention) -> Ints:
+    """First retained boundary at or after `position` (tokens, >= 1), `NEVER` where there is none."""
+    every = np.maximum(retention.every, 1)
+    found = np.where(retention.every > 0, -(-position // every) * every, NEVER)
+    for pin in (retention.first, retention.second):
+        found = np.minimum(found, np.where((pin > 0) & (pin >= position), pin, NEVER))
+    return found
+
+
+def postcopy_candidates(
+    certain_min: Ints, certain_max: Ints, draft: Ints, retention: Retention
+) -> Bools:
+    """Rows for which some accepted count could make `postcopy` act, from bounds on R.
+
+    A retained boundary must lie in [R_min, R_max + d]; without drafts the running column already
+    holds the state at its boundary. Exact (sound and tight) when `certain_min == certain_max`.
+    """
+    reachable = next_retained(certain_min, retention) <= certain_max + draft
+    return (draft > 0) & reachable
+
+
+def can_skip_mamba_postprocess(
+    scheduler_output: Any, input_batch: Any, requests: Any, mamba_block_size: int
+) -> bool:
+    """True when no accepted count of this step can require a state copy, so nobody need know it.
+
+    Front for runners shaped like the one in vllm-project/vllm#42574, duck-typed:
+    `scheduler_output.num_scheduled_tokens` {request id: s}, `.scheduled_spec_decode_tokens`
+    {request id: drafts}, `input_batch.req_ids`, `requests[id].num_computed_tokens` (n, before the
+    step). Every boundary counts as retained.
+    """
+    if mamba_block_size < 1:
+        raise ValueError(f"mamba_block_size is {mamba_block_size}; it must be at least 1 token")
+    ids = [i for i in input_batch.req_ids if i in scheduler_output.num_scheduled_tokens]
+    drafts = scheduler_output.scheduled_spec_decode_tokens
+    scheduled = np.array([scheduler_output.num_scheduled_tokens[i] for i in ids], np.int64)
+    draft = np.array([len(drafts.get(i, ())) for i in ids], np.int64)
+    computed = np.array([requests[i].num_computed_tokens for i in ids], np.int64)
+    certain = computed + scheduled - draft
+    none = np.int64(0)
+    everything = Retention(np.int64(mamba_block_size), none, none)  # type: ignore[arg-type]
+    return not postcopy_candidates(certain, certain, draft, everything).any()
+
+
+def postcopy(
+    certain: Ints, draft: Ints, accepted: Ints, column: Ints, block_size: int, retention: Retention
+) -> Move:
+    """After a step: the copy that puts the boundary's state where a prefix hit will look for it.
+
+    With n' = R + a - 1 and boundary = (n' // B) * B: when boundary >= R, the state after `boundary`
+    tokens lies `boundary - R` columns (or window positions) above the running `column` and belongs
+    in column `boundary // B - 1`. `accepted == 0` with drafts is a dead row and moves nothing.
+    """
+    final = certain + np.maximum(accepted, 1) - 1
+    boundary = final // block_size * block_size
+    offset = boundary - certain
+    acts = (offset >= 0) & (draft > 0) & (accepted > 0) & retention.keeps(boundary)
+    target = boundary // block_size - 1
+    # Offset 0 into the same column is the state itself: counted as no copy.
+    acts &= (offset > 0) | (target != column)
+    return Move(acts, column, offset, target)
+
+
+def precopy_candidates(
+    column_min: Ints, column_max: Ints, held_min: Ints, held_max: Ints, needs_shift: Bools
+) -> Bools:
+    """Rows whose state may have to move before an in-place forward pass, from bounds.
+
+    `held` is the column that the previous step ran in, `needs_shift` marks rows whose kernel cannot
+    read at an offset although the offset may not be 0. A row is ruled out only when all four
+    column bounds agree: comparing one side alone misses moves.
+    """
+    still = (column_min == column_max) & (held_min == held_max) & (column_min == held_min)
+    return (held_max >= 0) & (~still | needs_shift)
+
+
+def precopy(held: Ints, offset: Ints, column: Ints, reads_offset: Bools) -> Move:
+    """Before an in-place step: bring the state read by this step into its running `column`."""
+    moved = (held >= 0) & (column >= 0) & ((held != column) | ((offset > 0) & ~reads_offset))
+    return Move(moved, held, offset, column)
+
+
+def columns_held(
+    held_min: Ints, column_min: Ints, column_max: Ints, num_speculative_tokens: int
+) -> tuple[Ints, Ints]:
+    """First and last column that a request must own until the step that reads them has finished."""
+    below = np.where(held_min >= 0, np.minimum(held_min, column_min - 1), column_min - 1)
+    return np.maximum(below, 0), column_max + num_speculative_tokens

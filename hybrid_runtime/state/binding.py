@@ -1,0 +1,59 @@
+"""Checks on the tensors that a runner binds, and the address table made of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from hybrid_runtime.kernels.state_table import StateTable
+from hybrid_runtime.state.layout import StateLayout
+
+
+def bind_states(
+    layout: StateLayout,
+    max_requests: int,
+    device: torch.device,
+    states: Mapping[int, tuple[Tensor, Tensor]],
+    tables: Sequence[Tensor],
+    groups: Mapping[int, int] | None,
+) -> StateTable:
+    """`StateTable` over all layers; `ValueError` names whatever does not fit the layout."""
+    if not states:
+        raise ValueError("states is empty; it must hold one (window, ssm) pair per Mamba layer")
+    for i, table in enumerate(tables):
+        if table.dtype != torch.int32 or table.dim() != 2 or table.shape[0] < max_requests:
+            raise ValueError(
+                f"block_tables[{i}] is {table.dtype} {tuple(table.shape)}; it must be int32 "
+                f"[>= {max_requests}, columns], one row per slot"
+            )
+        if table.stride(1) != 1:
+            raise ValueError(f"block_tables[{i}] has strides {table.stride()}; rows must be dense")
+        _check_device(f"block_tables[{i}]", table, device)
+    windows, ssm, chosen = [], [], []
+    for layer, pair in states.items():
+        if not isinstance(pair, tuple) or len(pair) != 2:
+            raise ValueError(f"states[{layer}] is {pair!r}; it must be a (window, ssm) pair")
+        for component, tensor in zip(layout.components, pair, strict=True):
+            name = f"states[{layer}].{component.name}"
+            _check_device(name, tensor, device)
+            if tensor.dtype != component.dtype or tuple(tensor.shape[1:]) != component.shape:
+                raise ValueError(
+                    f"{name} is {tensor.dtype} {tuple(tensor.shape)}; it must be "
+                    f"{component.dtype} [blocks, {', '.join(map(str, component.shape))}]"
+                )
+            if not tensor[0].is_contiguous():
+                raise ValueError(f"{name} has strides {tensor.stride()}; blocks must be dense")
+        group = 0 if groups is None else groups.get(layer, -1)
+        if not 0 <= group < len(tables):
+            raise ValueError(f"groups[{layer}] is {group}; it must be in 0..{len(tables) - 1}")
+        windows.append(layout.positions_first(pair[0]))
+        ssm.append(pair[1])
+        chosen.append(tables[group])
+    return StateTable.build(windows, ssm, chosen, layout.conv_width - 1)
+
+
+def _check_device(name: str, tensor: Tensor, device: torch.device) -> None:
+    if tensor.device.type != device.type:
+        raise ValueError(f"{name} is on {tensor.device}; it must be on {device}")

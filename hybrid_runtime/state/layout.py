@@ -1,0 +1,162 @@
+"""What one state block holds: the components of a Mamba layer, their bytes, and the block size."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+ConvLayout = Literal["SD", "DS"]
+KERNEL_GRANULARITY = 16
+"""Attention kernels address KV in units of this many tokens, so block sizes are multiples of it."""
+ALIGNMENT = 16
+"""Bytes: every component starts on this boundary, so that copies may use 16-byte accesses."""
+
+
+@dataclass(frozen=True, slots=True)
+class Component:
+    """One typed part of a layer's state and the rule by which it rolls back.
+
+    `rollback` is "window" (the state after j drafts starts j positions later in the same block) or
+    "column" (it lies j columns further); a component without a known rule is refused.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    rollback: Literal["window", "column"]
+
+    def __post_init__(self) -> None:
+        if self.rollback not in ("window", "column"):
+            raise ValueError(
+                f"component {self.name!r}: rollback is {self.rollback!r}; "
+                "it must be 'window' or 'column'"
+            )
+        if not self.shape or min(self.shape) < 1:
+            raise ValueError(f"component {self.name!r}: shape is {self.shape}; all must be >= 1")
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class StateLayout:
+    """Columns layout of one Mamba-2 layer: a convolution window and an SSM matrix per block.
+
+    The window holds `conv_width - 1 + num_speculative_tokens` inputs of `conv_channels`, stored
+    `[positions, channels]` ("SD") or `[channels, positions]` ("DS"); the SSM state is
+    `[heads, head_dim, state_size]`. `block_size` is in tokens.
+    """
+
+    conv_channels: int
+    conv_width: int
+    ssm_shape: tuple[int, int, int]
+    num_speculative_tokens: int
+    block_size: int
+    conv_dtype: torch.dtype = torch.float32
+    ssm_dtype: torch.dtype = torch.float32
+    conv_layout: ConvLayout = "SD"
+
+    def __post_init__(self) -> None:
+        if self.conv_layout not in ("SD", "DS"):
+            raise ValueError(f"conv_layout is {self.conv_layout!r}; it must be 'SD' or 'DS'")
+        for name in ("conv_dtype", "ssm_dtype"):
+            if getattr(self, name) not in (torch.float32, torch.bfloat16, torch.float16):
+                raise ValueError(
+                    f"{name} is {getattr(self, name)}; it must be float32, bfloat16 or float16"
+                )
+        if self.conv_width < 2:
+            raise ValueError(f"conv_width is {self.conv_width}; it must be at least 2")
+        if self.num_speculative_tokens < 0:
+            raise ValueError(
+                f"num_speculative_tokens is {self.num_speculative_tokens}; it must be >= 0"
+            )
+        if self.block_size <= self.num_speculative_tokens:
+            raise ValueError(
+                f"block_size is {self.block_size}; it must be larger than num_speculative_tokens "
+                f"({self.num_speculative_tokens}), or one step could cross two boundaries"
+            )
+
+    @classmethod
+    def from_config(
+        cls,
+        config: Any,
+        num_speculative_tokens: int,
+        ssm_dtype: torch.dtype = torch.float32,
+        conv_layout: ConvLayout = "SD",
+        conv_dtype: torch.dtype = torch.float32,
+        kv_dtype: torch.dtype | None = None,
+        block_size: int | None = None,
+    ) -> StateLayout:
+        """Layout for a model config with Hugging Face's Nemotron-H field names.
+
+        Attention and state blocks share one page size, so unless `block_size` is given it is the
+        bytes of one Mamba layer's block over the KV bytes per token of one attention layer
+        (`kv_dtype`, default `conv_dtype`), rounded up to the attention kernel's 16 tokens.
+        """
+        inner = config.mamba_num_heads * config.mamba_head_dim
+        shape = (config.mamba_num_heads, config.mamba_head_dim, config.ssm_state_size)
+        channels = inner + 2 * config.n_groups * config.ssm_state_size
+        positions = config.conv_kernel - 1 + num_speculative_tokens
+        if block_size is None:
+            state = math.prod(shape) * ssm_dtype.itemsize + positions * channels * (
+                conv_dtype.itemsize
+            )
+            per_token = (
+                2 * config.num_key_value_heads * config.head_dim * (kv_dtype or conv_dtype).itemsize
+            )
+            block_size = -(-state // (per_token * KERNEL_GRANULARITY)) * KERNEL_GRANULARITY
+        return cls(
+            conv_channels=channels,
+            conv_width=config.conv_kernel,
+            ssm_shape=shape,
+            num_speculative_tokens=num_speculative_tokens,
+            block_size=block_size,
+            conv_dtype=conv_dtype,
+            ssm_dtype=ssm_dtype,
+            conv_layout=conv_layout,
+        )
+
+    @property
+    def window_positions(self) -> int:
+        return self.conv_width - 1 + self.num_speculative_tokens
+
+    @property
+    def components(self) -> tuple[Component, Component]:
+        """The list that every mover walks: window first, then SSM matrix."""
+        window = (self.window_positions, self.conv_channels)
+        if self.conv_layout == "DS":
+            window = window[::-1]
+        return (
+            Component("window", window, self.conv_dtype, "window"),
+            Component("ssm", self.ssm_shape, self.ssm_dtype, "column"),
+        )
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one block of one layer, components padded to `ALIGNMENT`."""
+        return sum(-(-c.nbytes // ALIGNMENT) * ALIGNMENT for c in self.components)
+
+    def bytes_per_request(self, num_layers: int, snapshots: int = 0) -> int:
+        """Device bytes that a running request holds: running, draft and `snapshots` columns."""
+        return num_layers * (1 + self.num_speculative_tokens + snapshots) * self.page_bytes
+
+    def allocate(self, num_blocks: int, device: torch.device | str) -> tuple[Tensor, Tensor]:
+        """Zeroed blocks of one layer: views (window `[blocks, *]`, ssm `[blocks, H, P, N]`)."""
+        if num_blocks < 1:
+            raise ValueError(f"num_blocks is {num_blocks}; it must be at least 1")
+        pages = torch.zeros((num_blocks, self.page_bytes), dtype=torch.uint8, device=device)
+        views, start = [], 0
+        for c in self.components:
+            view = pages[:, start : start + c.nbytes].view(c.dtype).unflatten(1, c.shape)
+            views.append(view)
+            start += -(-c.nbytes // ALIGNMENT) * ALIGNMENT
+        return views[0], views[1]
+
+    def positions_first(self, windows: Tensor) -> Tensor:
+        """View of window blocks as `[blocks, positions, channels]`, whatever the stored layout."""
+        return windows.transpose(1, 2) if self.conv_layout == "DS" else windows

@@ -1,0 +1,119 @@
+"""Results of steps on their way to the host: in step order, by slot and generation."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from hybrid_runtime.state import align
+from hybrid_runtime.state.readback import Readback
+from hybrid_runtime.state.slots import SlotBook
+from hybrid_runtime.state.step import Snapshot, Step
+
+
+class Ledger:
+    """Steps whose accepted counts the host has not seen yet, oldest first.
+
+    Counts settle in step order, so that `book.computed` is exact when a step's turn comes.
+    """
+
+    def __init__(
+        self, book: SlotBook, readback: Readback | None, block_size: int, debug: bool
+    ) -> None:
+        self._book = book
+        self._readback = readback
+        self._block_size = block_size
+        self._debug = debug
+        self._open: list[Step] = []
+        self.rows_copied = 0
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def add(self, step: Step) -> None:
+        self._open.append(step)
+
+    def make_room(self, most: int) -> None:
+        """Settle the oldest steps until at most `most` are outstanding."""
+        while len(self._open) > most:
+            oldest = self._open[0]
+            if not oldest.ended:
+                raise ValueError(
+                    f"{len(self._open)} steps are outstanding and step {oldest.number} has not "
+                    f"ended; at most steps_in_flight ({most}) may be"
+                )
+            self.settle_until(oldest, "too many steps in flight")
+
+    def start(self, step: Step, counts: Tensor) -> bool:
+        """Start the counts of `step` on their way; whether there is a way."""
+        if self._readback is None:
+            return False
+        self._readback.start(step.number, counts)
+        return True
+
+    def settle_until(self, step: Step, reason: str) -> None:
+        """Settle everything up to `step`, waiting if it must."""
+        if self._readback is None:
+            raise ValueError("readback is False; counts reach the manager through resolve()")
+        while step.accepted is None:
+            oldest = self._open[0]
+            if not oldest.ended:
+                raise ValueError(
+                    f"step {oldest.number} has not ended; results settle in step order"
+                )
+            self.settle(
+                oldest, self._readback.read(oldest.number, len(oldest.rows), reason)
+            )
+
+    def settle(self, step: Step, accepted: NDArray[np.int32]) -> None:
+        """Book the counts of the oldest step: exact positions, copies made, snapshots published."""
+        if not self._open or self._open[0] is not step or not step.ended:
+            raise ValueError(f"step is {step.number}; counts must be handed in in step order")
+        book, rows = self._book, step.rows
+        current = step.current(book.generation, book.live)
+        bad = current & ((accepted < 0) | (accepted > rows.draft + 1))
+        if bad.any():
+            i = int(bad.argmax())
+            raise ValueError(
+                f"num_accepted[{i}] is {accepted[i]} in step {step.number}; it must be in "
+                f"0..{rows.draft[i] + 1}, drafts plus the bonus token"
+            )
+        computed = np.where(current, book.computed[rows.slot], 0).astype(np.int64)
+        if self._debug:
+            outside = current & ((computed < rows.computed_min) | (computed > rows.computed_max))
+            if outside.any():
+                i = int(outside.argmax())
+                raise ValueError(
+                    f"rows.computed_min/max[{i}] was {rows.computed_min[i]}..{rows.computed_max[i]}"
+                    f" in step {step.number}; the exact count is {computed[i]}"
+                )
+        certain = computed + rows.scheduled - rows.draft
+        column = align.running_column(computed + rows.scheduled, self._block_size)
+        kept = align.Retention(*step.retention.T)
+        move = align.postcopy(certain, rows.draft, accepted, column, self._block_size, kept)
+        final = certain + np.maximum(accepted, 1) - 1
+        boundary = final // self._block_size * self._block_size
+        dead = current & (accepted == 0) & (rows.draft > 0)
+        complete = current & ~dead & (boundary >= certain) & kept.keeps(boundary)
+        step.copied = np.flatnonzero(move.acts & current)
+        self.rows_copied += len(step.copied)
+        step.published = [
+            Snapshot(
+                int(rows.slot[i]),
+                int(step.generation[i]),
+                int(boundary[i]),
+                int(boundary[i]) // self._block_size - 1,
+            )
+            for i in np.flatnonzero(complete)
+        ]
+        book.computed[rows.slot[current]] = final[current]
+        self._open.pop(0)
+        step.accepted = accepted
+        for slot in rows.slot[dead]:
+            book.drop(int(slot))
+
+    def abandon(self, step: Step) -> None:
+        step.ended = True
+        step.accepted = np.zeros(len(step.rows), np.int32)
+        self._open.remove(step)

@@ -1,0 +1,371 @@
+"""HybridStateManager: keeps Mamba state right under align-mode prefix caching and speculation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from hybrid_runtime.kernels import advance as fields
+from hybrid_runtime.kernels.advance import Positions, SlotState, advance
+from hybrid_runtime.kernels.state_move import fill_blocks, postcopy, precopy
+from hybrid_runtime.kernels.state_table import StateTable
+from hybrid_runtime.state import align
+from hybrid_runtime.state.binding import bind_states
+from hybrid_runtime.state.guard import Waits, allowed
+from hybrid_runtime.state.layout import StateLayout
+from hybrid_runtime.state.ledger import Ledger
+from hybrid_runtime.state.plan import pack_entries, pack_unfinished, plan_step
+from hybrid_runtime.state.readback import Readback
+from hybrid_runtime.state.rows import StepRows
+from hybrid_runtime.state.slots import SlotBook
+from hybrid_runtime.state.staging import Staging
+from hybrid_runtime.state.step import Snapshot, Step
+
+Strategy = Literal["blocking", "defer", "always", "auto"]
+
+
+@dataclass(slots=True)
+class Stats:
+    """Counters since construction. Copies are counted when a step's results reach the host."""
+
+    steps: int = 0
+    skipped: int = 0
+    candidate_rows: int = 0
+    rows_copied: int = 0
+    bytes_copied: int = 0
+    copy_launches: int = 0
+    uploads: int = 0
+    readbacks: int = 0
+    waits: int = 0
+    wait_seconds: float = 0.0
+
+
+class HybridStateManager:
+    """State of every request's Mamba layers, by slot and column; README shows how to plug it in.
+
+    strategy: "blocking" waits for the accepted counts in each step and decides on the host; "defer"
+    does so only when a block boundary may be crossed; "always" lets a kernel decide for all rows;
+    "auto" launches that kernel for the rows that may cross one and nothing otherwise.
+    in_place: the runner's kernels read and write one column, so states are moved there before the
+    forward pass; otherwise kernels take separate read and write positions and nothing is moved.
+    steps_in_flight: steps that may be outstanding (begun, results not yet read) beyond the current.
+    readback: whether accepted counts are copied to the host; a runner that fetches them itself
+    hands them in through `resolve`.
+    """
+
+    def __init__(
+        self,
+        layout: StateLayout,
+        max_requests: int,
+        num_speculative_tokens: int,
+        device: torch.device | str,
+        strategy: Strategy = "auto",
+        in_place: bool = False,
+        steps_in_flight: int = 2,
+        readback: bool = True,
+        debug: bool = False,
+        nvtx: bool = False,
+    ) -> None:
+        if strategy not in get_args(Strategy):
+            raise ValueError(f"strategy is {strategy!r}; it must be one of {get_args(Strategy)}")
+        if max_requests < 1:
+            raise ValueError(f"max_requests is {max_requests}; it must be at least 1")
+        if num_speculative_tokens != layout.num_speculative_tokens:
+            raise ValueError(
+                f"num_speculative_tokens is {num_speculative_tokens}; it must be the layout's "
+                f"({layout.num_speculative_tokens}), which sizes the convolution window"
+            )
+        if not 0 <= steps_in_flight <= 8:
+            raise ValueError(f"steps_in_flight is {steps_in_flight}; it must be in 0..8")
+        if strategy in ("blocking", "defer") and not readback:
+            raise ValueError(f"readback is False; strategy {strategy!r} decides on counts it reads")
+        self.layout = layout
+        self.max_requests = max_requests
+        self.num_speculative_tokens = num_speculative_tokens
+        self.device = torch.device(device)
+        self.strategy = strategy
+        self.in_place = in_place
+        self.debug = debug
+        self._nvtx = nvtx
+        self._waits = Waits()
+        self._stats = Stats()
+        self._book = SlotBook(max_requests, layout.block_size)
+        self._steps_in_flight = steps_in_flight
+        depth = steps_in_flight + 2
+        n = max_requests
+        # A step takes one buffer, and one more where it lost rows or ended out of turn.
+        self._staging = Staging(
+            2 * n, fields.ENTRY_FIELDS, 3 * depth, self.device, self._waits
+        )
+        self._ledger = Ledger(
+            self._book,
+            Readback(n, steps_in_flight + 1, self.device, self._waits) if readback else None,
+            layout.block_size,
+            debug,
+        )
+
+        def ints(*shape: int) -> Tensor:
+            return torch.full(shape, -1, dtype=torch.int32, device=self.device)
+
+        self._slots = SlotState(ints(n), ints(n), ints(n))
+        self._positions = Positions(ints(n), ints(n), ints(n))
+        self._placed = [ints(4, n) for _ in range(depth)]
+        self._moves = ints(3, n)
+        self._no_counts = torch.ones(n, dtype=torch.int32, device=self.device)
+        # The last ended step, whose counts the next launch of `advance` folds in.
+        self._pending: tuple[Step, Tensor] | None = None
+        self._next = 0
+        self._states: StateTable | None = None
+        self._columns = 0
+
+    def bind(
+        self,
+        states: Mapping[int, tuple[Tensor, Tensor]],
+        block_tables: Tensor | Sequence[Tensor],
+        groups: Mapping[int, int] | None = None,
+    ) -> None:
+        """Tell the manager, once, where the state lives.
+
+        states: {layer: (window blocks, ssm blocks)} with the layout's component shapes behind a
+        leading block dimension. block_tables: int32 `[max_requests, columns]`, one per cache group.
+        groups: {layer: index into block_tables}; None puts all layers into group 0.
+        """
+        if self._states is not None:
+            raise ValueError("states are bound already; a manager is bound once")
+        tables = [block_tables] if isinstance(block_tables, Tensor) else list(block_tables)
+        self._states = bind_states(
+            self.layout, self.max_requests, self.device, states, tables, groups
+        )
+        self._columns = min(t.shape[1] for t in tables)
+
+    def admit(self, slot: int, computed: int = 0, hit_column: int | None = None) -> int:
+        """Start a request in `slot`; its generation.
+
+        computed: tokens whose state exists already, in column `hit_column` at offset 0 (a prefix
+        hit or a resumed request); 0 starts from the zero state and nothing is read.
+        """
+        if hit_column is not None and self._columns and hit_column >= self._columns:
+            raise ValueError(f"hit_column is {hit_column}; the block table has {self._columns}")
+        return self._book.take(slot, computed, hit_column)
+
+    def retain(self, slot: int, every: int, positions: tuple[int, ...] = ()) -> None:
+        """Keep only snapshots at multiples of `every` tokens (0 = none) and at up to 2 positions."""
+        self._book.retain(slot, every, positions)
+
+    def release(self, slot: int) -> None:
+        """Finish, abort or preempt the request in `slot`; results still in flight are dropped."""
+        self._book.drop(slot)
+
+    def columns_needed(self, rows: StepRows) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """First and last column, `[rows]` each, that a request must own for this step."""
+        held = np.where(rows.slot >= 0, self._book.held_min[rows.slot], -1)
+        block = self.layout.block_size
+        return align.columns_held(
+            held,
+            align.running_column(rows.computed_min + rows.scheduled, block),
+            align.running_column(rows.computed_max + rows.scheduled, block),
+            self.num_speculative_tokens,
+        )
+
+    def begin_step(self, rows: StepRows) -> Step:
+        """Place a step's rows, before the forward pass: one host-to-device copy, one small launch.
+
+        Raises `ValueError` for rows that break the contract, before anything is changed.
+        """
+        states = self._bound()
+        rows.check(self.max_requests, self.num_speculative_tokens)
+        plan = plan_step(self._book, rows, self.layout, self._columns, self.in_place)
+        self._ledger.make_room(self._steps_in_flight)
+
+        index, packed = self._staging.take()
+        lines = pack_entries(packed, self._book, rows, plan)
+        entries = self._staging.upload(index, lines)
+        placed = self._placed[self._next % len(self._placed)]
+        self._advance(entries, lines, len(rows), placed)
+        if len(plan.moving):
+            with self._range("precopy"):
+                precopy(states, entries, self._moves, len(plan.moving))
+            self._stats.copy_launches += 1
+        step = Step(
+            number=self._next,
+            rows=rows,
+            generation=self._book.generation[rows.slot],
+            retention=self._book.retention[rows.slot],
+            read_column=self._positions.read_column,
+            read_offset=self._positions.read_offset,
+            write_column=self._positions.write_column,
+            entries=entries,
+            packed=packed,
+            placed=placed,
+            candidates=plan.candidates,
+        )
+        self._book.begin(rows, plan.column_min, plan.column_max, step.number)
+        self._ledger.add(step)
+        self._next += 1
+        self._stats.steps += 1
+        self._stats.skipped += step.skipped
+        self._stats.candidate_rows += len(plan.candidates)
+        return step
+
+    def end_step(self, step: Step, num_accepted: Tensor) -> None:
+        """Take the sampler's counts, on the device, and copy boundary states where some are due.
+
+        num_accepted: int32 `[rows]` or longer; row i belongs to `step.rows.slot[i]`. It must stay
+        unchanged until the launches of the next `begin_step` are queued.
+        """
+        states = self._bound()
+        n = len(step.rows)
+        self._check_counts(step, num_accepted, n)
+        if self._pending is not None:
+            self._finish_pending()
+        current = step.current(self._book.generation, self._book.live)
+        candidates = step.candidates
+        if not current.all():
+            candidates = candidates[current[candidates]]
+            if len(candidates) or self.strategy == "always":
+                self._relist(step, candidates, current)
+        if self._ledger.start(step, num_accepted[:n]):
+            self._stats.readbacks += 1
+        step.ended = True
+        if self.strategy == "blocking" or (self.strategy == "defer" and len(candidates)):
+            self._ledger.settle_until(step, f"{self.strategy}: the host decides on the counts")
+            assert step.copied is not None
+            candidates = step.copied
+            if len(candidates):
+                self._relist(step, candidates, current)
+        every_row = self.strategy == "always"
+        count = n if every_row else len(candidates)
+        if count:
+            with self._range("postcopy"):
+                postcopy(
+                    states,
+                    step.entries,
+                    step.placed,
+                    num_accepted,
+                    count,
+                    every_row,
+                    self.layout.block_size,
+                )
+            self._stats.copy_launches += 1
+        self._book.end(step.rows.slot, current)
+        self._pending = (step, num_accepted)
+
+    def accepted(self, step: Step) -> NDArray[np.int32]:
+        """Accepted counts of an ended step, int32 `[rows]`; waits only if still in flight."""
+        if not step.ended:
+            raise ValueError(f"step is {step.number}, which has not ended; its counts don't exist")
+        if step.accepted is None:
+            with allowed("accepted counts handed to the caller"):
+                self._ledger.settle_until(step, "accepted counts")
+        assert step.accepted is not None
+        return step.accepted
+
+    def resolve(self, step: Step, accepted: NDArray[np.int32]) -> None:
+        """Hand in counts that the runner fetched itself (`readback=False`), in step order."""
+        if step.accepted is None:
+            self._ledger.settle(step, np.array(accepted[: len(step.rows)], np.int32))
+
+    def published(self, step: Step) -> list[Snapshot]:
+        """Snapshots that this step left in retained columns, their bytes ordered before any launch
+        that comes later on this stream. Rows released meanwhile are not among them."""
+        self.accepted(step)
+        book = self._book
+        return [
+            s
+            for s in step.published
+            if book.live[s.slot] and book.generation[s.slot] == s.generation
+        ]
+
+    def abandon(self, step: Step) -> None:
+        """Give up a begun step whose forward pass failed: its requests are released, because their
+        state may be half written; all others are untouched."""
+        if step.ended:
+            raise ValueError(f"step is {step.number}, which has ended; only an open step can fail")
+        current = step.current(self._book.generation, self._book.live)
+        for slot in step.rows.slot[current]:
+            self._book.drop(int(slot))
+        self._ledger.abandon(step)
+
+    def fill(self, blocks: Tensor, value: float = 0.0) -> None:
+        """Set whole blocks (int `[n]`, device): 0 when handed out, NaN to poison freed ones."""
+        fill_blocks(self._bound(), blocks, value)
+
+    def stats(self) -> Stats:
+        """Counters so far."""
+        stats = self._stats
+        stats.waits, stats.wait_seconds = self._waits.count, self._waits.seconds
+        stats.rows_copied = self._ledger.rows_copied
+        stats.bytes_copied = stats.rows_copied * (self._bound().bytes_per_move())
+        return stats
+
+    def _advance(self, entries: Tensor, lines: int, num_rows: int, placed: Tensor) -> None:
+        """Fold the pending step's counts in and place `num_rows` rows, in one launch."""
+        if self._pending is None:
+            previous, counts = placed, self._no_counts
+        else:
+            previous, counts = self._pending[0].placed, self._pending[1]
+        with self._range("advance"):
+            advance(
+                entries,
+                lines,
+                num_rows,
+                self._slots,
+                previous,
+                counts,
+                placed,
+                self._positions,
+                self._moves,
+                self.layout.block_size,
+                self.in_place,
+            )
+        self._pending = None
+        self._stats.uploads += 1
+
+    def _finish_pending(self) -> None:
+        """Fold the pending step in by a launch of its own: a second step ends before a begin."""
+        assert self._pending is not None
+        index, packed = self._staging.take()
+        lines = pack_unfinished(packed, self._book, 0)
+        entries = self._staging.upload(index, lines)
+        self._advance(entries, lines, 0, self._pending[0].placed)
+        self._book.unfinished[:] = -1
+
+    def _relist(self, step: Step, candidates: NDArray[np.intp], current: NDArray[np.bool_]) -> None:
+        """Send a step's entries again, with other candidates and without rows that have gone.
+
+        The block table of a gone row may belong to the slot's next tenant by now.
+        """
+        index, packed = self._staging.take()
+        n = len(step.rows)
+        packed[:n] = step.packed[:n]
+        packed[:n][~current, fields.SLOT] = -1
+        packed[: len(candidates), fields.CANDIDATE] = candidates
+        step.entries, step.packed = self._staging.upload(index, n), packed
+        self._stats.uploads += 1
+
+    def _check_counts(self, step: Step, counts: Tensor, n: int) -> None:
+        if step.ended:
+            raise ValueError(f"step is {step.number}, which has ended; a step ends once")
+        fits = counts.dtype == torch.int32 and counts.dim() == 1 and counts.shape[0] >= n
+        if not fits or not counts.is_contiguous() or counts.device.type != self.device.type:
+            raise ValueError(
+                f"num_accepted is {counts.dtype} {tuple(counts.shape)} on {counts.device}; "
+                f"it must be contiguous int32 [>= {n}] on {self.device}"
+            )
+
+    def _bound(self) -> StateTable:
+        if self._states is None:
+            raise ValueError("states are not bound; call bind() before the first step")
+        return self._states
+
+    def _range(self, name: str) -> AbstractContextManager[None]:
+        if not self._nvtx:
+            return nullcontext()
+        return torch.cuda.nvtx.range(f"hybrid_runtime.{name}")

@@ -1,0 +1,283 @@
+"""Moving states between columns: the post-copy after a step and the pre-copy before it.
+
+Both are one mover with two ways to decide. Each program first decides for all listed rows at once
+(a few loads per row), then takes tiles of the rows that act in turn, so that a launch with nothing
+to do costs its decision and not rows x layers x tiles empty programs.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from hybrid_runtime.kernels import advance as fields
+from hybrid_runtime.kernels.backend import num_programs, runs_triton
+from hybrid_runtime.kernels.state_table import StateTable
+
+
+def move_reference(
+    states: StateTable, slot: Tensor, source: Tensor, offset: Tensor, target: Tensor
+) -> None:
+    """Copy state `offset` of column `source` to column `target`, for rows with `target >= 0`.
+
+    slot, source, offset, target: int `[rows]`. The window's `taps` inputs at `offset` go to offset
+    0 of the target's window; the SSM state of column `source + offset` goes to the target's. All
+    reads of a row come before its writes, so a shift within one window is safe.
+    """
+    acts = target >= 0
+    slot, source, offset, target = (v[acts].long() for v in (slot, source, offset, target))
+    tap = torch.arange(states.taps, device=slot.device)
+    for window, ssm, table in zip(states.windows, states.ssm, states.tables, strict=True):
+        to = table[slot, target].long()
+        inputs = window[table[slot, source].long()[:, None], offset[:, None] + tap]
+        window[to[:, None], tap] = inputs
+        ssm[to] = ssm[table[slot, source + offset].long()]
+
+
+def postcopy_reference(
+    states: StateTable,
+    entries: Tensor,
+    placed: Tensor,
+    accepted: Tensor,
+    count: int,
+    every_row: bool,
+    block_size: int,
+) -> None:
+    """Put boundary states where prefix hits look for them, deciding from exact accepted counts.
+
+    entries: int32 `[lines, ENTRY_FIELDS]` of the step; placed: int32 `[4, rows]` from `advance`;
+    accepted: int32 `[rows]`. Decides for rows `0 .. count-1` if `every_row`, else for the `count`
+    rows listed in the CANDIDATE column. Same arithmetic as `state.align.postcopy`.
+    """
+    row = torch.arange(count, device=entries.device)
+    if not every_row:
+        row = entries[:count, fields.CANDIDATE].long()
+    slot, every = entries[row, fields.SLOT].long(), entries[row, fields.EVERY].long()
+    certain, column, draft, _ = placed[:, row].long()
+    a = torch.minimum(accepted[row].long(), draft + 1)
+    boundary = (certain + a - 1) // block_size * block_size
+    offset = boundary - certain
+    target = boundary // block_size - 1
+    kept = (every > 0) & (boundary % every.clamp(min=1) == 0)
+    kept |= (boundary == entries[row, fields.FIRST]) | (boundary == entries[row, fields.SECOND])
+    acts = (slot >= 0) & (column >= 0) & (a > 0) & (draft > 0) & (offset >= 0) & kept
+    acts &= (boundary > 0) & ((offset > 0) | (target != column))
+    move_reference(states, slot, column, offset, torch.where(acts, target, -1))
+
+
+def precopy_reference(states: StateTable, entries: Tensor, moves: Tensor, count: int) -> None:
+    """Carry out `advance`'s `moves` (int32 `[3, rows]`) for the rows of the PRECANDIDATE column."""
+    row = entries[:count, fields.PRECANDIDATE].long()
+    source, offset, target = moves[:, row]
+    move_reference(states, entries[row, fields.SLOT], source, offset, target)
+
+
+@triton.jit
+def _pick(values, chosen):
+    return tl.sum(tl.where(chosen, values, 0), axis=0)
+
+
+@triton.jit
+def _move_kernel(
+    entries,
+    step,
+    step_stride,
+    accepted,
+    count,
+    addresses,
+    num_layers,
+    window_channels,
+    window_position_stride,
+    window_channel_stride,
+    word_type: tl.constexpr,
+    tap_type: tl.constexpr,
+    FIELDS: tl.constexpr,
+    POST: tl.constexpr,
+    EVERY_ROW: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    TAPS: tl.constexpr,
+    SSM_WORDS: tl.constexpr,
+    SSM_TILES: tl.constexpr,
+    SSM_TILE: tl.constexpr,
+    WINDOW_TILES: tl.constexpr,
+    WINDOW_TILE: tl.constexpr,
+    VECTOR: tl.constexpr,
+):
+    index = tl.arange(0, ROWS)
+    listed = index < count
+    row = index
+    if not EVERY_ROW:
+        row = tl.load(entries + index * FIELDS + (11 if POST else 12), mask=listed, other=0)
+    slot = tl.load(entries + row * FIELDS, mask=listed, other=-1)
+    if POST:
+        certain = tl.load(step + row, mask=listed, other=0)
+        source = tl.load(step + step_stride + row, mask=listed, other=-1)
+        draft = tl.load(step + 2 * step_stride + row, mask=listed, other=0)
+        a = tl.minimum(tl.load(accepted + row, mask=listed, other=0), draft + 1)
+        # Floor and truncation agree: rows that act have certain + a - 1 >= 1.
+        boundary = (certain + a - 1) // BLOCK_SIZE * BLOCK_SIZE
+        offset = boundary - certain
+        target = boundary // BLOCK_SIZE - 1
+        every = tl.load(entries + row * FIELDS + 8, mask=listed, other=0)
+        kept = (every > 0) & (boundary % tl.maximum(every, 1) == 0)
+        kept = kept | (boundary == tl.load(entries + row * FIELDS + 9, mask=listed, other=0))
+        kept = kept | (boundary == tl.load(entries + row * FIELDS + 10, mask=listed, other=0))
+        acts = kept & (source >= 0) & (a > 0) & (draft > 0) & (offset >= 0)
+        acts = acts & (boundary > 0) & ((offset > 0) | (target != source))
+    else:
+        source = tl.load(step + row, mask=listed, other=-1)
+        offset = tl.load(step + step_stride + row, mask=listed, other=0)
+        target = tl.load(step + 2 * step_stride + row, mask=listed, other=-1)
+        acts = target >= 0
+    acts = acts & listed & (slot >= 0)
+    acting = acts.to(tl.int32)
+    rank = tl.cumsum(acting, axis=0) - 1
+    tiles: tl.constexpr = SSM_TILES + WINDOW_TILES
+    per_row = num_layers * tiles
+    total = tl.sum(acting, axis=0) * per_row
+
+    item = tl.program_id(0)
+    current = -1
+    row_slot = 0
+    row_source = 0
+    row_offset = 0
+    row_target = 0
+    while item < total:
+        k = item // per_row
+        if k != current:
+            chosen = acts & (rank == k)
+            row_slot = _pick(slot, chosen)
+            row_source = _pick(source, chosen)
+            row_offset = _pick(offset, chosen)
+            row_target = _pick(target, chosen)
+            current = k
+        rest = item - k * per_row
+        layer = addresses + (rest // tiles) * 6
+        tile = rest % tiles
+        table = tl.load(layer + 4).to(tl.pointer_type(tl.int32))
+        table += row_slot.to(tl.int64) * tl.load(layer + 5)
+        to = tl.load(table + row_target).to(tl.int64)
+        if tile < SSM_TILES:
+            base = tl.load(layer + 2)
+            stride = tl.load(layer + 3)
+            at = tl.load(table + row_source + row_offset).to(tl.int64)
+            read = base + at * stride
+            write = base + to * stride
+            if VECTOR:
+                read = tl.multiple_of(read, 16)
+                write = tl.multiple_of(write, 16)
+            words = tile * SSM_TILE + tl.arange(0, SSM_TILE)
+            inside = (words < SSM_WORDS) & (at != to)
+            value = tl.load(read.to(tl.pointer_type(word_type)) + words, mask=inside)
+            tl.store(write.to(tl.pointer_type(word_type)) + words, value, mask=inside)
+        else:
+            base = tl.load(layer)
+            stride = tl.load(layer + 1)
+            at = tl.load(table + row_source).to(tl.int64)
+            # One thread owns a channel and copies its taps from low to high: source and target
+            # may be the same window, shifted.
+            channel = (tile - SSM_TILES) * WINDOW_TILE + tl.arange(0, WINDOW_TILE)
+            inside = channel < window_channels
+            across = channel.to(tl.int64) * window_channel_stride
+            read = (base + at * stride).to(tl.pointer_type(tap_type)) + across
+            write = (base + to * stride).to(tl.pointer_type(tap_type)) + across
+            read += row_offset.to(tl.int64) * window_position_stride
+            for tap in tl.static_range(TAPS):
+                value = tl.load(read + tap * window_position_stride, mask=inside)
+                tl.store(write + tap * window_position_stride, value, mask=inside)
+        item += tl.num_programs(0)
+
+
+_TYPES = {1: tl.int8, 2: tl.int16, 4: tl.int32}
+
+
+def _launch(
+    states: StateTable,
+    entries: Tensor,
+    step: Tensor,
+    accepted: Tensor,
+    count: int,
+    *,
+    post: bool,
+    every_row: bool,
+    block_size: int,
+) -> None:
+    window = states.windows[0]
+    words = states.ssm_bytes // states.word
+    ssm_tile, window_tile = 4096, 1024
+    num_warps = 8
+    _move_kernel[(num_programs(entries),)](
+        entries,
+        step,
+        step.stride(0),
+        accepted,
+        count,
+        states.addresses,
+        len(states.windows),
+        window.shape[2],
+        window.stride(1),
+        window.stride(2),
+        word_type=_TYPES[states.word],
+        tap_type=_TYPES[window.element_size()],
+        FIELDS=fields.ENTRY_FIELDS,
+        POST=post,
+        EVERY_ROW=every_row,
+        BLOCK_SIZE=block_size,
+        ROWS=triton.next_power_of_2(max(count, 16)),
+        TAPS=states.taps,
+        SSM_WORDS=words,
+        SSM_TILES=triton.cdiv(words, ssm_tile),
+        SSM_TILE=ssm_tile,
+        WINDOW_TILES=triton.cdiv(window.shape[2], window_tile),
+        WINDOW_TILE=window_tile,
+        VECTOR=states.vector,
+        num_warps=num_warps,
+    )
+
+
+def postcopy(
+    states: StateTable,
+    entries: Tensor,
+    placed: Tensor,
+    accepted: Tensor,
+    count: int,
+    every_row: bool,
+    block_size: int,
+) -> None:
+    """`postcopy_reference` by one launch where Triton runs."""
+    if not runs_triton(entries):
+        postcopy_reference(states, entries, placed, accepted, count, every_row, block_size)
+        return
+    _launch(
+        states,
+        entries,
+        placed,
+        accepted,
+        count,
+        post=True,
+        every_row=every_row,
+        block_size=block_size,
+    )
+
+
+def precopy(states: StateTable, entries: Tensor, moves: Tensor, count: int) -> None:
+    """`precopy_reference` by one launch where Triton runs."""
+    if not runs_triton(entries):
+        precopy_reference(states, entries, moves, count)
+        return
+    _launch(
+        states, entries, moves, moves, count, post=False, every_row=False, block_size=1
+    )
+
+
+def fill_blocks(states: StateTable, blocks: Tensor, value: float) -> None:
+    """Set whole blocks of every layer: 0 when one is handed out, NaN to poison a freed one.
+
+    blocks: int `[n]` of block ids, valid in every layer of the table.
+    """
+    for window, ssm in zip(states.windows, states.ssm, strict=True):
+        window.index_fill_(0, blocks, value)
+        ssm.index_fill_(0, blocks, value)
