@@ -1,7 +1,8 @@
-"""Which of the two implementations of an operation runs: the Triton kernel or its torch reference."""
+"""Which implementation of an operation runs: the Triton kernel or its torch reference."""
 
 from __future__ import annotations
 
+import torch
 import triton
 from torch import Tensor
 
@@ -15,6 +16,4 @@ def num_programs(tensor: Tensor) -> int:
     """Grid of a persistent kernel: four programs per multiprocessor, two in the interpreter."""
     if not tensor.is_cuda:
         return 2
-    import torch
-
     return 4 * torch.cuda.get_device_properties(tensor.device).multi_processor_count

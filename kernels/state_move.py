@@ -158,7 +158,7 @@ def _move_kernel(
         layer = addresses + (rest // tiles) * 6
         tile = rest % tiles
         table = tl.load(layer + 4).to(tl.pointer_type(tl.int32))
-        table += row_slot.to(tl.int64) * tl.load(layer + 5)
+        table += tl.cast(row_slot, tl.int64) * tl.load(layer + 5)
         to = tl.load(table + row_target).to(tl.int64)
         if tile < SSM_TILES:
             base = tl.load(layer + 2)
@@ -184,7 +184,7 @@ def _move_kernel(
             across = channel.to(tl.int64) * window_channel_stride
             read = (base + at * stride).to(tl.pointer_type(tap_type)) + across
             write = (base + to * stride).to(tl.pointer_type(tap_type)) + across
-            read += row_offset.to(tl.int64) * window_position_stride
+            read += tl.cast(row_offset, tl.int64) * window_position_stride
             for tap in tl.static_range(TAPS):
                 value = tl.load(read + tap * window_position_stride, mask=inside)
                 tl.store(write + tap * window_position_stride, value, mask=inside)
@@ -268,9 +268,7 @@ def precopy(states: StateTable, entries: Tensor, moves: Tensor, count: int) -> N
     if not runs_triton(entries):
         precopy_reference(states, entries, moves, count)
         return
-    _launch(
-        states, entries, moves, moves, count, post=False, every_row=False, block_size=1
-    )
+    _launch(states, entries, moves, moves, count, post=False, every_row=False, block_size=1)
 
 
 def fill_blocks(states: StateTable, blocks: Tensor, value: float) -> None:

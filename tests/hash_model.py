@@ -239,9 +239,7 @@ class HashRunner:
             self.users[block] += 1
         self.kept.append(Kept(request.tokens[: snapshot.boundary], blocks))
 
-    def check(
-        self, windows: list[int], states: list[int], offset: int, tokens: list[int]
-    ) -> None:
+    def check(self, windows: list[int], states: list[int], offset: int, tokens: list[int]) -> None:
         """The state in these blocks (per group) is that of exactly `tokens`."""
         want = prefix_hash(tokens)
         last = ([0, 0, 0] + [t + 1 for t in tokens])[-3:]
@@ -263,7 +261,9 @@ class HashRunner:
         blocks = request.blocks
         if read >= 0:
             windows = [group[read] for group in blocks]
-            self.check(windows, [group[read + offset] for group in blocks], offset, request.tokens[:n])
+            self.check(
+                windows, [group[read + offset] for group in blocks], offset, request.tokens[:n]
+            )
         history = request.tokens[:n] + tokens
         padded = [0, 0, 0] + [t + 1 for t in history]
         keep = padded[len(padded) - 3 - len(drafts) :]

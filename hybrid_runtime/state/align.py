@@ -37,9 +37,8 @@ class Retention(NamedTuple):
 
 
 class Move(NamedTuple):
-    """Copy of one state per row: SSM from column `source + offset`, window from `source` at `offset`.
-
-    Both land in column `target` at offset 0; rows with `acts` false move nothing.
+    """Copy of one state per row: SSM from column `source + offset`, window from column `source` at
+    `offset`. Both land in column `target` at offset 0; rows with `acts` false move nothing.
     """
 
     acts: Bools
@@ -54,7 +53,7 @@ def running_column(end: Ints, block_size: int) -> Ints:
 
 
 def next_retained(position: Ints, retention: Retention) -> Ints:
-    """First retained boundary at or after `position` (tokens, >= 1), `NEVER` where there is none."""
+    """First retained boundary at or after `position` (tokens, >= 1); `NEVER`: there is none."""
     every = np.maximum(retention.every, 1)
     found = np.where(retention.every > 0, -(-position // every) * every, NEVER)
     for pin in (retention.first, retention.second):

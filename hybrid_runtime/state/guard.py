@@ -76,7 +76,7 @@ def allowed(why: str) -> Iterator[None]:
 
 @contextmanager
 def sync_guard() -> Iterator[Waits]:
-    """Make implicit device synchronisation raise, and count explicit waits in the yielded `Waits`."""
+    """Make implicit synchronisation raise, and count explicit waits in the yielded `Waits`."""
     waits = Waits()
     _guards.append(waits)
     cuda = torch.cuda.is_available()

@@ -101,9 +101,7 @@ class HybridStateManager:
         depth = steps_in_flight + 2
         n = max_requests
         # A step takes one buffer, and one more where it lost rows or ended out of turn.
-        self._staging = Staging(
-            2 * n, fields.ENTRY_FIELDS, 3 * depth, self.device, self._waits
-        )
+        self._staging = Staging(2 * n, fields.ENTRY_FIELDS, 3 * depth, self.device, self._waits)
         self._ledger = Ledger(
             self._book,
             Readback(n, steps_in_flight + 1, self.device, self._waits) if readback else None,
@@ -124,6 +122,12 @@ class HybridStateManager:
         self._next = 0
         self._states: StateTable | None = None
         self._columns = 0
+
+    @property
+    def computed(self) -> Tensor:
+        """Exact tokens computed before the step begun last, int32 `[max_requests]` by slot, on the
+        device. Its address never changes."""
+        return self._slots.computed
 
     def bind(
         self,
@@ -156,14 +160,14 @@ class HybridStateManager:
         return self._book.take(slot, computed, hit_column)
 
     def retain(self, slot: int, every: int, positions: tuple[int, ...] = ()) -> None:
-        """Keep only snapshots at multiples of `every` tokens (0 = none) and at up to 2 positions."""
+        """Keep only snapshots at multiples of `every` tokens (0: none) and at 2 positions."""
         self._book.retain(slot, every, positions)
 
     def release(self, slot: int) -> None:
         """Finish, abort or preempt the request in `slot`; results still in flight are dropped."""
         self._book.drop(slot)
 
-    def columns_needed(self, rows: StepRows) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    def columns_needed(self, rows: StepRows) -> tuple[align.Ints, align.Ints]:
         """First and last column, `[rows]` each, that a request must own for this step."""
         held = np.where(rows.slot >= 0, self._book.held_min[rows.slot], -1)
         block = self.layout.block_size
@@ -296,6 +300,10 @@ class HybridStateManager:
     def fill(self, blocks: Tensor, value: float = 0.0) -> None:
         """Set whole blocks (int `[n]`, device): 0 when handed out, NaN to poison freed ones."""
         fill_blocks(self._bound(), blocks, value)
+
+    def zero(self, blocks: Sequence[int]) -> None:
+        """Zero blocks that are being handed out."""
+        self.fill(torch.tensor(blocks, dtype=torch.int64).to(self.device, non_blocking=True))
 
     def stats(self) -> Stats:
         """Counters so far."""

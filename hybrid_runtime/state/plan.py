@@ -64,9 +64,7 @@ def _require(bad: NDArray[np.bool_], values: NDArray[Any], name: str, must: str)
         raise ValueError(f"{name}[{i}] is {values[i]}; it must be {must}")
 
 
-def pack_entries(
-    packed: NDArray[np.int32], book: SlotBook, rows: StepRows, plan: Plan
-) -> int:
+def pack_entries(packed: NDArray[np.int32], book: SlotBook, rows: StepRows, plan: Plan) -> int:
     """Fill `packed` `[lines, ENTRY_FIELDS]` with this step's rows, then with the slots of the
     pending step that are not among them; the number of lines used."""
     n, slot = len(rows), rows.slot

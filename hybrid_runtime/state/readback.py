@@ -1,4 +1,4 @@
-"""Results on their way to the host: an asynchronous copy into a buffer of that step, and an event."""
+"""Results on their way to the host: a copy into a buffer of that step, and an event."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hybrid_runtime.state.staging import pinned_like
 
 
 class Readback:
-    """`depth` pinned int32 buffers `[width]`; each belongs to one step until the turn comes again."""
+    """`depth` pinned int32 buffers `[width]`, each of one step until its turn comes again."""
 
     def __init__(self, width: int, depth: int, device: torch.device, waits: Waits) -> None:
         self._buffers = [pinned_like((width,), device) for _ in range(depth)]

@@ -50,8 +50,8 @@ class SlotBook:
             raise ValueError(f"computed is {computed}; it must be at least 0")
         if (computed == 0) != (column is None):
             raise ValueError(
-                f"hit_column is {column} with computed={computed}; a fresh request has no column to "
-                "read, and one with computed tokens must name the column that holds their state"
+                f"hit_column is {column} with computed={computed}; a fresh request has no column "
+                "to read, one with computed tokens must name the column that holds their state"
             )
         if column is not None and column < 0:
             raise ValueError(f"hit_column is {column}; it must be at least 0")

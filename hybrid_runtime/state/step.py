@@ -51,9 +51,7 @@ class Step:
         """No accepted count of this step can require a copy."""
         return len(self.candidates) == 0
 
-    def current(
-        self, generation: NDArray[np.int32], live: NDArray[np.bool_]
-    ) -> NDArray[np.bool_]:
+    def current(self, generation: NDArray[np.int32], live: NDArray[np.bool_]) -> NDArray[np.bool_]:
         """Rows `[rows]` whose request still holds its slot."""
         slot = self.rows.slot
         return (slot >= 0) & live[slot] & (generation[slot] == self.generation)

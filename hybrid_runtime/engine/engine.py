@@ -1,0 +1,366 @@
+"""The engine: prompts in, text out."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import numpy as np
+import torch
+from rich.progress import Progress
+from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
+
+from hybrid_runtime.engine.block_pool import BlockPool, BlockTable
+from hybrid_runtime.engine.request import Completion, FinishReason, Request
+from hybrid_runtime.engine.scheduler import Schedule, Scheduler
+from hybrid_runtime.models.checkpoint import load_eagle, load_mtp, load_nemotron_h, resolve
+from hybrid_runtime.models.nemotron_h import NemotronH
+from hybrid_runtime.specdecode.acceptance import (
+    Acceptance,
+    greedy,
+    rejection,
+    synthetic_acceptance,
+    synthetic_rates,
+)
+from hybrid_runtime.specdecode.batch import Caches
+from hybrid_runtime.specdecode.drafter import Drafter, DraftHead, HeadDrafter, NgramDrafter
+from hybrid_runtime.specdecode.loop import SpeculativeLoop
+from hybrid_runtime.specdecode.sampling import SamplingParams
+from hybrid_runtime.specdecode.sequences import Sequences
+from hybrid_runtime.state.layout import ConvLayout, StateLayout
+from hybrid_runtime.state.manager import HybridStateManager, Stats, Strategy
+
+DrafterName = Literal["mtp", "eagle", "ngram"]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """Counters since construction.
+
+    mean_acceptance_length: emitted tokens per step of a row that had drafts (1 .. K + 1), counted
+    before the request's own limits cut its end; nan without drafts.
+    """
+
+    steps: int
+    emitted: int
+    mean_acceptance_length: float
+    state: Stats
+
+
+class Engine:
+    """Continuous batching over one Nemotron-H model with an optional drafter.
+
+    num_speculative_tokens: most drafts per step (K); must be 0 without a drafter.
+    block_size: tokens per block; None derives it from the state layout. num_blocks: KV blocks and
+    state blocks of the pools; None makes both large enough for `max_requests` full-length requests.
+    synthetic_length: mean accepted length to pretend, for measurements; the text is then wrong.
+    sampled_drafts: draw drafts of MTP and EAGLE at the request's temperature (see `HeadDrafter`).
+    """
+
+    def __init__(
+        self,
+        model: NemotronH,
+        tokenizer: Tokenizer,
+        eos_token_ids: Sequence[int],
+        *,
+        drafter: DrafterName | None = None,
+        head: Any = None,
+        num_speculative_tokens: int = 0,
+        strategy: Strategy = "auto",
+        max_requests: int = 8,
+        max_model_len: int = 2048,
+        max_tokens_per_step: int = 2048,
+        block_size: int | None = None,
+        num_blocks: tuple[int, int] | None = None,
+        ssm_dtype: torch.dtype = torch.float32,
+        conv_layout: ConvLayout = "SD",
+        synthetic_length: float | None = None,
+        sampled_drafts: bool = False,
+    ) -> None:
+        k = num_speculative_tokens
+        if drafter is not None and drafter not in get_args(DrafterName):
+            raise ValueError(
+                f"drafter is {drafter!r}; it must be None or one of {get_args(DrafterName)}"
+            )
+        if (drafter is None) != (k == 0):
+            raise ValueError(
+                f"num_speculative_tokens is {k} with drafter={drafter!r}; it must be 0 without a "
+                "drafter and at least 1 with one"
+            )
+        for name, value in (
+            ("max_model_len", max_model_len),
+            ("max_tokens_per_step", max_tokens_per_step),
+        ):
+            if value < 2:
+                raise ValueError(f"{name} is {value}; it must be at least 2")
+        self.model, self.tokenizer = model, tokenizer
+        self._eos = frozenset(eos_token_ids)
+        self._greedy_only: Acceptance = greedy
+        self._sampling: Acceptance = rejection
+        device, dtype = model.device, model.dtype
+        if synthetic_length is not None:
+            forced = synthetic_acceptance(synthetic_rates(synthetic_length, k), device)
+            self._greedy_only = self._sampling = forced
+        layout = StateLayout.from_config(
+            model.config, k, ssm_dtype, conv_layout, conv_dtype=dtype, block_size=block_size
+        )
+        block = layout.block_size
+        columns = -(-(max_model_len + k) // block)
+        if num_blocks is None:
+            num_blocks = (max_requests * columns, max_requests * (k + 3))
+        self.manager = HybridStateManager(layout, max_requests, k, device, strategy)
+        kv = BlockTable(max_requests, columns, BlockPool(num_blocks[0]), device)
+        state = BlockTable(max_requests, columns + k + 1, BlockPool(num_blocks[1]), device)
+
+        def kv_cache(shape: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
+            size = (kv.pool.size, block, *shape)
+            one = torch.zeros(size, dtype=dtype, device=device)
+            return one, torch.zeros_like(one)
+
+        caches_kv = {layer: kv_cache(model.kv_shape) for layer in model.kv_layers}
+        if head is not None:
+            caches_kv |= {layer: kv_cache(head.kv_shape) for layer in head.kv_layers}
+        blocks = {layer: layout.allocate(state.pool.size, device) for layer in model.state_layers}
+        if blocks:
+            self.manager.bind(blocks, state.device_table)
+        caches = Caches(
+            kv=caches_kv,
+            states={i: (layout.positions_first(w), s) for i, (w, s) in blocks.items()},
+            kv_block_table=kv.device_table,
+            state_block_table=state.device_table,
+        )
+        self.scheduler = Scheduler(
+            self.manager, kv, state, max_requests, max_tokens_per_step, max_model_len
+        )
+        self.sequences = Sequences(max_requests, max_model_len, k, device)
+        self.loop = SpeculativeLoop(
+            model, self.manager, self.sequences, caches,
+            _drafter(drafter, head, caches, k, sampled_drafts),
+        )  # fmt: skip
+        self._next_id = 0
+        self._steps = self._emitted = self._draft_steps = self._draft_emitted = 0
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        path: str | Path,
+        *,
+        drafter: DrafterName | None = "mtp",
+        num_speculative_tokens: int | None = None,
+        eagle_path: str | Path | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype = torch.float32,
+        **options: Any,
+    ) -> Engine:
+        """Engine for a checkpoint directory or hub id.
+
+        num_speculative_tokens: default 3 with a drafter. eagle_path: the EAGLE head's own
+        checkpoint; default the sub-directory `eagle` of `path`. device: default a GPU where there
+        is one. options: as of `Engine`.
+        """
+        directory = resolve(path)
+        file = directory / "tokenizer.json"
+        if not file.is_file():
+            raise ValueError(f"checkpoint {directory} has no tokenizer.json; it must hold one")
+        where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        model = load_nemotron_h(directory, where, dtype)
+        head: Any = None
+        if drafter == "mtp":
+            head = load_mtp(directory, model)
+        elif drafter == "eagle":
+            head = load_eagle(eagle_path or directory / "eagle", model)
+        if num_speculative_tokens is None:
+            num_speculative_tokens = 0 if drafter is None else 3
+        return cls(
+            model,
+            Tokenizer.from_file(str(file)),
+            model.config.eos_token_id,
+            drafter=drafter,
+            head=head,
+            num_speculative_tokens=num_speculative_tokens,
+            **options,
+        )
+
+    # -- requests --------------------------------------------------------------------------------
+
+    def submit(self, prompt: str | Sequence[int], params: SamplingParams | None = None) -> Request:
+        """Queue one prompt (text or token ids); `ValueError` if it can never run."""
+        params = params or SamplingParams()
+        tokens = self._encode(prompt)
+        seed = params.seed
+        if seed is None:
+            seed = int(np.random.default_rng().integers(2**63 - 1))
+        request = Request(self._next_id, tokens, params, seed, DecodeStream(ids=tokens[-4:]))
+        request.submitted = time.perf_counter()
+        self.scheduler.add(request)
+        self._next_id += 1
+        return request
+
+    def abort(self, request: Request) -> None:
+        """End a request now; nothing happens to one that has ended."""
+        if request.finish_reason is None:
+            self._finish(request, "abort")
+
+    @property
+    def idle(self) -> bool:
+        """Nothing waits and nothing runs."""
+        return not (self.scheduler.waiting or self.scheduler.running)
+
+    def step(self) -> list[Request]:
+        """Run one step; the requests that got tokens or ended in it."""
+        for request in self.scheduler.admit():
+            self.sequences.admit(request.slot, request.prompt, request.params, request.seed)
+        schedule = self.scheduler.schedule()
+        if schedule is None:
+            return []
+        cold = all(r.params.temperature == 0 for r in schedule.requests)
+        accept = self._greedy_only if cold else self._sampling
+        try:
+            outcome = self.loop.step(schedule.rows, schedule.num_update_rows, accept)
+        except Exception as error:
+            # The forward pass may have half written these requests' state; the others' is exact.
+            for request in schedule.requests:
+                request.error = error
+                self._finish(request, "error")
+            return schedule.requests
+        self.manager.accepted(outcome.step)
+        return self._absorb(schedule, outcome.emitted.cpu().numpy())
+
+    def generate(
+        self,
+        prompts: Sequence[str | Sequence[int]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        progress: bool = False,
+    ) -> list[Completion]:
+        """Complete all prompts; `params` for all, or one per prompt."""
+        if isinstance(prompts, str):
+            raise ValueError("prompts is a str; it must be a list of prompts")
+        if params is None or isinstance(params, SamplingParams):
+            params = [params or SamplingParams()] * len(prompts)
+        if len(params) != len(prompts):
+            raise ValueError(f"params has {len(params)} entries; it must have {len(prompts)}")
+        requests: list[Request] = []
+        try:
+            for prompt, p in zip(prompts, params, strict=True):
+                requests.append(self.submit(prompt, p))
+            with Progress(disable=not progress, transient=True) as bar:
+                task = bar.add_task("tokens", total=sum(p.max_tokens for p in params))
+                while any(r.finish_reason is None for r in requests):
+                    self.step()
+                    bar.update(task, completed=sum(len(r.output) for r in requests))
+        except BaseException:
+            for request in requests:
+                self.abort(request)
+            raise
+        return [Completion.of(r) for r in requests]
+
+    def stream(
+        self, prompt: str | Sequence[int], params: SamplingParams | None = None
+    ) -> Iterator[str]:
+        """Text of one completion, piece by piece; ending the iteration early aborts it."""
+        request = self.submit(prompt, params)
+        shown = 0
+        try:
+            while request.finish_reason is None:
+                self.step()
+                # A stop string may still be cut off the end.
+                hold = 0 if request.finish_reason else _held(request.text, request.params.stop)
+                ready = len(request.text) - hold
+                if ready > shown:
+                    yield request.text[shown:ready]
+                    shown = ready
+        finally:
+            self.abort(request)
+        if request.error is not None:
+            raise request.error
+
+    def stats(self) -> EngineStats:
+        length = self._draft_emitted / self._draft_steps if self._draft_steps else float("nan")
+        return EngineStats(self._steps, self._emitted, length, self.manager.stats())
+
+    # -- inside a step ---------------------------------------------------------------------------
+
+    def _absorb(self, schedule: Schedule, emitted: np.ndarray) -> list[Request]:
+        now = time.perf_counter()
+        self._steps += 1
+        touched = []
+        rows = schedule.rows
+        for i, request in enumerate(schedule.requests):
+            count = int(emitted[i, -2])
+            request.computed += int(rows.scheduled[i] - rows.draft[i]) + max(count, 1) - 1
+            request.drafts = int(emitted[i, -1])
+            if not count:
+                continue
+            if rows.draft[i]:
+                self._draft_steps += 1
+                self._draft_emitted += count
+            before = len(request.output)
+            try:
+                self._append(request, emitted[i, :count].tolist())
+            except Exception as error:
+                request.error = error
+                self._finish(request, "error")
+            new = len(request.output) - before
+            self._emitted += new
+            if new:
+                request.times.append((now, new))
+            touched.append(request)
+        return touched
+
+    def _append(self, request: Request, tokens: list[int]) -> None:
+        params = request.params
+        for token in tokens:
+            if token in params.stop_token_ids or (token in self._eos and not params.ignore_eos):
+                self._finish(request, "stop")
+                return
+            request.output.append(token)
+            request.text += request.stream.step(self.tokenizer, token) or ""
+            found = [at for at in (request.text.find(s) for s in params.stop) if at >= 0]
+            if found:
+                request.text = request.text[: min(found)]
+                self._finish(request, "stop")
+                return
+            if request.remaining == 0 or request.length >= self.scheduler.max_length:
+                self._finish(request, "length")
+                return
+
+    def _finish(self, request: Request, reason: FinishReason) -> None:
+        self.scheduler.retire(request)
+        request.finish_reason = reason
+
+    def _encode(self, prompt: str | Sequence[int]) -> list[int]:
+        tokens = self.tokenizer.encode(prompt).ids if isinstance(prompt, str) else list(prompt)
+        if not tokens:
+            raise ValueError("prompt is empty; it must hold at least one token")
+        vocabulary = self.model.config.vocab_size
+        for token in tokens:
+            if not isinstance(token, int | np.integer) or not 0 <= token < vocabulary:
+                raise ValueError(f"prompt holds token {token!r}; it must be in 0..{vocabulary - 1}")
+        return [int(t) for t in tokens]
+
+
+def _drafter(
+    name: DrafterName | None, head: DraftHead | None, caches: Caches, k: int, sampled: bool
+) -> Drafter | None:
+    if name is None:
+        return None
+    if name == "ngram":
+        return NgramDrafter(k)
+    if head is None:
+        raise ValueError(f"head is None; drafter {name!r} needs its network")
+    return HeadDrafter(head, caches, k, sampled)
+
+
+def _held(text: str, stop: tuple[str, ...]) -> int:
+    """Characters at the end of `text` that could be the beginning of a stop string."""
+    longest = 0
+    for s in stop:
+        for n in range(min(len(s) - 1, len(text)), 0, -1):
+            if text.endswith(s[:n]):
+                longest = max(longest, n)
+                break
+    return longest

@@ -1,0 +1,205 @@
+"""EAGLE-1 draft head: one Llama decoder layer over the joined embedding and hidden state."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hybrid_runtime.models.attention import Attention
+from hybrid_runtime.models.batch import Caches, RowBatch
+from hybrid_runtime.models.nemotron_h import NemotronH
+from hybrid_runtime.models.norm import RMSNorm
+
+_FIXED = (
+    ("model_type", "llama"),
+    ("num_hidden_layers", 1),
+    ("hidden_act", "silu"),
+    ("attention_bias", False),
+    ("mlp_bias", False),
+    ("rope_scaling", None),
+    ("quantization_config", None),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EagleConfig:
+    """Shapes of the head, named as in a Llama config."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 10000.0
+
+    def __post_init__(self) -> None:
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError(
+                f"config field num_attention_heads is {self.num_attention_heads}, must be a "
+                f"multiple of num_key_value_heads ({self.num_key_value_heads})"
+            )
+        if self.head_dim % 2:
+            raise ValueError(f"config field head_dim is {self.head_dim}, must be even")
+
+    @staticmethod
+    def from_dict(config: Mapping[str, Any]) -> "EagleConfig":
+        """Read a decoded config.json.
+
+        Raises:
+            ValueError: a field is missing, or has a value that is not supported.
+        """
+        given = {name: value for name, value in config.items() if value is not None}
+        rope = given.pop("rope_parameters", {})
+        if rope.get("rope_type", "default") != "default":
+            raise ValueError(
+                f"config field rope_parameters is {rope!r}, only rope_type 'default' is supported"
+            )
+        if "rope_theta" in rope:
+            given["rope_theta"] = rope["rope_theta"]
+        for name, only in _FIXED:
+            if given.get(name, only) != only:
+                raise ValueError(
+                    f"config field {name} is {given[name]!r}, only {only!r} is supported"
+                )
+        required = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads")
+        for name in required:
+            if type(given.get(name)) is not int or given[name] < 1:
+                raise ValueError(
+                    f"config field {name} is {given.get(name)!r}, must be a positive integer"
+                )
+        heads = given["num_attention_heads"]
+        return EagleConfig(
+            **{name: given[name] for name in required},
+            num_key_value_heads=given.get("num_key_value_heads", heads),
+            head_dim=given.get("head_dim", given["hidden_size"] // heads),
+            rms_norm_eps=given.get("rms_norm_eps", 1e-6),
+            rope_theta=float(given.get("rope_theta", 10000.0)),
+        )
+
+
+class GatedMLP(nn.Module):
+    """down(silu(gate(x)) * up(x))."""
+
+    def __init__(self, size: int, inner: int, dtype: torch.dtype):
+        super().__init__()
+        self.gate_proj = nn.Linear(size, inner, bias=False, device="meta", dtype=dtype)
+        self.up_proj = nn.Linear(size, inner, bias=False, device="meta", dtype=dtype)
+        self.down_proj = nn.Linear(inner, size, bias=False, device="meta", dtype=dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[T, size] to [T, size]."""
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class EagleLayer(nn.Module):
+    """A Llama decoder layer without the norm before attention."""
+
+    def __init__(self, config: EagleConfig, dtype: torch.dtype):
+        super().__init__()
+        self.self_attn = Attention(
+            config.hidden_size,
+            config.num_attention_heads,
+            config.num_key_value_heads,
+            config.head_dim,
+            "meta",
+            dtype,
+        )
+        self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, dtype)
+        self.post_attention_layernorm = RMSNorm(
+            config.hidden_size, config.rms_norm_eps, "meta", dtype
+        )
+
+
+class EagleHead(nn.Module):
+    """Drafts the token after next from the next token and the target's hidden state.
+
+    Position p sees token p + 1 and the hidden state of position p (the target's after ``norm_f``,
+    or the head's own output in later passes), is rotated as position p, and stores its keys and
+    values there. The output head is the target's, and so is the embedding unless `own_embedding`.
+
+    Args:
+        config: the head's shapes.
+        target: the model it drafts for.
+        fc_bias: whether the joining projection has a bias.
+        own_embedding: whether the checkpoint brings an embedding of its own.
+
+    Attributes:
+        kv_layers: the key of ``Caches.kv``: (num_hidden_layers of the target,).
+        kv_shape: (num_key_value_heads, head_dim).
+
+    Raises:
+        ValueError: hidden or vocabulary size differ from the target's.
+    """
+
+    def __init__(
+        self,
+        config: EagleConfig,
+        target: NemotronH,
+        fc_bias: bool = False,
+        own_embedding: bool = False,
+    ):
+        super().__init__()
+        for name in ("hidden_size", "vocab_size"):
+            own, wanted = getattr(config, name), getattr(target.config, name)
+            if own != wanted:
+                raise ValueError(f"config field {name} is {own}, must be the target's {wanted}")
+        self.config = config
+        # In a tuple, so that the target does not become a submodule with parameters of its own.
+        self._target = (target,)
+        self.kv_layers = (target.config.num_hidden_layers,)
+        self.kv_shape = (config.num_key_value_heads, config.head_dim)
+        hidden, dtype = config.hidden_size, target.dtype
+        self.embed_tokens: nn.Embedding | None = None
+        if own_embedding:
+            self.embed_tokens = nn.Embedding(config.vocab_size, hidden, device="meta", dtype=dtype)
+        self.fc = nn.Linear(2 * hidden, hidden, bias=fc_bias, device="meta", dtype=dtype)
+        self.layers = nn.ModuleList([EagleLayer(config, dtype)])
+        self.to_empty(device=target.device)
+        self.requires_grad_(False)
+
+    def forward(self, tokens: Tensor, hidden: Tensor, batch: RowBatch, caches: Caches) -> Tensor:
+        """Run one pass over all rows.
+
+        Args:
+            tokens: int [T], the token after each position.
+            hidden: [T, hidden_size], the hidden state of each position.
+            batch: the rows; computed is the position of a row's first token.
+            caches: keys and values of the head's layer.
+
+        Returns:
+            [T, hidden_size], the layer's output; feeds both `logits` and the next pass.
+        """
+        target, layer = self._target[0], self.layers[0]
+        assert isinstance(layer, EagleLayer)
+        embed = target.embed if self.embed_tokens is None else self.embed_tokens
+        x = self.fc(torch.cat([embed(tokens), hidden], dim=-1))
+        cos, sin = self._rotation(batch, x.shape[0], x.dtype)
+
+        def rotate(heads: Tensor) -> Tensor:
+            low, high = heads.chunk(2, dim=-1)
+            return torch.cat([low * cos - high * sin, high * cos + low * sin], dim=-1)
+
+        x = x + layer.self_attn(x, batch, caches, self.kv_layers[0], rotate)
+        return x + layer.mlp(layer.post_attention_layernorm(x))
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[T, hidden_size] to [T, vocab_size] by the target's output head."""
+        return self._target[0].logits(hidden)
+
+    def _rotation(self, batch: RowBatch, tokens: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """cos and sin [T, 1, head_dim / 2] of each token's position (RoFormer, Llama halves)."""
+        start = batch.row_start.long()
+        token = torch.arange(tokens, device=start.device)
+        row = torch.searchsorted(start, token, right=True) - 1
+        row = row.clamp(0, batch.slot.shape[0] - 1)
+        position = batch.computed.long()[row] + token - start[row]
+        half = self.config.head_dim // 2
+        fine = torch.promote_types(dtype, torch.float32)
+        exponent = torch.arange(half, device=start.device, dtype=fine) / half
+        angle = position.to(fine)[:, None] * self.config.rope_theta**-exponent
+        return angle.cos().to(dtype)[:, None], angle.sin().to(dtype)[:, None]

@@ -1,0 +1,76 @@
+"""One layer of a Nemotron-H model or MTP head: norm, mixer, residual."""
+
+import torch
+from torch import Tensor, nn
+
+from hybrid_runtime.models.attention import Attention
+from hybrid_runtime.models.batch import Caches, RowBatch, StatePositions
+from hybrid_runtime.models.config import NemotronHConfig
+from hybrid_runtime.models.mamba import Mamba2Mixer
+from hybrid_runtime.models.moe import MLP, MoE
+from hybrid_runtime.models.norm import RMSNorm
+
+
+class Layer(nn.Module):
+    """``x + mixer(norm(x))`` with the mixer that `kind` (M, *, - or E) names.
+
+    Raises:
+        ValueError: kind is none of these.
+    """
+
+    def __init__(
+        self,
+        config: NemotronHConfig,
+        kind: str,
+        index: int,
+        device: torch.device | str,
+        dtype: torch.dtype,
+    ):
+        super().__init__()
+        self.index = index
+        self.norm = RMSNorm(config.hidden_size, config.layer_norm_epsilon, device, dtype)
+        self.mixer: Mamba2Mixer | Attention | MLP | MoE
+        if kind == "M":
+            self.mixer = Mamba2Mixer(config, device, dtype)
+        elif kind == "*":
+            self.mixer = Attention(
+                config.hidden_size,
+                config.num_attention_heads,
+                config.num_key_value_heads,
+                config.head_dim,
+                device,
+                dtype,
+            )
+        elif kind == "-":
+            self.mixer = MLP(
+                config.hidden_size, config.intermediate_size, config.mlp_bias, device, dtype
+            )
+        elif kind == "E":
+            self.mixer = MoE(config, device, dtype)
+        else:
+            raise ValueError(f"kind is {kind!r}, must be one of M * - E")
+
+    def forward(
+        self, x: Tensor, batch: RowBatch, positions: StatePositions | None, caches: Caches
+    ) -> Tensor:
+        """[T, hidden_size] to [T, hidden_size], in x's dtype.
+
+        Args:
+            x: the residual stream.
+            batch: the rows.
+            positions: where Mamba states lie; may be None in layers without a state.
+            caches: addressed by the layer's index.
+
+        Raises:
+            ValueError: a Mamba layer without positions.
+        """
+        normed = self.norm(x)
+        if isinstance(self.mixer, Mamba2Mixer):
+            if positions is None:
+                raise ValueError("positions is None, must be given for a Mamba layer")
+            mixed = self.mixer(normed, batch, positions, caches, self.index)
+        elif isinstance(self.mixer, Attention):
+            mixed = self.mixer(normed, batch, caches, self.index)
+        else:
+            mixed = self.mixer(normed)
+        return x + mixed

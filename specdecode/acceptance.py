@@ -1,0 +1,269 @@
+"""Which drafts the target keeps, and the one token it adds itself; without host waits.
+
+Row i brings ``num_draft[i] <= K`` drafts and the target's logits at K + 1 positions:
+``logits[i, j]`` is the target's distribution after the row's certain tokens and its first j drafts.
+A draft of -1 inside ``num_draft`` is a guess that the drafter did not make; it is never accepted.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from hybrid_runtime.specdecode.sampling import (
+    ACCEPT,
+    SYNTHETIC,
+    TARGET,
+    SamplingTensors,
+    probabilities,
+    sample,
+    uniform,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """Tokens that a step emits.
+
+    Attributes:
+        tokens: int32 [rows, K + 1]: accepted drafts, then the target's own token, then -1.
+        num_accepted: int32 [rows]: emitted tokens, 1 .. num_draft + 1; 0 where the row emits none.
+    """
+
+    tokens: Tensor
+    num_accepted: Tensor
+
+
+class Acceptance(Protocol):
+    """How the step loop calls any of them; ``greedy`` and ``rejection`` fit as they are."""
+
+    def __call__(
+        self,
+        logits: Tensor,
+        drafts: Tensor,
+        num_draft: Tensor,
+        emits: Tensor,
+        draft_probs: Tensor | None,
+        sampling: SamplingTensors,
+        position: Tensor,
+    ) -> Accepted: ...
+
+
+def greedy(
+    logits: Tensor,
+    drafts: Tensor,
+    num_draft: Tensor,
+    emits: Tensor,
+    draft_probs: Tensor | None = None,
+    sampling: SamplingTensors | None = None,
+    position: Tensor | None = None,
+) -> Accepted:
+    """Keeps drafts as long as each is the target's most likely token (lowest id at ties).
+
+    Args:
+        logits: float [rows, K + 1, V].
+        drafts: int32 [rows, K].
+        num_draft: int32 [rows], 0 .. K.
+        emits: bool or int [rows]; 0 for a padded row or an unfinished prefill chunk.
+        draft_probs: not used, as the two below; they make this an ``Acceptance``.
+        sampling: not used.
+        position: not used.
+
+    Raises:
+        ValueError: shapes that do not fit.
+    """
+    _check(logits, drafts, num_draft, emits)
+    return _match(logits.argmax(-1).to(torch.int32), drafts, num_draft, emits)
+
+
+def rejection(
+    logits: Tensor,
+    drafts: Tensor,
+    num_draft: Tensor,
+    emits: Tensor,
+    draft_probs: Tensor | None,
+    sampling: SamplingTensors,
+    position: Tensor,
+) -> Accepted:
+    """Keeps the target's distribution, whatever the drafts (Leviathan et al. 2023, 2211.17192).
+
+    A draft x is kept with probability min(1, p(x) / q(x)); the first one refused is replaced by a
+    token from max(0, p - q), normalised (from p should that be zero everywhere); after the last
+    draft a token from p follows. p is the target's distribution after temperature, top-k and top-p.
+
+    Drafts that were not drawn (``draft_probs`` None, q one-hot) have a simpler form of the same
+    law: a token is drawn from p and the draft is kept when it is that token. Chosen because the
+    text of a seed is then the same with and without drafts.
+
+    Args:
+        logits: float [rows, K + 1, V].
+        drafts: int32 [rows, K].
+        num_draft: int32 [rows], 0 .. K.
+        emits: bool or int [rows]; 0 for a padded row or an unfinished prefill chunk.
+        draft_probs: float32 [rows, K, V], the distributions q the drafts were drawn from with
+            random numbers of stream DRAFT (or independent ones).
+        sampling: parameters of the rows; temperature 0 gives exactly what ``greedy`` gives.
+        position: int64 [rows], absolute position of the first token the row emits.
+
+    Raises:
+        ValueError: shapes that do not fit.
+    """
+    _check(logits, drafts, num_draft, emits)
+    rows, num_positions, vocabulary = logits.shape
+    most = num_positions - 1
+    if draft_probs is not None and draft_probs.shape != (rows, most, vocabulary):
+        raise ValueError(
+            f"draft_probs has shape {list(draft_probs.shape)}, "
+            f"must be None or [{rows}, {most}, {vocabulary}]"
+        )
+    target = probabilities(logits, sampling)
+    positions = position[:, None] + torch.arange(num_positions, device=logits.device)
+    if draft_probs is None or most == 0:
+        chosen = sample(target, uniform(sampling.seed, positions, TARGET))
+        return _match(chosen, drafts, num_draft, emits)
+
+    guessed = _guessed(drafts, num_draft)
+    token = drafts.clamp(min=0).long()[..., None]
+    p = target[:, :most].gather(-1, token)[..., 0]
+    q = draft_probs.gather(-1, token)[..., 0]
+    u = uniform(sampling.seed, positions[:, :most], ACCEPT)
+    kept = _leading(guessed & (u * q < p))
+
+    # Where no draft was refused nothing is subtracted: the residual is then p itself.
+    refused = (kept < most)[:, None] & guessed.gather(1, kept.clamp(max=most - 1)[:, None])
+    target = _position_of(target, kept)
+    residual = torch.where(
+        refused,
+        (target - _position_of(draft_probs, kept.clamp(max=most - 1))).clamp(min=0),
+        target,
+    )
+    residual = torch.where(residual.sum(-1, keepdim=True) > 0, residual, target)
+    own = sample(residual, uniform(sampling.seed, position + kept, TARGET))
+    return _emit(drafts, kept, own, emits)
+
+
+def synthetic(
+    logits: Tensor,
+    drafts: Tensor,
+    num_draft: Tensor,
+    emits: Tensor,
+    rates: Tensor,
+    position: Tensor,
+    seed: Tensor,
+) -> Accepted:
+    """Keeps as many drafts as ``rates`` says, right or wrong; for measurements.
+
+    The token after them is the target's most likely one at that position. One random number
+    (stream SYNTHETIC) per row and step decides, so at least i + 1 drafts are kept with probability
+    ``rates[i]``, as far as the row has that many.
+
+    Args:
+        logits: float [rows, K + 1, V].
+        drafts: int32 [rows, K].
+        num_draft: int32 [rows], 0 .. K.
+        emits: bool or int [rows]; 0 for a padded row or an unfinished prefill chunk.
+        rates: float32 [K], not increasing.
+        position: int64 [rows], absolute position of the first token the row emits.
+        seed: int64 [rows].
+
+    Raises:
+        ValueError: shapes that do not fit.
+    """
+    _check(logits, drafts, num_draft, emits)
+    if rates.shape != drafts.shape[1:]:
+        raise ValueError(f"rates has shape {list(rates.shape)}, must be {list(drafts.shape[1:])}")
+    forced = uniform(seed, position, SYNTHETIC)[:, None] < rates
+    kept = _leading(forced & _guessed(drafts, num_draft))
+    own = logits.argmax(-1).gather(1, kept[:, None])[:, 0].to(torch.int32)
+    return _emit(drafts, kept, own, emits)
+
+
+def synthetic_rates(mean_length: float, num_draft: int) -> tuple[float, ...]:
+    """Rates for ``synthetic`` with a mean of ``mean_length`` emitted tokens per step.
+
+    The drafts in front are always kept, the last one that is needed only sometimes, so lengths vary
+    as little as possible: 2.5 with 3 drafts gives (1, 0.5, 0). The mean is 1 + sum(rates), the
+    target's own token included, as with ``synthetic_acceptance_length`` in vLLM.
+
+    Raises:
+        ValueError: ``mean_length`` outside [1, num_draft + 1] or ``num_draft`` negative.
+    """
+    if num_draft < 0:
+        raise ValueError(f"num_draft is {num_draft}, must be at least 0")
+    if not 1 <= mean_length <= num_draft + 1:
+        raise ValueError(f"mean_length is {mean_length}, must be in [1, {num_draft + 1}]")
+    return tuple(min(max(mean_length - 1.0 - i, 0.0), 1.0) for i in range(num_draft))
+
+
+def synthetic_acceptance(rates: Sequence[float], device: torch.device | str) -> Acceptance:
+    """``synthetic`` with fixed rates and the requests' own seeds, as the step loop calls it.
+
+    Raises:
+        ValueError: a rate outside [0, 1] or larger than the one before it.
+    """
+    if not all(0 <= rate <= 1 for rate in rates):
+        raise ValueError(f"rates is {list(rates)}, must be probabilities in [0, 1]")
+    if any(later > earlier for earlier, later in pairwise(rates)):
+        raise ValueError(f"rates is {list(rates)}, must not increase")
+    on_device = torch.tensor(rates, dtype=torch.float32, device=device)
+
+    def accept(
+        logits: Tensor,
+        drafts: Tensor,
+        num_draft: Tensor,
+        emits: Tensor,
+        draft_probs: Tensor | None,
+        sampling: SamplingTensors,
+        position: Tensor,
+    ) -> Accepted:
+        return synthetic(logits, drafts, num_draft, emits, on_device, position, sampling.seed)
+
+    return accept
+
+
+def _check(logits: Tensor, drafts: Tensor, num_draft: Tensor, emits: Tensor) -> None:
+    if logits.dim() != 3 or logits.shape[1] == 0:
+        raise ValueError(f"logits has shape {list(logits.shape)}, must be [rows, K + 1, V]")
+    rows, num_positions, _ = logits.shape
+    if drafts.shape != (rows, num_positions - 1):
+        raise ValueError(
+            f"drafts has shape {list(drafts.shape)}, must be [{rows}, {num_positions - 1}]"
+        )
+    for name, value in (("num_draft", num_draft), ("emits", emits)):
+        if value.shape != (rows,):
+            raise ValueError(f"{name} has shape {list(value.shape)}, must be [{rows}]")
+
+
+def _guessed(drafts: Tensor, num_draft: Tensor) -> Tensor:
+    index = torch.arange(drafts.shape[1], device=drafts.device)
+    return (index < num_draft[:, None]) & (drafts >= 0)
+
+
+def _leading(flags: Tensor) -> Tensor:
+    """How many flags of each row are set before the first that is not: int64 [rows]."""
+    return flags.to(torch.int64).cumprod(-1).sum(-1)
+
+
+def _position_of(x: Tensor, index: Tensor) -> Tensor:
+    """``x[i, index[i]]`` of [rows, n, V]: [rows, V]."""
+    return x.gather(1, index[:, None, None].expand(-1, 1, x.shape[-1]))[:, 0]
+
+
+def _match(chosen: Tensor, drafts: Tensor, num_draft: Tensor, emits: Tensor) -> Accepted:
+    """Keeps drafts as long as they are the ``chosen`` tokens (int32 [rows, K + 1])."""
+    same = (chosen[:, :-1] == drafts) & _guessed(drafts, num_draft)
+    kept = _leading(same)
+    return _emit(drafts, kept, chosen.gather(1, kept[:, None])[:, 0], emits)
+
+
+def _emit(drafts: Tensor, kept: Tensor, own: Tensor, emits: Tensor) -> Accepted:
+    emits = emits != 0
+    index = torch.arange(drafts.shape[1] + 1, device=drafts.device)
+    last = kept[:, None]
+    tokens = torch.cat([drafts.to(torch.int32), own[:, None]], dim=1)
+    tokens = torch.where(index == last, own[:, None], tokens)
+    tokens = torch.where((index <= last) & emits[:, None], tokens, -1)
+    return Accepted(tokens, torch.where(emits, kept + 1, 0).to(torch.int32))

@@ -1,0 +1,263 @@
+"""Sampling parameters, counter-based random numbers and token distributions, without host waits."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from numbers import Integral, Real
+
+import torch
+from torch import Tensor
+
+# What a random number is used for. Numbers of different streams are independent, so a draft, the
+# decision about it and the token that replaces it can all be keyed by the same absolute position.
+DRAFT = 0
+ACCEPT = 1
+TARGET = 2
+SYNTHETIC = 3
+
+
+def _signed(x: int) -> int:
+    # torch refuses a Python integer that does not fit, while its own int64 arithmetic wraps.
+    return (x + 2**63) % 2**64 - 2**63
+
+
+_GAMMA = _signed(0x9E3779B97F4A7C15)
+_MIX_1 = _signed(0xBF58476D1CE4E5B9)
+_MIX_2 = _signed(0x94D049BB133111EB)
+
+
+def _require(holds: bool, argument: str, value: object, must: str) -> None:
+    if not holds:
+        raise ValueError(f"{argument} is {value!r}, must be {must}")
+
+
+def _is_int(value: object, low: int, high: int) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool) and low <= int(value) < high
+
+
+def _is_real(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """What one request asks for.
+
+    Attributes:
+        temperature: 0 = greedy, otherwise logits are divided by it.
+        top_k: keep only this many most likely tokens, 0 = all.
+        top_p: keep the fewest most likely tokens that together reach this probability.
+        seed: key of the request's random numbers; None = the engine picks one.
+        max_tokens: most tokens to generate.
+        stop: generation ends when one of these texts appears.
+        stop_token_ids: generation ends after one of these tokens.
+        ignore_eos: go on after the model's end-of-text token.
+
+    Raises:
+        ValueError: a value out of range or of the wrong type.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int | None = None
+    max_tokens: int = 128
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        _require(
+            _is_real(self.temperature) and self.temperature >= 0,
+            "temperature",
+            self.temperature,
+            "a finite number >= 0",
+        )
+        _require(_is_int(self.top_k, 0, 2**31), "top_k", self.top_k, "an integer >= 0 (0 = off)")
+        _require(
+            _is_real(self.top_p) and 0 < self.top_p <= 1,
+            "top_p",
+            self.top_p,
+            "a number > 0 and <= 1",
+        )
+        _require(
+            self.seed is None or _is_int(self.seed, 0, 2**63),
+            "seed",
+            self.seed,
+            "None or an integer >= 0 and < 2**63",
+        )
+        _require(
+            _is_int(self.max_tokens, 1, 2**31), "max_tokens", self.max_tokens, "an integer >= 1"
+        )
+        # A lone string is itself a sequence of strings and would stop at each of its letters.
+        _require(
+            isinstance(self.stop, list | tuple)
+            and all(isinstance(text, str) and text for text in self.stop),
+            "stop",
+            self.stop,
+            "a tuple of non-empty strings",
+        )
+        _require(
+            isinstance(self.stop_token_ids, list | tuple)
+            and all(_is_int(token, 0, 2**31) for token in self.stop_token_ids),
+            "stop_token_ids",
+            self.stop_token_ids,
+            "a tuple of integers >= 0",
+        )
+        _require(isinstance(self.ignore_eos, bool), "ignore_eos", self.ignore_eos, "True or False")
+        object.__setattr__(self, "stop", tuple(self.stop))
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingTensors:
+    """Sampling parameters of the rows of one step.
+
+    Attributes:
+        temperature: float32 [rows], 0 = greedy.
+        top_k: int32 [rows], 0 = off.
+        top_p: float32 [rows], 1 = off.
+        seed: int64 [rows].
+    """
+
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    seed: Tensor
+
+    @classmethod
+    def from_params(
+        cls, params: Sequence[SamplingParams], seeds: Sequence[int], device: torch.device | str
+    ) -> "SamplingTensors":
+        """Row i samples as ``params[i]`` with ``seeds[i]``, which stands for ``params[i].seed``.
+
+        Raises:
+            ValueError: as many seeds as params are needed.
+        """
+        _require(len(seeds) == len(params), "seeds", list(seeds), f"{len(params)} integers")
+        return cls(
+            torch.tensor([p.temperature for p in params], dtype=torch.float32, device=device),
+            torch.tensor([p.top_k for p in params], dtype=torch.int32, device=device),
+            torch.tensor([p.top_p for p in params], dtype=torch.float32, device=device),
+            torch.tensor(seeds, dtype=torch.int64, device=device),
+        )
+
+    def select(self, index: Tensor) -> "SamplingTensors":
+        """Rows ``index`` (int [n], negative = padded row, gets row 0's parameters)."""
+        safe = index.clamp(min=0)
+        return SamplingTensors(
+            self.temperature[safe], self.top_k[safe], self.top_p[safe], self.seed[safe]
+        )
+
+
+def _shift_right(x: Tensor, bits: int) -> Tensor:
+    # int64 >> is arithmetic; the published function shifts zeros in.
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _mix(x: Tensor) -> Tensor:
+    x = (x ^ _shift_right(x, 30)) * _MIX_1
+    x = (x ^ _shift_right(x, 27)) * _MIX_2
+    return x ^ _shift_right(x, 31)
+
+
+def uniform(seed: Tensor, position: Tensor, stream: int) -> Tensor:
+    """Uniform random numbers that depend on nothing but their arguments, on every device.
+
+    Output number ``position`` of SplitMix64 (Steele, Lea, Flood: "Fast splittable pseudorandom
+    number generators", OOPSLA 2014; constants of the public-domain version by Vigna), whose start
+    state is itself mixed from ``seed`` and ``stream``; its 24 highest bits are the fraction.
+
+    Args:
+        seed: int64 [rows].
+        position: int64 [rows, ...].
+        stream: what the number is for (DRAFT, ACCEPT, ...).
+
+    Returns:
+        float32 like ``position``, multiples of 2**-24 in [0, 1).
+
+    Raises:
+        ValueError: wrong dtype or number of rows.
+    """
+    _require(seed.dtype == torch.int64 and seed.dim() == 1, "seed", _kind(seed), "int64 [rows]")
+    _require(
+        position.dtype == torch.int64 and position.shape[:1] == seed.shape,
+        "position",
+        _kind(position),
+        f"int64 [{seed.shape[0]}, ...]",
+    )
+    start = _mix(_mix(seed + _GAMMA) + _signed(_GAMMA * (stream + 1)))
+    start = start.reshape(-1, *[1] * (position.dim() - 1))
+    return _shift_right(_mix(start + (position + 1) * _GAMMA), 40).to(torch.float32) * 2.0**-24
+
+
+def probabilities(logits: Tensor, sampling: SamplingTensors) -> Tensor:
+    """The distribution each token is drawn from: temperature, then top-k, then top-p.
+
+    Equal logits rank by token id, lowest first: top-k keeps exactly k tokens. Top-p looks at the
+    distribution that top-k left and keeps a token when those ranked before it sum to less than
+    top_p, so at least one stays. Temperature 0 gives all to the first of the largest logits.
+
+    Args:
+        logits: float [rows, n, V].
+        sampling: parameters of the rows.
+
+    Returns:
+        float32 [rows, n, V].
+
+    Raises:
+        ValueError: wrong shape.
+    """
+    rows = sampling.temperature.shape[0]
+    _require(
+        logits.dim() == 3 and logits.shape[0] == rows,
+        "logits",
+        _kind(logits),
+        f"float [{rows}, n, V]",
+    )
+    logits = logits.to(torch.float32)
+    temperature, top_k, top_p = (
+        x[:, None, None] for x in (sampling.temperature, sampling.top_k, sampling.top_p)
+    )
+    token = torch.arange(logits.shape[-1], device=logits.device)
+    # The largest becomes 0 first, so that no temperature can overflow it.
+    shifted = logits - logits.amax(-1, keepdim=True)
+    ranked, order = (shifted / torch.where(temperature > 0, temperature, 1.0)).sort(
+        dim=-1, descending=True, stable=True
+    )
+    cut = (top_k > 0) & (token >= top_k)
+    ranked = ranked.masked_fill(cut, -torch.inf).softmax(-1)
+    before = ranked.cumsum(-1, dtype=torch.float64) - ranked
+    # Rounding must not cut the tail of a row that asked for everything.
+    ranked = ranked.masked_fill((before >= top_p) & (top_p < 1), 0.0)
+    ranked = ranked / ranked.sum(-1, keepdim=True)
+    sampled = torch.empty_like(ranked).scatter_(-1, order, ranked)
+    greedy = (token == logits.argmax(-1, keepdim=True)).to(torch.float32)
+    return torch.where(temperature > 0, sampled, greedy)
+
+
+def sample(probs: Tensor, u: Tensor) -> Tensor:
+    """Draws by inverting the cumulative distribution.
+
+    Args:
+        probs: float32 [..., V], not negative, not all zero; need not sum to 1.
+        u: float32 [...] in [0, 1).
+
+    Returns:
+        int32 [...], the first token whose cumulative share exceeds ``u``; never one of
+        probability 0.
+
+    Raises:
+        ValueError: shapes that do not fit.
+    """
+    _require(u.shape == probs.shape[:-1], "u", _kind(u), f"float32 {list(probs.shape[:-1])}")
+    # In float64 the order of summation, which devices choose, practically never shows.
+    cumulative = probs.cumsum(-1, dtype=torch.float64)
+    reached = (cumulative > u.to(torch.float64)[..., None] * cumulative[..., -1:]) & (probs > 0)
+    # A parallel scan need not be monotone: reached could be empty for a u close to 1.
+    token = torch.where(reached.any(-1), reached.to(torch.uint8).argmax(-1), probs.argmax(-1))
+    return token.to(torch.int32)
+
+
+def _kind(x: Tensor) -> str:
+    return f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}"

@@ -1,0 +1,41 @@
+"""What every test runs under: one thread, no hub, no luck with uninitialised memory."""
+
+import os
+import sys
+from pathlib import Path
+
+# Read when torch and huggingface_hub are imported, and inherited by processes that tests start.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+# `python -m pytest` puts the checkout on sys.path, where our folder `kernels` would stand in for
+# the package of that name on PyPI, which transformers imports.
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:] = [entry for entry in sys.path if Path(entry).resolve() != ROOT]
+
+import pytest  # noqa: E402
+import torch  # noqa: E402
+from hypothesis import HealthCheck, settings  # noqa: E402
+
+# Both without time limits: these machines are shared. `--hypothesis-profile dev` takes the other.
+UNTIMED = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
+settings.register_profile("ci", derandomize=True, database=None, print_blob=True, **UNTIMED)
+settings.register_profile("dev", print_blob=True, **UNTIMED)
+settings.load_profile("ci")
+
+
+def pytest_configure() -> None:
+    torch.set_num_threads(1)
+    # Fills what torch.empty and its like return with NaN, or the largest integer: reading memory
+    # that nobody wrote fails then, instead of passing when the memory happens to hold zeros.
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="no CUDA device"))
