@@ -18,9 +18,10 @@ from torch import Tensor
 
 from hybrid_runtime.kernels.backend import runs_triton
 
-# Columns of an entry. SCHEDULED == 0 finishes a slot without placing a row.
+# Columns of an entry. SCHEDULED == 0 finishes a slot without placing a row. CANDIDATE and
+# PRECANDIDATE are lists of rows that start at the first line; GENERATION is for the host.
 SLOT, SCHEDULED, DRAFT, PREVIOUS, ADMIT, ADMIT_COMPUTED, ADMIT_COLUMN, READS_OFFSET = range(8)
-EVERY, FIRST, SECOND, CANDIDATE, PRECANDIDATE = range(8, 13)
+EVERY, FIRST, SECOND, CANDIDATE, PRECANDIDATE, GENERATION = range(8, 14)
 ENTRY_FIELDS = 16
 # Rows of `placed`.
 CERTAIN, COLUMN, PLACED_DRAFT, RESETS = range(4)

@@ -21,7 +21,7 @@ from hybrid_runtime.state.binding import bind_states
 from hybrid_runtime.state.guard import Waits, allowed
 from hybrid_runtime.state.layout import StateLayout
 from hybrid_runtime.state.ledger import Ledger
-from hybrid_runtime.state.plan import pack_entries, pack_unfinished, plan_step
+from hybrid_runtime.state.plan import pack_step, pack_unfinished
 from hybrid_runtime.state.readback import Readback
 from hybrid_runtime.state.rows import StepRows
 from hybrid_runtime.state.slots import SlotBook
@@ -100,8 +100,9 @@ class HybridStateManager:
         self._steps_in_flight = steps_in_flight
         depth = steps_in_flight + 2
         n = max_requests
-        # A step takes one buffer, and one more where it lost rows or ended out of turn.
-        self._staging = Staging(2 * n, fields.ENTRY_FIELDS, 3 * depth, self.device, self._waits)
+        # A step takes at most four buffers: its own, and one each where it ended out of turn, lost
+        # rows, or had its copies decided on the host; its own must outlive its results.
+        self._staging = Staging(2 * n, fields.ENTRY_FIELDS, 4 * depth, self.device, self._waits)
         self._ledger = Ledger(
             self._book,
             Readback(n, steps_in_flight + 1, self.device, self._waits) if readback else None,
@@ -169,7 +170,7 @@ class HybridStateManager:
 
     def columns_needed(self, rows: StepRows) -> tuple[align.Ints, align.Ints]:
         """First and last column, `[rows]` each, that a request must own for this step."""
-        held = np.where(rows.slot >= 0, self._book.held_min[rows.slot], -1)
+        held = np.where(rows.slot >= 0, self._book.known[rows.slot, SlotBook.HELD_MIN], -1)
         block = self.layout.block_size
         return align.columns_held(
             held,
@@ -185,11 +186,10 @@ class HybridStateManager:
         """
         states = self._bound()
         rows.check(self.max_requests, self.num_speculative_tokens)
-        plan = plan_step(self._book, rows, self.layout, self._columns, self.in_place)
         self._ledger.make_room(self._steps_in_flight)
 
         index, packed = self._staging.take()
-        lines = pack_entries(packed, self._book, rows, plan)
+        plan, lines = pack_step(packed, self._book, rows, self.layout, self._columns, self.in_place)
         entries = self._staging.upload(index, lines)
         placed = self._placed[self._next % len(self._placed)]
         self._advance(entries, lines, len(rows), placed)
@@ -200,8 +200,8 @@ class HybridStateManager:
         step = Step(
             number=self._next,
             rows=rows,
-            generation=self._book.generation[rows.slot],
-            retention=self._book.retention[rows.slot],
+            generation=packed[: len(rows), fields.GENERATION],
+            retention=packed[: len(rows), fields.EVERY : fields.SECOND + 1],
             read_column=self._positions.read_column,
             read_offset=self._positions.read_offset,
             write_column=self._positions.write_column,

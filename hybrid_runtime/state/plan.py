@@ -24,61 +24,58 @@ class Plan(NamedTuple):
     moving: NDArray[np.intp]
 
 
-def plan_step(
-    book: SlotBook, rows: StepRows, layout: StateLayout, columns: int, in_place: bool
-) -> Plan:
-    """Columns and candidates of a step; `ValueError` where a row contradicts its slot."""
-    slot, draft = rows.slot, rows.draft
-    live = slot >= 0
-    _require(live & ~book.live[slot], slot, "rows.slot", "a slot that has been admitted")
-    busy = live & (book.open_step[slot] >= 0)
-    _require(busy, slot, "rows.slot", "a slot whose last step has ended")
-    end = np.stack([rows.computed_min, rows.computed_max]) + rows.scheduled.astype(np.int64)
-    column = align.running_column(end, layout.block_size)
-    held_min, held_max = book.held_min[slot], book.held_max[slot]
-    far = live & (column[1] + layout.num_speculative_tokens >= columns)
-    _require(
-        far, end[1], "rows.computed_max + rows.scheduled",
-        f"a position whose column and drafts fit {columns} block-table columns",
-    )  # fmt: skip
-    mixed = live & (draft > 0) & (rows.scheduled - draft > 1) & (column[1] > held_min + 1)
-    _require(
-        mixed, rows.scheduled, "rows.scheduled",
-        "draft + 1 in a row with drafts that runs more than one column above its last step",
-    )  # fmt: skip
-    certain = end - draft
-    may_act = live & align.postcopy_candidates(certain[0], certain[1], draft, book.kept(slot))
-    moving = np.empty(0, np.intp)
-    if in_place:
-        shifts = np.zeros(len(rows), bool)
-        if rows.reads_offset is not None:
-            shifts = ~rows.reads_offset & (book.last_draft[slot] > 0)
-        may_move = align.precopy_candidates(column[0], column[1], held_min, held_max, shifts)
-        moving = np.flatnonzero(live & may_move)
-    return Plan(column[0], column[1], np.flatnonzero(may_act), moving)
+def pack_step(
+    packed: NDArray[np.int32],
+    book: SlotBook,
+    rows: StepRows,
+    layout: StateLayout,
+    columns: int,
+    in_place: bool,
+) -> tuple[Plan, int]:
+    """Fill `packed` `[lines, ENTRY_FIELDS]` with this step's rows and candidates, then with the
+    slots of the pending step that are not among them; the plan, and the number of lines used.
 
-
-def _require(bad: NDArray[np.bool_], values: NDArray[Any], name: str, must: str) -> None:
-    if bad.any():
-        i = int(bad.argmax())
-        raise ValueError(f"{name}[{i}] is {values[i]}; it must be {must}")
-
-
-def pack_entries(packed: NDArray[np.int32], book: SlotBook, rows: StepRows, plan: Plan) -> int:
-    """Fill `packed` `[lines, ENTRY_FIELDS]` with this step's rows, then with the slots of the
-    pending step that are not among them; the number of lines used."""
+    Raises `ValueError` where a row contradicts its slot; nothing but `packed` has changed then.
+    """
     n, slot = len(rows), rows.slot
     entry = packed[:n]
-    entry[:, fields.SLOT] = slot
+    book.lines.take(slot, axis=0, out=entry, mode="wrap")
+    known = book.known.take(slot, axis=0, mode="wrap")
+    end_min = rows.computed_min + rows.scheduled
+    end_max = end_min if rows.exact_counts else rows.computed_max + rows.scheduled
+    column_min = align.running_column(end_min, layout.block_size)
+    column_max = (
+        column_min if rows.exact_counts else align.running_column(end_max, layout.block_size)
+    )
+    _check_slots(book, rows, known, column_max, end_max, columns, layout.num_speculative_tokens)
+
+    kept = align.Retention(entry[:, fields.EVERY], entry[:, fields.FIRST], entry[:, fields.SECOND])
+    may_act = align.postcopy_candidates(
+        end_min - rows.draft, end_max - rows.draft, rows.draft, kept
+    )
     entry[:, fields.SCHEDULED] = rows.scheduled
     entry[:, fields.DRAFT] = rows.draft
-    entry[:, fields.PREVIOUS] = np.where(slot >= 0, book.unfinished[slot], -1)
-    entry[:, fields.ADMIT : fields.ADMIT_COLUMN + 1] = book.admit[slot]
-    entry[:, fields.READS_OFFSET] = 1 if rows.reads_offset is None else rows.reads_offset
-    entry[:, fields.EVERY : fields.SECOND + 1] = book.retention[slot]
-    packed[: len(plan.candidates), fields.CANDIDATE] = plan.candidates
-    packed[: len(plan.moving), fields.PRECANDIDATE] = plan.moving
-    return pack_unfinished(packed, book, n)
+    live = None
+    if rows.padded:
+        live = slot >= 0
+        may_act &= live
+        entry[:, fields.SLOT] = slot
+        entry[~live, fields.PREVIOUS] = -1
+    candidates = np.flatnonzero(may_act)
+    moving = candidates[:0]
+    if in_place:
+        shifts: Any = False
+        if rows.reads_offset is not None:
+            entry[:, fields.READS_OFFSET] = rows.reads_offset
+            shifts = ~rows.reads_offset & (known[:, SlotBook.LAST_DRAFT] > 0)
+        held_min, held_max = known[:, SlotBook.HELD_MIN], known[:, SlotBook.HELD_MAX]
+        may_move = align.precopy_candidates(column_min, column_max, held_min, held_max, shifts)
+        moving = np.flatnonzero(may_move if live is None else may_move & live)
+    if len(candidates):
+        packed[: len(candidates), fields.CANDIDATE] = candidates
+    if len(moving):
+        packed[: len(moving), fields.PRECANDIDATE] = moving
+    return Plan(column_min, column_max, candidates, moving), pack_unfinished(packed, book, n)
 
 
 def pack_unfinished(packed: NDArray[np.int32], book: SlotBook, start: int) -> int:
@@ -86,10 +83,44 @@ def pack_unfinished(packed: NDArray[np.int32], book: SlotBook, start: int) -> in
     name; the number of lines now used."""
     left = book.unfinished >= 0
     named = packed[:start, fields.SLOT]
-    left[named[named >= 0]] = False
+    left[named if not (named < 0).any() else named[named >= 0]] = False
     slot = np.flatnonzero(left)
     stop = start + len(slot)
-    packed[start:stop] = 0
-    packed[start:stop, fields.SLOT] = slot
-    packed[start:stop, fields.PREVIOUS] = book.unfinished[slot]
+    if len(slot):
+        packed[start:stop] = 0
+        packed[start:stop, fields.SLOT] = slot
+        packed[start:stop, fields.PREVIOUS] = book.unfinished[slot]
     return stop
+
+
+def _check_slots(
+    book: SlotBook,
+    rows: StepRows,
+    known: NDArray[np.int32],
+    column_max: NDArray[Any],
+    end_max: NDArray[Any],
+    columns: int,
+    num_draft: int,
+) -> None:
+    slot, certain = rows.slot, rows.scheduled - rows.draft
+    gone = ~book.live.take(slot, mode="wrap")
+    busy = known[:, SlotBook.OPEN_STEP] >= 0
+    far = column_max + num_draft >= columns
+    mixed = (rows.draft > 0) & (certain > 1) & (column_max > known[:, SlotBook.HELD_MIN] + 1)
+    if not (
+        ((gone | busy | far | mixed) & (slot >= 0)) if rows.padded else gone | busy | far | mixed
+    ).any():
+        return
+    live = slot >= 0
+    _require(live & gone, slot, "slot", "a slot that has been admitted")
+    _require(live & busy, slot, "slot", "a slot whose last step has ended")
+    fits = f"a position whose column and drafts fit {columns} block-table columns"
+    _require(live & far, end_max, "computed_max + rows.scheduled", fits)
+    must = "draft + 1 in a row with drafts that runs more than one column above its last step"
+    _require(live & mixed, rows.scheduled, "scheduled", must)
+
+
+def _require(bad: NDArray[np.bool_], values: NDArray[Any], name: str, must: str) -> None:
+    if bad.any():
+        i = int(bad.argmax())
+        raise ValueError(f"rows.{name}[{i}] is {values[i]}; it must be {must}")

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hybrid_runtime.state.align import Retention
+from hybrid_runtime.kernels import advance as fields
 from hybrid_runtime.state.rows import StepRows
 
 NONE = -1
@@ -16,29 +16,30 @@ NONE = -1
 class SlotBook:
     """Arrays by slot, `[max_requests]`.
 
+    lines: int32 `[max_requests, ENTRY_FIELDS]`, each slot's line of the table that the device gets
+    (see kernels.advance), so that packing a step is one gather. Views of its columns:
     generation: bumped at each release, so that a late result cannot reach the slot's next tenant.
-    held_min, held_max: bounds on the column that the last begun step ran in (-1: none yet).
-    computed: exact tokens computed after the last resolved step.
     unfinished: row in the last ended step whose counts the device has still to fold in, or -1.
-    open_step: number of the begun, not yet ended step that the slot is in, or -1.
-    admit: lines (flag, computed, column) for the next step's entries.
-    retention: (every, first, second) in tokens.
+
+    known: int32 `[max_requests, 4]`, what only the host uses, likewise gathered and scattered once
+    a step: bounds on the column that the last begun step ran in (-1: none yet), its drafts, and its
+    number while it has not ended (-1: it has).
+    computed: exact tokens computed after the last settled step.
     """
 
-    def __init__(self, max_requests: int, block_size: int) -> None:
-        def full(value: int, *shape: int) -> NDArray[np.int32]:
-            return np.full((max_requests, *shape), value, np.int32)
+    HELD_MIN, HELD_MAX, LAST_DRAFT, OPEN_STEP = range(4)
 
+    def __init__(self, max_requests: int, block_size: int) -> None:
+        self.lines = np.zeros((max_requests, fields.ENTRY_FIELDS), np.int32)
+        self.lines[:, fields.SLOT] = np.arange(max_requests)
+        self.lines[:, fields.READS_OFFSET] = 1
+        self.generation = self.lines[:, fields.GENERATION]
+        self.unfinished = self.lines[:, fields.PREVIOUS]
+        self.unfinished[:] = NONE
+        self.known = np.full((max_requests, 4), NONE, np.int32)
         self.live = np.zeros(max_requests, bool)
-        self.generation = full(0)
-        self.held_min = full(NONE)
-        self.held_max = full(NONE)
-        self.last_draft = full(0)
-        self.computed = full(0)
-        self.unfinished = full(NONE)
-        self.open_step = full(NONE)
-        self.admit = full(0, 3)
-        self.retention = full(0, 3)
+        self.computed = np.zeros(max_requests, np.int32)
+        self._admitted: list[int] = []
         self._block_size = block_size
 
     def take(self, slot: int, computed: int, column: int | None) -> int:
@@ -57,37 +58,45 @@ class SlotBook:
             raise ValueError(f"hit_column is {column}; it must be at least 0")
         held = NONE if column is None else column
         self.live[slot] = True
-        self.held_min[slot] = self.held_max[slot] = held
-        self.last_draft[slot] = 0
+        self.known[slot] = held, held, 0, NONE
         self.computed[slot] = computed
-        self.unfinished[slot] = self.open_step[slot] = NONE
-        self.admit[slot] = 1, computed, held
-        self.retention[slot] = self._block_size, 0, 0
+        self.unfinished[slot] = NONE
+        self.lines[slot, fields.ADMIT : fields.ADMIT_COLUMN + 1] = 1, computed, held
+        self.lines[slot, fields.EVERY : fields.SECOND + 1] = self._block_size, 0, 0
+        self._admitted.append(slot)
         return int(self.generation[slot])
 
     def drop(self, slot: int) -> None:
         self.require_live(slot)
         self.live[slot] = False
         self.generation[slot] += 1
-        self.unfinished[slot] = self.open_step[slot] = NONE
-        self.admit[slot] = 0
+        self.unfinished[slot] = NONE
+        self.known[slot] = NONE
+        self.lines[slot, fields.ADMIT] = 0
 
     def begin(
         self, rows: StepRows, column_min: NDArray[Any], column_max: NDArray[Any], number: int
     ) -> None:
         """Book a begun step: every earlier count has been folded in or listed to be."""
-        live = rows.slot >= 0
-        slot = rows.slot[live]
         self.unfinished[:] = NONE
-        self.admit[slot] = 0
-        self.held_min[slot], self.held_max[slot] = column_min[live], column_max[live]
-        self.last_draft[slot] = rows.draft[live]
-        self.open_step[slot] = number
+        known = np.empty((len(rows), 4), np.int32)
+        known[:, self.HELD_MIN], known[:, self.HELD_MAX] = column_min, column_max
+        known[:, self.LAST_DRAFT], known[:, self.OPEN_STEP] = rows.draft, number
+        slot = rows.slot
+        if rows.padded:
+            live = slot >= 0
+            slot, known = slot[live], known[live]
+        self.known[slot] = known
+        if self._admitted:
+            self.lines[slot, fields.ADMIT] = 0
+            self._admitted = [s for s in self._admitted if self.lines[s, fields.ADMIT]]
 
     def end(self, slot: NDArray[np.int32], current: NDArray[np.bool_]) -> None:
         """Book an ended step: the next launch folds in the counts of its `current` rows."""
-        self.unfinished[slot[current]] = np.flatnonzero(current)
-        self.open_step[slot[current]] = NONE
+        row = np.flatnonzero(current)
+        slot = slot[row]
+        self.unfinished[slot] = row
+        self.known[slot, self.OPEN_STEP] = NONE
 
     def retain(self, slot: int, every: int, positions: tuple[int, ...]) -> None:
         self.require_live(slot)
@@ -99,11 +108,8 @@ class SlotBook:
                 )
         if len(positions) > 2:
             raise ValueError(f"positions has {len(positions)} entries; at most 2 are kept")
-        self.retention[slot] = every, *positions, *([0] * (2 - len(positions)))
-
-    def kept(self, slot: NDArray[Any]) -> Retention:
-        """The retention rules of `slot` `[rows]`."""
-        return Retention(*self.retention[slot].astype(np.int64).T)
+        rule = every, *positions, *([0] * (2 - len(positions)))
+        self.lines[slot, fields.EVERY : fields.SECOND + 1] = rule
 
     def require_live(self, slot: int) -> None:
         self._check(slot)
