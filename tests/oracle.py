@@ -15,12 +15,12 @@ from torch import Tensor
 from transformers import NemotronHConfig as HFConfig
 from transformers import NemotronHForCausalLM
 
-from hybrid_runtime.models.batch import Caches, RowBatch, StatePositions
 from hybrid_runtime.models.checkpoint import checkpoint_tensors
 from hybrid_runtime.models.config import NemotronHConfig
 from hybrid_runtime.models.eagle import EagleHead
 from hybrid_runtime.models.mtp import MTPHead
 from hybrid_runtime.models.nemotron_h import NemotronH
+from hybrid_runtime.specdecode.batch import Caches, RowBatch, StatePositions
 
 KINDS = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
 

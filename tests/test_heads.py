@@ -17,10 +17,10 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHRMSNorm
 
-from hybrid_runtime.models.batch import Caches
 from hybrid_runtime.models.eagle import EagleConfig, EagleHead
 from hybrid_runtime.models.mtp import MTPHead
 from hybrid_runtime.models.nemotron_h import NemotronH
+from hybrid_runtime.specdecode.batch import Caches
 
 BLOCK_SIZE, HIDDEN = 8, 32
 EAGLE: dict[str, Any] = {
@@ -74,8 +74,9 @@ class DenseEagle:
         given["rope_parameters"] = {"rope_type": "default", "rope_theta": EAGLE["rope_theta"]}
         given["attn_implementation"] = "sdpa"
         config = LlamaConfig(**given)
-        self.layer: Any = LlamaDecoderLayer(config, 0).eval()
-        self.layer.input_layernorm = nn.Identity()
+        layer: Any = LlamaDecoderLayer(config, 0)
+        layer.input_layernorm = nn.Identity()
+        self.layer: nn.Module = layer.eval()
         self.layer.load_state_dict(head.layers[0].state_dict())
         self.rotary = LlamaRotaryEmbedding(config)
         self.head = head
@@ -152,9 +153,9 @@ def check_passes(
             tokens[i] = torch.cat([tokens[i][:keep], drafted[i][None], tokens[i][keep + 1 :]])
             hidden[i] = torch.cat([hidden[i][:keep], last[i][None], hidden[i][keep + 1 :]])
             own.append(dense(tokens[i][: keep + 1], hidden[i][: keep + 1])[-1])
-        got = run([slice(n + step, n + step + 1) for n in prompts])
-        for g, w in zip(got, own, strict=True):
-            torch.testing.assert_close(g[0], w, rtol=1e-5, atol=1e-5)
+        outputs = run([slice(n + step, n + step + 1) for n in prompts])
+        for output, w in zip(outputs, own, strict=True):
+            torch.testing.assert_close(output[0], w, rtol=1e-5, atol=1e-5)
         last = own
     hidden = saved
     torch.testing.assert_close(head.logits(last[0]), target.logits(last[0]))

@@ -17,9 +17,9 @@ from oracle import (
 from torch import Tensor
 from transformers import NemotronHForCausalLM
 
-from hybrid_runtime.models.batch import RowBatch
 from hybrid_runtime.models.config import NemotronHConfig
 from hybrid_runtime.models.nemotron_h import NemotronH
+from hybrid_runtime.specdecode.batch import RowBatch
 
 TOLERANCE = 1e-5
 MARGIN = 1e-4

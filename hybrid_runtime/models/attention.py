@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from hybrid_runtime.kernels.kv_write import kv_write_reference
 from hybrid_runtime.kernels.paged_attention import paged_attention_reference
-from hybrid_runtime.models.batch import Caches, RowBatch
+from hybrid_runtime.specdecode.batch import Caches, RowBatch
 
 Rotation = Callable[[Tensor], Tensor]
 

@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hybrid_runtime.models.attention import Attention
-from hybrid_runtime.models.batch import Caches, RowBatch
 from hybrid_runtime.models.nemotron_h import NemotronH
 from hybrid_runtime.models.norm import RMSNorm
+from hybrid_runtime.specdecode.batch import Caches, RowBatch
 
 _FIXED = (
     ("model_type", "llama"),

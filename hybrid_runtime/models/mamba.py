@@ -5,9 +5,9 @@ from torch import Tensor, nn
 
 from hybrid_runtime.kernels.causal_conv import causal_conv_reference
 from hybrid_runtime.kernels.ssm import ssm_chunk_scan_reference, ssm_update_reference
-from hybrid_runtime.models.batch import Caches, RowBatch, StatePositions
 from hybrid_runtime.models.config import NemotronHConfig
 from hybrid_runtime.models.norm import GatedRMSNorm
+from hybrid_runtime.specdecode.batch import Caches, RowBatch, StatePositions
 
 
 class DepthwiseTaps(nn.Module):

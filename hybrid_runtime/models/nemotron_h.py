@@ -4,10 +4,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hybrid_runtime.models.batch import Caches, RowBatch, StatePositions
 from hybrid_runtime.models.config import NemotronHConfig
 from hybrid_runtime.models.layers import Layer
 from hybrid_runtime.models.norm import RMSNorm
+from hybrid_runtime.specdecode.batch import Caches, RowBatch, StatePositions
 
 
 class Backbone(nn.Module):
