@@ -9,7 +9,7 @@ another program writes it.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -113,7 +113,13 @@ def advance_reference(
         out[:n] = value[:n].int()
 
 
-@triton.jit
+# Nothing that varies is specialised on, so one compiled kernel serves every step (see `_launch`).
+@triton.jit(
+    do_not_specialize=[
+        "num_entries", "num_rows", "previous_stride", "placed_stride", "moves_stride", "max_rows",
+    ],
+    do_not_specialize_on_alignment=["accepted"],
+)  # fmt: skip
 def _advance_kernel(
     entries,
     num_entries,
@@ -224,8 +230,8 @@ def advance(
         )  # fmt: skip
         return
     max_rows = positions.read_column.shape[0]
-    lines = 128
-    _advance_kernel[(triton.cdiv(max(max_rows, num_entries), lines),)](
+    grid = (triton.cdiv(max(max_rows, num_entries), LINES), 1, 1)
+    arguments = (
         entries,
         num_entries,
         num_rows,
@@ -239,8 +245,24 @@ def advance(
         moves,
         moves.stride(0),
         max_rows,
-        BLOCK_SIZE=block_size,
-        IN_PLACE=in_place,
-        FIELDS=ENTRY_FIELDS,
-        LINES=lines,
+        block_size,
+        in_place,
+        ENTRY_FIELDS,
+        LINES,
     )
+    key = (entries.device, block_size, in_place)
+    compiled = _compiled.get(key)
+    if compiled is None:
+        compiled = _advance_kernel[grid](*arguments)
+        if entries.is_cuda:
+            _compiled[key] = compiled
+    else:
+        compiled[grid](*arguments)
+
+
+LINES = 128
+"""Entries per program."""
+
+_compiled: dict[tuple[torch.device, int, bool], Any] = {}
+"""Handles of the compiled kernel: launching one directly skips the ordinary launcher's per-call
+work on argument types, most of the host time of so small a launch."""

@@ -269,13 +269,3 @@ def precopy(states: StateTable, entries: Tensor, moves: Tensor, count: int) -> N
         precopy_reference(states, entries, moves, count)
         return
     _launch(states, entries, moves, moves, count, post=False, every_row=False, block_size=1)
-
-
-def fill_blocks(states: StateTable, blocks: Tensor, value: float) -> None:
-    """Set whole blocks of every layer: 0 when one is handed out, NaN to poison a freed one.
-
-    blocks: int `[n]` of block ids, valid in every layer of the table.
-    """
-    for window, ssm in zip(states.windows, states.ssm, strict=True):
-        window.index_fill_(0, blocks, value)
-        ssm.index_fill_(0, blocks, value)

@@ -23,16 +23,17 @@ NEVER = np.iinfo(np.int32).max
 class Retention(NamedTuple):
     """Boundaries whose snapshot somebody keeps: multiples of `every` (0 = none), and two positions.
 
-    Each `[rows]` in tokens; a position of 0 stands for "no such position".
+    Each `[rows]` in tokens, or one int for all rows, which is cheaper; a position of 0 stands for
+    "no such position".
     """
 
-    every: Ints
-    first: Ints
-    second: Ints
+    every: Ints | int
+    first: Ints | int = 0
+    second: Ints | int = 0
 
     def keeps(self, boundary: Ints) -> Bools:
         """Whether the snapshot at each `boundary` (tokens, > 0) is kept."""
-        periodic = (self.every > 0) & (boundary % np.maximum(self.every, 1) == 0)
+        periodic = np.greater(self.every, 0) & (boundary % np.maximum(self.every, 1) == 0)
         return (boundary > 0) & (periodic | (boundary == self.first) | (boundary == self.second))
 
 
@@ -49,15 +50,20 @@ class Move(NamedTuple):
 
 def running_column(end: Ints, block_size: int) -> Ints:
     """Column that holds the state while tokens up to `end = n + s` run: cdiv(end, B) - 1."""
-    return -(-end // block_size) - 1
+    return (end - 1) // block_size
 
 
 def next_retained(position: Ints, retention: Retention) -> Ints:
     """First retained boundary at or after `position` (tokens, >= 1); `NEVER`: there is none."""
-    every = np.maximum(retention.every, 1)
-    found = np.where(retention.every > 0, -(-position // every) * every, NEVER)
-    for pin in (retention.first, retention.second):
-        found = np.minimum(found, np.where((pin > 0) & (pin >= position), pin, NEVER))
+    every, *pins = retention
+    if isinstance(every, int) and every > 0:
+        found = (position + (every - 1)) // every * every
+    else:
+        step = np.maximum(every, 1)
+        found = np.where(np.greater(every, 0), (position + step - 1) // step * step, NEVER)
+    for pin in pins:
+        if not isinstance(pin, int) or pin:
+            found = np.minimum(found, np.where((pin > 0) & (pin >= position), pin, NEVER))
     return found
 
 
@@ -91,8 +97,7 @@ def can_skip_mamba_postprocess(
     draft = np.array([len(drafts.get(i, ())) for i in ids], np.int64)
     computed = np.array([requests[i].num_computed_tokens for i in ids], np.int64)
     certain = computed + scheduled - draft
-    none = np.int64(0)
-    everything = Retention(np.int64(mamba_block_size), none, none)  # type: ignore[arg-type]
+    everything = Retention(mamba_block_size)
     return not postcopy_candidates(certain, certain, draft, everything).any()
 
 

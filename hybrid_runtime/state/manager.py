@@ -14,7 +14,8 @@ from torch import Tensor
 
 from hybrid_runtime.kernels import advance as fields
 from hybrid_runtime.kernels.advance import Positions, SlotState, advance
-from hybrid_runtime.kernels.state_move import fill_blocks, postcopy, precopy
+from hybrid_runtime.kernels.block_fill import fill_blocks
+from hybrid_runtime.kernels.state_move import postcopy, precopy
 from hybrid_runtime.kernels.state_table import StateTable
 from hybrid_runtime.state import align
 from hybrid_runtime.state.binding import bind_states

@@ -49,7 +49,9 @@ def pack_step(
     )
     _check_slots(book, rows, known, column_max, end_max, columns, layout.num_speculative_tokens)
 
-    kept = align.Retention(entry[:, fields.EVERY], entry[:, fields.FIRST], entry[:, fields.SECOND])
+    kept = align.Retention(layout.block_size)
+    if not book.uniform:
+        kept = align.Retention(*entry[:, fields.EVERY : fields.SECOND + 1].T)
     may_act = align.postcopy_candidates(
         end_min - rows.draft, end_max - rows.draft, rows.draft, kept
     )

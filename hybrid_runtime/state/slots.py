@@ -40,6 +40,7 @@ class SlotBook:
         self.live = np.zeros(max_requests, bool)
         self.computed = np.zeros(max_requests, np.int32)
         self._admitted: list[int] = []
+        self._special: set[int] = set()
         self._block_size = block_size
 
     def take(self, slot: int, computed: int, column: int | None) -> int:
@@ -73,6 +74,12 @@ class SlotBook:
         self.unfinished[slot] = NONE
         self.known[slot] = NONE
         self.lines[slot, fields.ADMIT] = 0
+        self._special.discard(slot)
+
+    @property
+    def uniform(self) -> bool:
+        """Every live slot has the rule it was admitted with: each boundary is retained."""
+        return not self._special
 
     def begin(
         self, rows: StepRows, column_min: NDArray[Any], column_max: NDArray[Any], number: int
@@ -110,6 +117,7 @@ class SlotBook:
             raise ValueError(f"positions has {len(positions)} entries; at most 2 are kept")
         rule = every, *positions, *([0] * (2 - len(positions)))
         self.lines[slot, fields.EVERY : fields.SECOND + 1] = rule
+        self._special.add(slot)
 
     def require_live(self, slot: int) -> None:
         self._check(slot)
