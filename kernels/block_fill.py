@@ -46,13 +46,13 @@ def _fill_kernel(
         if tile < SSM_TILES:
             at = tl.load(layer + 2) + block * tl.load(layer + 3)
             index = tile * TILE + tl.arange(0, TILE)
-            filled = tl.full((TILE,), value, tl.float32).to(ssm_type)
-            tl.store(at.to(tl.pointer_type(ssm_type)) + index, filled, mask=index < SSM)
+            state = tl.full((TILE,), value, tl.float32).to(ssm_type)
+            tl.store(at.to(tl.pointer_type(ssm_type)) + index, state, mask=index < SSM)
         else:
             at = tl.load(layer) + block * tl.load(layer + 1)
             index = (tile - SSM_TILES) * TILE + tl.arange(0, TILE)
-            filled = tl.full((TILE,), value, tl.float32).to(window_type)
-            tl.store(at.to(tl.pointer_type(window_type)) + index, filled, mask=index < WINDOW)
+            inputs = tl.full((TILE,), value, tl.float32).to(window_type)
+            tl.store(at.to(tl.pointer_type(window_type)) + index, inputs, mask=index < WINDOW)
         item += tl.num_programs(0)
 
 

@@ -164,15 +164,15 @@ def _move_kernel(
             base = tl.load(layer + 2)
             stride = tl.load(layer + 3)
             at = tl.load(table + row_source + row_offset).to(tl.int64)
-            read = base + at * stride
-            write = base + to * stride
-            if VECTOR:
+            read = (base + at * stride).to(tl.pointer_type(word_type))
+            write = (base + to * stride).to(tl.pointer_type(word_type))
+            if VECTOR:  # what the compiler cannot know of an address that it loads
                 read = tl.multiple_of(read, 16)
                 write = tl.multiple_of(write, 16)
             words = tile * SSM_TILE + tl.arange(0, SSM_TILE)
-            inside = (words < SSM_WORDS) & (at != to)
-            value = tl.load(read.to(tl.pointer_type(word_type)) + words, mask=inside)
-            tl.store(write.to(tl.pointer_type(word_type)) + words, value, mask=inside)
+            within = (words < SSM_WORDS) & (at != to)
+            state = tl.load(read + words, mask=within)
+            tl.store(write + words, state, mask=within)
         else:
             base = tl.load(layer)
             stride = tl.load(layer + 1)
@@ -182,12 +182,12 @@ def _move_kernel(
             channel = (tile - SSM_TILES) * WINDOW_TILE + tl.arange(0, WINDOW_TILE)
             inside = channel < window_channels
             across = channel.to(tl.int64) * window_channel_stride
-            read = (base + at * stride).to(tl.pointer_type(tap_type)) + across
-            write = (base + to * stride).to(tl.pointer_type(tap_type)) + across
-            read += tl.cast(row_offset, tl.int64) * window_position_stride
+            taken = (base + at * stride).to(tl.pointer_type(tap_type)) + across
+            given = (base + to * stride).to(tl.pointer_type(tap_type)) + across
+            taken += tl.cast(row_offset, tl.int64) * window_position_stride
             for tap in tl.static_range(TAPS):
-                value = tl.load(read + tap * window_position_stride, mask=inside)
-                tl.store(write + tap * window_position_stride, value, mask=inside)
+                value = tl.load(taken + tap * window_position_stride, mask=inside)
+                tl.store(given + tap * window_position_stride, value, mask=inside)
         item += tl.num_programs(0)
 
 

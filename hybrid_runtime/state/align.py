@@ -48,16 +48,27 @@ class Move(NamedTuple):
     target: Ints
 
 
+def blocks_below(position: Ints, block_size: int) -> Ints:
+    """position // block_size for 0 <= position < 2**31, by a multiplication.
+
+    Exact: the quotient is at least 0.5 / block_size away from an integer, far more than float64
+    can be off. NumPy's integer division takes several nanoseconds an element, which at a thousand
+    rows is most of what a step may cost.
+    """
+    blocks: Ints = ((position + 0.5) * (1.0 / block_size)).astype(np.int64)
+    return blocks
+
+
 def running_column(end: Ints, block_size: int) -> Ints:
-    """Column that holds the state while tokens up to `end = n + s` run: cdiv(end, B) - 1."""
-    return (end - 1) // block_size
+    """Column that holds the state while tokens up to `end = n + s >= 1` run: cdiv(end, B) - 1."""
+    return blocks_below(end - 1, block_size)
 
 
 def next_retained(position: Ints, retention: Retention) -> Ints:
     """First retained boundary at or after `position` (tokens, >= 1); `NEVER`: there is none."""
     every, *pins = retention
     if isinstance(every, int) and every > 0:
-        found = (position + (every - 1)) // every * every
+        found = blocks_below(position + (every - 1), every) * every
     else:
         step = np.maximum(every, 1)
         found = np.where(np.greater(every, 0), (position + step - 1) // step * step, NEVER)
