@@ -41,20 +41,19 @@ def main() -> None:
         draft = np.full(n, DRAFTS, np.int32)
         retention = align.Retention(BLOCK)
         held = (computed - 1) // BLOCK
-        shifts = np.zeros(n, bool)
 
         def post(
             computed=computed, scheduled=scheduled, draft=draft, retention=retention
         ) -> np.ndarray:
             certain = computed + scheduled - draft
-            return np.flatnonzero(align.postcopy_candidates(certain, certain, draft, retention))
+            return align.postcopy_candidates(certain, certain, draft, retention).nonzero()[0]
 
         def both(
-            computed=computed, scheduled=scheduled, held=held, shifts=shifts, post=post
+            computed=computed, scheduled=scheduled, held=held, post=post
         ) -> tuple[np.ndarray, np.ndarray]:
             column = align.running_column(computed + scheduled, BLOCK)
-            moving = align.precopy_candidates(column, column, held, held, shifts)
-            return post(), np.flatnonzero(moving)
+            moving = align.precopy_candidates(column, column, held, held, None)
+            return post(), moving.nonzero()[0]
 
         lists = computed.tolist(), scheduled.tolist(), draft.tolist()
         assert loop(*lists)

@@ -51,11 +51,12 @@ class Move(NamedTuple):
 def blocks_below(position: Ints, block_size: int) -> Ints:
     """position // block_size for 0 <= position < 2**31, by a multiplication.
 
-    Exact: the quotient is at least 0.5 / block_size away from an integer, far more than float64
-    can be off. NumPy's integer division takes several nanoseconds an element, which at a thousand
-    rows is most of what a step may cost.
+    NumPy's integer division takes several nanoseconds an element, which at a thousand rows is most
+    of what a step may cost. Exact: the inverse is a little too large, so that no multiple falls
+    below its quotient, and the product by less than 1 / block_size, so that nothing else rises.
     """
-    blocks: Ints = ((position + 0.5) * (1.0 / block_size)).astype(np.int64)
+    inverse = (1 + 2.0**-40) / block_size
+    blocks: Ints = (position * inverse).astype(np.int64)
     return blocks
 
 
@@ -86,8 +87,15 @@ def postcopy_candidates(
     A retained boundary must lie in [R_min, R_max + d]; without drafts the running column already
     holds the state at its boundary. Exact (sound and tight) when `certain_min == certain_max`.
     """
-    reachable = next_retained(certain_min, retention) <= certain_max + draft
-    return (draft > 0) & reachable
+    last = certain_max + draft
+    every, first, second = retention
+    if isinstance(every, int) and every and isinstance(first, int) and not (first or second):
+        # The common case in the fewest passes: the last multiple below is one that can be reached.
+        reachable = blocks_below(last, every) * every >= certain_min
+    else:
+        reachable = next_retained(certain_min, retention) <= last
+    reachable &= draft > 0
+    return reachable
 
 
 def can_skip_mamba_postprocess(
@@ -132,16 +140,23 @@ def postcopy(
 
 
 def precopy_candidates(
-    column_min: Ints, column_max: Ints, held_min: Ints, held_max: Ints, needs_shift: Bools
+    column_min: Ints, column_max: Ints, held_min: Ints, held_max: Ints, needs_shift: Bools | None
 ) -> Bools:
     """Rows whose state may have to move before an in-place forward pass, from bounds.
 
     `held` is the column that the previous step ran in, `needs_shift` marks rows whose kernel cannot
-    read at an offset although the offset may not be 0. A row is ruled out only when all four
-    column bounds agree: comparing one side alone misses moves.
+    read at an offset although the offset may not be 0 (None: no row). A row is ruled out only when
+    all four column bounds agree: comparing one side alone misses moves.
     """
-    still = (column_min == column_max) & (held_min == held_max) & (column_min == held_min)
-    return (held_max >= 0) & (~still | needs_shift)
+    moves = column_min != held_min
+    if column_max is not column_min:
+        moves |= column_min != column_max
+    if held_max is not held_min:
+        moves |= held_min != held_max
+    if needs_shift is not None:
+        moves |= needs_shift
+    moves &= held_max >= 0
+    return moves
 
 
 def precopy(held: Ints, offset: Ints, column: Ints, reads_offset: Bools) -> Move:

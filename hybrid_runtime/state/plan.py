@@ -18,8 +18,8 @@ class Plan(NamedTuple):
     """column_min, column_max: bounds on each row's running column, `[rows]`. candidates: rows that
     the post-copy cannot be ruled out for. moving: the same for the pre-copy (in-place runners)."""
 
-    column_min: NDArray[np.int64]
-    column_max: NDArray[np.int64]
+    column_min: align.Ints
+    column_max: align.Ints
     candidates: NDArray[np.intp]
     moving: NDArray[np.intp]
 
@@ -63,10 +63,10 @@ def pack_step(
         may_act &= live
         entry[:, fields.SLOT] = slot
         entry[~live, fields.PREVIOUS] = -1
-    candidates = np.flatnonzero(may_act)
+    candidates = may_act.nonzero()[0]
     moving = candidates[:0]
     if in_place:
-        shifts: Any = False
+        shifts: NDArray[np.bool_] | None = None
         if rows.reads_offset is not None:
             entry[:, fields.READS_OFFSET] = rows.reads_offset
             shifts = ~rows.reads_offset & (known[:, SlotBook.LAST_DRAFT] > 0)

@@ -1,0 +1,104 @@
+"""Writes README's figures from the committed JSON, between `<!-- NAME -->` and `<!-- /NAME -->`.
+
+python benchmarks/tables.py [--check]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent / "results"
+README = Path(__file__).parents[1] / "README.md"
+
+
+def load(device: str, name: str) -> dict[str, Any]:
+    result: dict[str, Any] = json.loads((RESULTS / device / f"{name}.json").read_text())
+    return result
+
+
+def markdown(header: list[str], rows: list[list[str]]) -> str:
+    """A table, numbers to the right."""
+    lines = [header, ["---:"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def us(value: float) -> str:
+    return f"{value:.0f}" if value >= 100 else f"{value:.1f}"
+
+
+def environment(result: dict[str, Any]) -> str:
+    env = result["environment"]
+    return (
+        f"{env['device']}, {env['cpu']}, torch {env['torch']}, Triton {env['triton']}, "
+        f"NumPy {env['numpy']}, commit {env['commit']}."
+    )
+
+
+def postcopy() -> str:
+    result = load("h200", "postprocess")
+    words = {"none": "nothing to copy", "one": "one row", "all": "all rows"}
+    rows = [
+        [
+            str(row["rows"]),
+            words[row["crossing"]],
+            us(row["always"]),
+            us(row["auto"]) if "auto" in row else "no launch",
+            us(row["vLLM"]),
+            us(row["floor"]) if row["floor"] else "-",
+        ]
+        for row in result["gpu"]
+    ]
+    header = ["rows", "crossing", "`always`", "`auto`", "vLLM 0.33.0", "floor"]
+    return markdown(header, rows) + "\n\n" + environment(result)
+
+
+def host() -> str:
+    result = load("h200", "postprocess")
+    rows = [
+        [
+            str(row["rows"]),
+            "yes" if row["readback"] else "no",
+            *(us(row[k]) for k in ("begin_step", "end_step", "both", "p99")),
+            *(us(row[k]) for k in ("check", "plan and pack", "upload", "launch")),
+        ]
+        for row in result["host"]
+    ]
+    header = ["rows", "readback", "begin", "end", "both", "p99"]
+    return markdown([*header, "check", "plan and pack", "upload", "launch"], rows)
+
+
+def predicate() -> str:
+    result = load("h200", "predicate")
+    names = ("python loop", "post-copy list", "with pre-copy")
+    rows = [[str(row["rows"]), *(us(row[n]) for n in names)] for row in result["rows"]]
+    return markdown(["rows", "Python loop", "candidate list", "with the pre-copy's"], rows)
+
+
+TABLES = {"postcopy": postcopy, "host": host, "predicate": predicate}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true", help="only tell whether README is current")
+    args = parser.parse_args()
+    text = now = README.read_text()
+    for name, table in TABLES.items():
+        pattern = rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)"
+        if not re.search(pattern, text, re.DOTALL):
+            raise ValueError(f"README.md has no place for {name}; it must hold <!-- {name} -->")
+        body = f"{table()}\n"
+        text = re.sub(pattern, lambda m, body=body: m[1] + body + m[2], text, flags=re.DOTALL)
+    if args.check:
+        print("README.md is current" if text == now else "README.md differs from the JSON")
+        return int(text != now)
+    README.write_text(text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

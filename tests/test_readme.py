@@ -1,0 +1,40 @@
+"""README keeps its word: its example runs, its figures are those of the committed JSON."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+
+
+def test_the_runner_example_runs_and_is_short() -> None:
+    (example,) = (b for b in blocks("python") if "manager.begin_step" in b)
+    assert len(example.splitlines()) < 80
+    done = subprocess.run(
+        [sys.executable, "-c", example], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert "steps=30" in done.stdout
+
+
+def test_figures_are_those_of_the_results() -> None:
+    done = subprocess.run(
+        [sys.executable, "benchmarks/tables.py", "--check"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_quick_start_is_two_commands() -> None:
+    section = README.split("## Quick start")[1].split("\n## ")[0]
+    assert len(re.findall(r"^```sh\n.*?^```", section, re.MULTILINE | re.DOTALL)) == 2
