@@ -12,8 +12,10 @@ def runs_triton(tensor: Tensor) -> bool:
     return tensor.is_cuda or bool(triton.knobs.runtime.interpret)
 
 
-def num_programs(tensor: Tensor) -> int:
-    """Grid of a persistent kernel: four programs per multiprocessor, two in the interpreter."""
+def num_programs(tensor: Tensor, per_multiprocessor: int) -> int:
+    """Grid of a persistent kernel: so many programs per multiprocessor, two in the interpreter."""
     if not tensor.is_cuda:
         return 2
-    return 4 * torch.cuda.get_device_properties(tensor.device).multi_processor_count
+    return (
+        per_multiprocessor * torch.cuda.get_device_properties(tensor.device).multi_processor_count
+    )

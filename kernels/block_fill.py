@@ -65,7 +65,7 @@ def fill_blocks(states: StateTable, blocks: Tensor, value: float) -> None:
         fill_blocks_reference(states, blocks, value)
         return
     window, ssm = states.windows[0], states.ssm[0]
-    _fill_kernel[(num_programs(blocks),)](
+    _fill_kernel[(num_programs(blocks, 4),)](
         blocks,
         blocks.shape[0],
         states.addresses,

@@ -105,34 +105,36 @@ def _move_kernel(
     WINDOW_TILES: tl.constexpr,
     WINDOW_TILE: tl.constexpr,
     VECTOR: tl.constexpr,
+    EVICT: tl.constexpr,
 ):
     index = tl.arange(0, ROWS)
     listed = index < count
     row = index
     if not EVERY_ROW:
         row = tl.load(entries + index * FIELDS + (11 if POST else 12), mask=listed, other=0)
-    slot = tl.load(entries + row * FIELDS, mask=listed, other=-1)
     if POST:
         certain = tl.load(step + row, mask=listed, other=0)
-        source = tl.load(step + step_stride + row, mask=listed, other=-1)
         draft = tl.load(step + 2 * step_stride + row, mask=listed, other=0)
         a = tl.minimum(tl.load(accepted + row, mask=listed, other=0), draft + 1)
         # Floor and truncation agree: rows that act have certain + a - 1 >= 1.
         boundary = (certain + a - 1) // BLOCK_SIZE * BLOCK_SIZE
         offset = boundary - certain
         target = boundary // BLOCK_SIZE - 1
-        every = tl.load(entries + row * FIELDS + 8, mask=listed, other=0)
+        # What most rows fail comes first: the loads below are masked, and cost the others nothing.
+        crosses = listed & (a > 0) & (draft > 0) & (offset >= 0) & (boundary > 0)
+        source = tl.load(step + step_stride + row, mask=crosses, other=-1)
+        every = tl.load(entries + row * FIELDS + 8, mask=crosses, other=0)
         kept = (every > 0) & (boundary % tl.maximum(every, 1) == 0)
-        kept = kept | (boundary == tl.load(entries + row * FIELDS + 9, mask=listed, other=0))
-        kept = kept | (boundary == tl.load(entries + row * FIELDS + 10, mask=listed, other=0))
-        acts = kept & (source >= 0) & (a > 0) & (draft > 0) & (offset >= 0)
-        acts = acts & (boundary > 0) & ((offset > 0) | (target != source))
+        kept = kept | (boundary == tl.load(entries + row * FIELDS + 9, mask=crosses, other=0))
+        kept = kept | (boundary == tl.load(entries + row * FIELDS + 10, mask=crosses, other=0))
+        acts = crosses & kept & (source >= 0) & ((offset > 0) | (target != source))
     else:
         source = tl.load(step + row, mask=listed, other=-1)
         offset = tl.load(step + step_stride + row, mask=listed, other=0)
         target = tl.load(step + 2 * step_stride + row, mask=listed, other=-1)
-        acts = target >= 0
-    acts = acts & listed & (slot >= 0)
+        acts = listed & (target >= 0)
+    slot = tl.load(entries + row * FIELDS, mask=acts, other=-1)
+    acts = acts & (slot >= 0)
     acting = acts.to(tl.int32)
     rank = tl.cumsum(acting, axis=0) - 1
     tiles: tl.constexpr = SSM_TILES + WINDOW_TILES
@@ -171,8 +173,8 @@ def _move_kernel(
                 write = tl.multiple_of(write, 16)
             words = tile * SSM_TILE + tl.arange(0, SSM_TILE)
             within = (words < SSM_WORDS) & (at != to)
-            state = tl.load(read + words, mask=within)
-            tl.store(write + words, state, mask=within)
+            state = tl.load(read + words, mask=within, eviction_policy=EVICT)
+            tl.store(write + words, state, mask=within, eviction_policy=EVICT)
         else:
             base = tl.load(layer)
             stride = tl.load(layer + 1)
@@ -192,6 +194,11 @@ def _move_kernel(
 
 
 _TYPES = {1: tl.int8, 2: tl.int16, 4: tl.int32}
+SSM_TILE, WINDOW_TILE = 4096, 1024
+"""Words and channels that a program copies in one turn."""
+EVICT = ""
+PROGRAMS, WARPS = 4, 8
+"""Programs per multiprocessor, and their warps."""
 
 
 def _launch(
@@ -207,9 +214,7 @@ def _launch(
 ) -> None:
     window = states.windows[0]
     words = states.ssm_bytes // states.word
-    ssm_tile, window_tile = 4096, 1024
-    num_warps = 8
-    _move_kernel[(num_programs(entries),)](
+    _move_kernel[(num_programs(entries, PROGRAMS),)](
         entries,
         step,
         step.stride(0),
@@ -229,12 +234,13 @@ def _launch(
         ROWS=triton.next_power_of_2(max(count, 16)),
         TAPS=states.taps,
         SSM_WORDS=words,
-        SSM_TILES=triton.cdiv(words, ssm_tile),
-        SSM_TILE=ssm_tile,
-        WINDOW_TILES=triton.cdiv(window.shape[2], window_tile),
-        WINDOW_TILE=window_tile,
+        SSM_TILES=triton.cdiv(words, SSM_TILE),
+        SSM_TILE=SSM_TILE,
+        WINDOW_TILES=triton.cdiv(window.shape[2], WINDOW_TILE),
+        WINDOW_TILE=WINDOW_TILE,
         VECTOR=states.vector,
-        num_warps=num_warps,
+        EVICT=EVICT,
+        num_warps=WARPS,
     )
 
 
