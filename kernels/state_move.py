@@ -102,10 +102,10 @@ def _move_kernel(
     SSM_WORDS: tl.constexpr,
     SSM_TILES: tl.constexpr,
     SSM_TILE: tl.constexpr,
+    SSM_PARTS: tl.constexpr,
     WINDOW_TILES: tl.constexpr,
     WINDOW_TILE: tl.constexpr,
     VECTOR: tl.constexpr,
-    EVICT: tl.constexpr,
 ):
     index = tl.arange(0, ROWS)
     listed = index < count
@@ -171,10 +171,11 @@ def _move_kernel(
             if VECTOR:  # what the compiler cannot know of an address that it loads
                 read = tl.multiple_of(read, 16)
                 write = tl.multiple_of(write, 16)
-            words = tile * SSM_TILE + tl.arange(0, SSM_TILE)
-            within = (words < SSM_WORDS) & (at != to)
-            state = tl.load(read + words, mask=within, eviction_policy=EVICT)
-            tl.store(write + words, state, mask=within, eviction_policy=EVICT)
+            for part in tl.static_range(SSM_PARTS):
+                words = (tile * SSM_PARTS + part) * SSM_TILE + tl.arange(0, SSM_TILE)
+                within = (words < SSM_WORDS) & (at != to)
+                state = tl.load(read + words, mask=within)
+                tl.store(write + words, state, mask=within)
         else:
             base = tl.load(layer)
             stride = tl.load(layer + 1)
@@ -194,11 +195,11 @@ def _move_kernel(
 
 
 _TYPES = {1: tl.int8, 2: tl.int16, 4: tl.int32}
-SSM_TILE, WINDOW_TILE = 4096, 1024
-"""Words and channels that a program copies in one turn."""
-EVICT = ""
-PROGRAMS, WARPS = 4, 8
-"""Programs per multiprocessor, and their warps."""
+SSM_TILE, SSM_PARTS, WINDOW_TILE, WARPS = 8192, 2, 1024, 8
+"""Words that a program copies at once, how often in a turn, and channels in a turn; swept on an
+H200 together with the programs per multiprocessor below."""
+PROGRAMS, PROGRAMS_EVERY_ROW = 16, 8
+"""Fewer where most launches find nothing to do: each program decides for all rows."""
 
 
 def _launch(
@@ -214,7 +215,7 @@ def _launch(
 ) -> None:
     window = states.windows[0]
     words = states.ssm_bytes // states.word
-    _move_kernel[(num_programs(entries, PROGRAMS),)](
+    _move_kernel[(num_programs(entries, PROGRAMS_EVERY_ROW if every_row else PROGRAMS),)](
         entries,
         step,
         step.stride(0),
@@ -234,12 +235,12 @@ def _launch(
         ROWS=triton.next_power_of_2(max(count, 16)),
         TAPS=states.taps,
         SSM_WORDS=words,
-        SSM_TILES=triton.cdiv(words, SSM_TILE),
+        SSM_TILES=triton.cdiv(words, SSM_TILE * SSM_PARTS),
         SSM_TILE=SSM_TILE,
+        SSM_PARTS=SSM_PARTS,
         WINDOW_TILES=triton.cdiv(window.shape[2], WINDOW_TILE),
         WINDOW_TILE=WINDOW_TILE,
         VECTOR=states.vector,
-        EVICT=EVICT,
         num_warps=WARPS,
     )
 

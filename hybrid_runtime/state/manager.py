@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 import numpy as np
@@ -27,7 +27,10 @@ from hybrid_runtime.state.readback import Readback
 from hybrid_runtime.state.rows import StepRows
 from hybrid_runtime.state.slots import SlotBook
 from hybrid_runtime.state.staging import Staging
+from hybrid_runtime.state.steady import Steady
 from hybrid_runtime.state.step import Snapshot, Step
+
+_NO_ROWS = np.empty(0, np.intp)
 
 Strategy = Literal["blocking", "defer", "always", "auto"]
 
@@ -98,6 +101,7 @@ class HybridStateManager:
         self._waits = Waits()
         self._stats = Stats()
         self._book = SlotBook(max_requests, layout.block_size)
+        self._steady = Steady(self._book, layout)
         self._steps_in_flight = steps_in_flight
         depth = steps_in_flight + 2
         n = max_requests
@@ -159,18 +163,22 @@ class HybridStateManager:
         """
         if hit_column is not None and self._columns and hit_column >= self._columns:
             raise ValueError(f"hit_column is {hit_column}; the block table has {self._columns}")
+        self._steady.catch_up()
         return self._book.take(slot, computed, hit_column)
 
     def retain(self, slot: int, every: int, positions: tuple[int, ...] = ()) -> None:
         """Keep only snapshots at multiples of `every` tokens (0: none) and at 2 positions."""
+        self._steady.catch_up()
         self._book.retain(slot, every, positions)
 
     def release(self, slot: int) -> None:
         """Finish, abort or preempt the request in `slot`; results still in flight are dropped."""
+        self._steady.catch_up()
         self._book.drop(slot)
 
     def columns_needed(self, rows: StepRows) -> tuple[align.Ints, align.Ints]:
         """First and last column, `[rows]` each, that a request must own for this step."""
+        self._steady.catch_up()
         held = np.where(rows.slot >= 0, self._book.known[rows.slot, SlotBook.HELD_MIN], -1)
         block = self.layout.block_size
         return align.columns_held(
@@ -186,12 +194,17 @@ class HybridStateManager:
         Raises `ValueError` for rows that break the contract, before anything is changed.
         """
         states = self._bound()
-        rows.check(self.max_requests, self.num_speculative_tokens)
         self._ledger.make_room(self._steps_in_flight)
-
+        last = None if self._pending is None else self._pending[0]
+        again = self._steady.repeats(rows, last, self._columns)
+        if again is not None:
+            return self._begin_again(rows, again)
+        self._steady.catch_up()
+        rows.check(self.max_requests, self.num_speculative_tokens)
         index, packed = self._staging.take()
         plan, lines = pack_step(packed, self._book, rows, self.layout, self._columns, self.in_place)
         entries = self._staging.upload(index, lines)
+        self._stats.uploads += 1
         placed = self._placed[self._next % len(self._placed)]
         self._advance(entries, lines, len(rows), placed)
         if len(plan.moving):
@@ -212,6 +225,8 @@ class HybridStateManager:
             candidates=plan.candidates,
         )
         self._book.begin(rows, plan.column_min, plan.column_max, step.number)
+        if not self.in_place:
+            self._steady.remember(step, lines)
         self._ledger.add(step)
         self._next += 1
         self._stats.steps += 1
@@ -225,9 +240,13 @@ class HybridStateManager:
         num_accepted: int32 `[rows]` or longer; row i belongs to `step.rows.slot[i]`. It must stay
         unchanged until the launches of the next `begin_step` are queued.
         """
-        states = self._bound()
+        self._bound()
         n = len(step.rows)
         self._check_counts(step, num_accepted, n)
+        if self._steady.covers(step):
+            self._end_again(step, num_accepted[:n])
+            return
+        self._steady.catch_up()
         if self._pending is not None:
             self._finish_pending()
         current = step.current(self._book.generation, self._book.live)
@@ -248,17 +267,7 @@ class HybridStateManager:
         every_row = self.strategy == "always"
         count = n if every_row else len(candidates)
         if count:
-            with self._range("postcopy"):
-                postcopy(
-                    states,
-                    step.entries,
-                    step.placed,
-                    num_accepted,
-                    count,
-                    every_row,
-                    self.layout.block_size,
-                )
-            self._stats.copy_launches += 1
+            self._postcopy(step, num_accepted, count, every_row)
         self._book.end(step.rows.slot, current)
         self._pending = (step, num_accepted)
 
@@ -293,6 +302,7 @@ class HybridStateManager:
         state may be half written; all others are untouched."""
         if step.ended:
             raise ValueError(f"step is {step.number}, which has ended; only an open step can fail")
+        self._steady.catch_up()
         current = step.current(self._book.generation, self._book.live)
         for slot in step.rows.slot[current]:
             self._book.drop(int(slot))
@@ -313,6 +323,39 @@ class HybridStateManager:
         stats.rows_copied = self._ledger.rows_copied
         stats.bytes_copied = stats.rows_copied * (self._bound().bytes_per_move())
         return stats
+
+    def _begin_again(self, rows: StepRows, again: Step) -> Step:
+        """The step `again` with other counts, from the entries that the device has."""
+        placed = self._placed[self._next % len(self._placed)]
+        self._advance(again.entries, len(rows), len(rows), placed)
+        step = replace(
+            again,
+            number=self._next,
+            rows=rows,
+            placed=placed,
+            candidates=_NO_ROWS,
+            ended=False,
+            accepted=None,
+            copied=None,
+            published=[],
+        )
+        self._steady.postpone(step)
+        self._ledger.add(step)
+        self._next += 1
+        self._stats.steps += 1
+        self._stats.skipped += 1
+        return step
+
+    def _end_again(self, step: Step, counts: Tensor) -> None:
+        """End a repeated step: no row can act, and the book learns of it later."""
+        if self._ledger.start(step, counts):
+            self._stats.readbacks += 1
+        step.ended = True
+        if self.strategy == "blocking":
+            self._ledger.settle_until(step, "blocking: the host decides on the counts")
+        elif self.strategy == "always":
+            self._postcopy(step, counts, len(step.rows), every_row=True)
+        self._pending = (step, counts)
 
     def _advance(self, entries: Tensor, lines: int, num_rows: int, placed: Tensor) -> None:
         """Fold the pending step's counts in and place `num_rows` rows, in one launch."""
@@ -335,7 +378,12 @@ class HybridStateManager:
                 self.in_place,
             )
         self._pending = None
-        self._stats.uploads += 1
+
+    def _postcopy(self, step: Step, counts: Tensor, count: int, every_row: bool) -> None:
+        block = self.layout.block_size
+        with self._range("postcopy"):
+            postcopy(self._bound(), step.entries, step.placed, counts, count, every_row, block)
+        self._stats.copy_launches += 1
 
     def _finish_pending(self) -> None:
         """Fold the pending step in by a launch of its own: a second step ends before a begin."""
@@ -343,6 +391,7 @@ class HybridStateManager:
         index, packed = self._staging.take()
         lines = pack_unfinished(packed, self._book, 0)
         entries = self._staging.upload(index, lines)
+        self._stats.uploads += 1
         self._advance(entries, lines, 0, self._pending[0].placed)
         self._book.unfinished[:] = -1
 

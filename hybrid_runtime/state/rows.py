@@ -45,6 +45,10 @@ class StepRows:
     def __len__(self) -> int:
         return len(self.slot)
 
+    def key(self) -> tuple[bytes, ...]:
+        """Equal for rows that differ in nothing but their counts."""
+        return self.slot.tobytes(), self.scheduled.tobytes(), self.draft.tobytes()
+
     @property
     def padded(self) -> bool:
         """Some row is padded or to be discarded."""

@@ -25,6 +25,7 @@ class SlotBook:
     a step: bounds on the column that the last begun step ran in (-1: none yet), its drafts, and its
     number while it has not ended (-1: it has).
     computed: exact tokens computed after the last settled step.
+    version: changes with every admission, release and change of retention.
     """
 
     HELD_MIN, HELD_MAX, LAST_DRAFT, OPEN_STEP = range(4)
@@ -41,6 +42,7 @@ class SlotBook:
         self.computed = np.zeros(max_requests, np.int32)
         self._admitted: list[int] = []
         self._special: set[int] = set()
+        self.version = 0
         self._block_size = block_size
 
     def take(self, slot: int, computed: int, column: int | None) -> int:
@@ -65,6 +67,7 @@ class SlotBook:
         self.lines[slot, fields.ADMIT : fields.ADMIT_COLUMN + 1] = 1, computed, held
         self.lines[slot, fields.EVERY : fields.SECOND + 1] = self._block_size, 0, 0
         self._admitted.append(slot)
+        self.version += 1
         return int(self.generation[slot])
 
     def drop(self, slot: int) -> None:
@@ -75,6 +78,7 @@ class SlotBook:
         self.known[slot] = NONE
         self.lines[slot, fields.ADMIT] = 0
         self._special.discard(slot)
+        self.version += 1
 
     @property
     def uniform(self) -> bool:
@@ -118,6 +122,7 @@ class SlotBook:
         rule = every, *positions, *([0] * (2 - len(positions)))
         self.lines[slot, fields.EVERY : fields.SECOND + 1] = rule
         self._special.add(slot)
+        self.version += 1
 
     def require_live(self, slot: int) -> None:
         self._check(slot)

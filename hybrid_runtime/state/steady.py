@@ -1,0 +1,89 @@
+"""Steady decode: the same rows again, only further on. Nothing has to be sent to the device then,
+since it holds the exact counts, and the host's book can wait until somebody looks into it."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from hybrid_runtime.kernels import advance as fields
+from hybrid_runtime.state import align
+from hybrid_runtime.state.layout import StateLayout
+from hybrid_runtime.state.rows import StepRows
+from hybrid_runtime.state.slots import SlotBook
+from hybrid_runtime.state.step import Step
+
+
+class Steady:
+    """The step whose packed entries would be those of the next one too, and its repetitions."""
+
+    def __init__(self, book: SlotBook, layout: StateLayout) -> None:
+        self._book, self._layout = book, layout
+        self._step: Step | None = None
+        self._last: Step | None = None
+        self._late: Step | None = None
+        self._key: tuple[bytes, ...] = ()
+        self._version = -1
+
+    def remember(self, step: Step, lines: int) -> None:
+        """A step was placed in full; keep it if it can be repeated as it is."""
+        rows, n = step.rows, len(step.rows)
+        self._step = self._last = None
+        previous = step.packed[:n, fields.PREVIOUS]
+        admits = step.packed[:n, fields.ADMIT]
+        if lines != n or rows.padded or admits.any() or (previous != np.arange(n)).any():
+            return
+        if ((rows.scheduled - rows.draft > 1) & (rows.draft > 0)).any():
+            return
+        self._step = self._last = step
+        self._key, self._version = rows.key(), self._book.version
+
+    def repeats(self, rows: StepRows, pending: Step | None, columns: int) -> Step | None:
+        """The step whose entries serve `rows` as well, or None: then `rows` go the whole way.
+
+        None also for whatever would be refused: the whole way names it.
+        """
+        step = self._step
+        if step is None or pending is not self._last or self._version != self._book.version:
+            return None
+        if rows.computed_min.shape != rows.slot.shape or rows.key() != self._key:
+            return None
+        end_min = rows.computed_min + rows.scheduled
+        end_max = end_min
+        if not rows.exact_counts:
+            end_max = rows.computed_max + rows.scheduled
+            if (end_max < end_min).any():
+                return None
+        most = (columns - self._layout.num_speculative_tokens) * self._layout.block_size
+        if end_max.max() > most or rows.computed_min.min() < 0:
+            return None
+        kept = align.Retention(self._layout.block_size)
+        if not self._book.uniform:
+            kept = align.Retention(*step.retention.T)
+        certain_max = end_max - rows.draft
+        certain_min = certain_max if rows.exact_counts else end_min - rows.draft
+        if align.postcopy_candidates(certain_min, certain_max, rows.draft, kept).any():
+            return None
+        return step
+
+    def postpone(self, step: Step) -> None:
+        """`step` repeats the last one; the book learns of it when `catch_up` is called."""
+        self._late = self._last = step
+
+    def covers(self, step: Step) -> bool:
+        """`step` is the repetition that the book does not know of yet, and no slot has changed."""
+        return step is self._late
+
+    def catch_up(self) -> None:
+        """Bring the book up to date. Repetitions before the last one have left no trace in it."""
+        late, self._late = self._late, None
+        if late is None:
+            return
+        rows, block = late.rows, self._layout.block_size
+        self._book.begin(
+            rows,
+            align.running_column(rows.computed_min + rows.scheduled, block),
+            align.running_column(rows.computed_max + rows.scheduled, block),
+            late.number,
+        )
+        if late.ended:
+            self._book.end(rows.slot, np.ones(len(rows), bool))
