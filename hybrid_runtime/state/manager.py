@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal, get_args
 
 import numpy as np
@@ -328,16 +328,18 @@ class HybridStateManager:
         """The step `again` with other counts, from the entries that the device has."""
         placed = self._placed[self._next % len(self._placed)]
         self._advance(again.entries, len(rows), len(rows), placed)
-        step = replace(
-            again,
+        step = Step(
             number=self._next,
             rows=rows,
+            generation=again.generation,
+            retention=again.retention,
+            read_column=again.read_column,
+            read_offset=again.read_offset,
+            write_column=again.write_column,
+            entries=again.entries,
+            packed=again.packed,
             placed=placed,
             candidates=_NO_ROWS,
-            ended=False,
-            accepted=None,
-            copied=None,
-            published=[],
         )
         self._steady.postpone(step)
         self._ledger.add(step)
