@@ -22,7 +22,7 @@ POINTERS = {
 MOVE: dict[str, Any] = {
     "word_type": tl.int32, "tap_type": tl.int16, "FIELDS": 16, "POST": True, "EVERY_ROW": False,
     "BLOCK_SIZE": 4336, "ROWS": 16, "TAPS": 3, "SSM_WORDS": 8192, "SSM_TILES": 2,
-    "SSM_TILE": 4096, "WINDOW_TILES": 1, "WINDOW_TILE": 1024, "VECTOR": True, "EVICT": "",
+    "SSM_TILE": 4096, "WINDOW_TILES": 1, "WINDOW_TILE": 1024, "VECTOR": True, "SSM_PARTS": 4,
 }  # fmt: skip
 FILL: dict[str, Any] = {
     "window_type": tl.bfloat16, "ssm_type": tl.float16, "WINDOW": 600, "SSM": 8192,
