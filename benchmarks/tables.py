@@ -76,7 +76,18 @@ def predicate() -> str:
     return markdown(["rows", "Python loop", "candidate list", "with the pre-copy's"], rows)
 
 
-TABLES = {"postcopy": postcopy, "host": host, "predicate": predicate}
+def acceptance() -> str:
+    result = load("cpu", "acceptance")
+    words = {"mtp": "MTP head", "eagle": "EAGLE head", "ngram": "n-gram look-up"}
+    rows = [
+        [words[row["drafter"]], f"{row['length']:.2f}", f"{row['same text']} of {row['texts']}"]
+        for row in result["rows"]
+        if row["drafter"] in words
+    ]
+    return markdown(["drafter", "tokens per step", "text as without drafts"], rows)
+
+
+TABLES = {"acceptance": acceptance, "postcopy": postcopy, "host": host, "predicate": predicate}
 
 
 def main() -> int:
