@@ -101,19 +101,11 @@ def run(model: str | Path, device: str | None) -> None:
     ]
     table = Table(
         title=f"{len(PROMPTS)} prompts x {TOKENS} tokens, 3 drafts, block of "
-        f"{engine.manager.layout.block_size} tokens"
+        f"{engine.manager.layout.block_size} tokens, ITL in ms"
     )
-    for name in (
-        "",
-        "tokens/s",
-        "ITL p50 ms",
-        "ITL p99 ms",
-        "steps",
-        "accepted",
-        "skipped",
-        "waits",
-    ):
-        table.add_column(name, justify="right" if name else "left")
+    table.add_column("", no_wrap=True)
+    for name in ("tok/s", "ITL p50", "p99", "steps", "accepted", "skipped", "waits"):
+        table.add_column(name, justify="right", no_wrap=True)
     with Progress(console=console, transient=True) as progress:
         for name, options in progress.track(runs, description="measuring"):
             m = measure(Engine.from_pretrained(model, device=device, **options))

@@ -104,6 +104,7 @@ class HashRunner:
         self.requests: dict[int, Request] = {}
         self.kept: list[Kept] = []
         self.outstanding: list[tuple[Step, list[Request]]] = []
+        self.recent: list[Snapshot] = []  # published by steps that were read meanwhile
         self.counts = torch.zeros(max_requests, dtype=torch.int32, device=device)
         everything = torch.arange(count, device=device)
         self.manager.fill(everything, float("nan"))
@@ -210,7 +211,7 @@ class HashRunner:
                 request.computed += certain + len(taken)
         self.outstanding.append((step, [self.requests[s] for s, *_ in plan if s >= 0]))
         while len(self.outstanding) > self.depth:
-            self.read_oldest()
+            self.recent += self.read_oldest()
         return step
 
     def read_oldest(self) -> list[Snapshot]:

@@ -1,0 +1,88 @@
+"""The command line: what it prints, and how it refuses."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from hybrid_runtime import demo
+from hybrid_runtime.cli import main
+from hybrid_runtime.engine import Engine, SamplingParams
+
+MODEL = str(demo.SHIPPED)
+
+
+def test_generate_streams_prompt_and_completion(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", MODEL, "-p", "def main(", "--max-tokens", "20", "--stats"]) == 0
+    printed = capsys.readouterr()
+    want = Engine.from_pretrained(MODEL).generate(["def main("], SamplingParams(max_tokens=20))[0]
+    assert printed.out == f"def main({want.text}\n"
+    assert "mean_acceptance_length" in printed.err
+
+
+def test_generate_is_the_same_for_every_drafter(capsys: pytest.CaptureFixture[str]) -> None:
+    texts = set()
+    for drafter in ("none", "mtp", "eagle", "ngram"):
+        arguments = ["generate", MODEL, "-p", "import ", "--max-tokens", "16"]
+        assert main([*arguments, "--drafter", drafter]) == 0
+        texts.add(capsys.readouterr().out)
+    assert len(texts) == 1
+
+
+BAD = [
+    (["generate", "/no/such/place", "-p", "x"], "'/no/such/place' does not exist"),
+    (["generate", MODEL, "-p", ""], "prompt is empty"),
+    (["generate", MODEL, "-p", "x", "--temperature", "-1"], "temperature is -1.0"),
+    (["generate", MODEL, "-p", "x", "--top-p", "0"], "top_p is 0.0"),
+    (["generate", MODEL, "-p", "x", "--max-tokens", "0"], "max_tokens is 0"),
+    (["generate", MODEL, "-p", "x", "--drafts", "0"], "num_speculative_tokens is 0"),
+    (["generate", MODEL, "-p", "x", "--drafts", "-2"], "num_speculative_tokens is -2"),
+    (["generate", MODEL, "-p", "x", "--block-size", "2"], "block_size is 2"),
+    (["generate", MODEL, "-p", "xxxxx", "--max-model-len", "4"], "prompt has 5 tokens"),
+    (["generate", MODEL, "-p", "x", "--device", "abacus"], "abacus"),
+    (["demo", "--model", "/no/such/place"], "'/no/such/place' does not exist"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), BAD, ids=[m for _, m in BAD])
+def test_bad_input_is_one_line_and_status_2(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("hybrid-runtime: error: ")
+    assert message in error
+    assert error.count("\n") <= 2
+
+
+@pytest.mark.parametrize("arguments", [[], ["generate"], ["sing"], ["generate", MODEL]])
+def test_bad_usage_is_status_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2
+    assert "usage: hybrid-runtime" in capsys.readouterr().err
+
+
+def test_a_checkpoint_without_tokenizer_or_head_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copy = tmp_path / "model"
+    shutil.copytree(MODEL, copy)
+    shutil.rmtree(copy / "eagle")
+    assert main(["generate", str(copy), "-p", "x", "--drafter", "eagle"]) == 2
+    assert "eagle" in capsys.readouterr().err
+    (copy / "tokenizer.json").unlink()
+    assert main(["generate", str(copy), "-p", "x"]) == 2
+    assert "tokenizer.json" in capsys.readouterr().err
+
+
+def test_demo_shows_text_and_every_strategy(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(demo, "TOKENS", 12)
+    assert main(["demo"]) == 0
+    printed = capsys.readouterr().out
+    for word in ("CPU", "def read_lines", "n-gram", "EAGLE", "blocking", "defer", "always", "auto"):
+        assert word in printed
