@@ -91,6 +91,26 @@ def test_whatever_changes_ends_the_repetition(event: str, depth: int) -> None:
     assert runs.manager.stats().rows_copied > 0
 
 
+def test_a_new_tenant_with_the_same_rows_is_not_taken_for_the_old_one() -> None:
+    runs, rng = runner(), random.Random(3)
+    for _ in range(5):
+        decode(runs, rng)
+    runs.release(0)
+    runs.admit(0, [77])  # its first step is a verify, shaped like everybody's
+    for _ in range(5):
+        decode(runs, rng)
+
+
+def test_retention_changes_are_seen_by_repeated_rows() -> None:
+    runs = runner()
+    for _ in range(5):
+        runs.step([(slot, 1, [1, 2, 3], 4) for slot in (2, 0, 1)])
+    runs.manager.retain(0, 0)
+    for _ in range(20):
+        runs.step([(slot, 1, [1, 2, 3], 4) for slot in (2, 0, 1)])
+    assert {s.slot for s in runs.recent} == {1, 2}
+
+
 def test_a_slot_that_changes_hands_inside_a_repeated_step_starts_afresh() -> None:
     layout = StateLayout(2, 4, (1, 1, 4), K, 64)
     manager = HybridStateManager(layout, 3, K, "cpu")

@@ -34,7 +34,8 @@ def bind_states(
     windows, ssm, chosen = [], [], []
     for layer, pair in states.items():
         if not isinstance(pair, tuple) or len(pair) != 2:
-            raise ValueError(f"states[{layer}] is {pair!r}; it must be a (window, ssm) pair")
+            got = f"a {type(pair).__name__}"
+            raise ValueError(f"states[{layer}] is {got}; it must be a (window, ssm) pair")
         for component, tensor in zip(layout.components, pair, strict=True):
             name = f"states[{layer}].{component.name}"
             _check_device(name, tensor, device)

@@ -74,8 +74,6 @@ class SlotBook:
         self.require_live(slot)
         self.live[slot] = False
         self.generation[slot] += 1
-        self.unfinished[slot] = NONE
-        self.known[slot] = NONE
         self.lines[slot, fields.ADMIT] = 0
         self._special.discard(slot)
         self.version += 1
