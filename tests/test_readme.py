@@ -38,3 +38,19 @@ def test_figures_are_those_of_the_results() -> None:
 def test_quick_start_is_two_commands() -> None:
     section = README.split("## Quick start")[1].split("\n## ")[0]
     assert len(re.findall(r"^```sh\n.*?^```", section, re.MULTILINE | re.DOTALL)) == 2
+
+
+def test_user_reports_name_tests_that_exist() -> None:
+    tests = Path(__file__).parent
+    written = "\n".join(path.read_text() for path in tests.glob("test_*.py"))
+    rows = re.findall(
+        r"^\| ([\d-]+) \| .* \| (.*) \|$", (tests / "user_reports.md").read_text(), re.M
+    )
+    assert len(rows) > 40
+    for number, answer in rows:
+        if re.fullmatch(r"test_\w+", answer):
+            assert f"def {answer}(" in written, f"row {number} names {answer}"
+        elif answer == "TestHistories":
+            assert f"{answer} = " in written
+        else:
+            assert " " in answer, f"row {number} says {answer!r}"
