@@ -274,7 +274,9 @@ def parts(manager: HybridStateManager, rows: StepRows) -> dict[str, float]:
         "check": lambda: rows.check(n, DRAFTS),
         "plan and pack": lambda: pack_step(packed, book, rows, manager.layout, 64, False),
         "upload": lambda: manager._staging.upload(index, lines),
-        "launch": lambda: manager._advance(entries, lines, n, manager._placed[0]),
+        "launch": lambda: manager._advance(
+            entries, lines, n, manager._placed[0], manager._positions
+        ),
     }
     return {name: statistics.median(host_us(call, number=50)) for name, call in pieces.items()}
 

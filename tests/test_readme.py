@@ -43,14 +43,14 @@ def test_quick_start_is_two_commands() -> None:
 def test_user_reports_name_tests_that_exist() -> None:
     tests = Path(__file__).parent
     written = "\n".join(path.read_text() for path in tests.glob("test_*.py"))
-    rows = re.findall(
-        r"^\| ([\d-]+) \| .* \| (.*) \|$", (tests / "user_reports.md").read_text(), re.M
-    )
+    lines = (tests / "user_reports.md").read_text().splitlines()
+    cells = [line.strip("| ").split(" | ") for line in lines if line.startswith("| ")]
+    rows = [(row[0], row[-1]) for row in cells if row[0] not in ("row", "trap")]
     assert len(rows) > 40
-    for number, answer in rows:
+    for name, answer in rows:
         if re.fullmatch(r"test_\w+", answer):
-            assert f"def {answer}(" in written, f"row {number} names {answer}"
+            assert f"def {answer}(" in written, f"row {name} names {answer}"
         elif answer == "TestHistories":
             assert f"{answer} = " in written
         else:
-            assert " " in answer, f"row {number} says {answer!r}"
+            assert " " in answer, f"row {name} says {answer!r}"

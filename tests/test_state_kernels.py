@@ -211,7 +211,10 @@ def test_fill_blocks(shape: Shape, value: float) -> None:
     blocks = torch.tensor([3, 0, 7], device=DEVICE)
     fill_blocks(mine.table, blocks, value)
     fill_blocks_reference(theirs.table, blocks, value)
-    same(mine, theirs)
+    # Not by bytes: one NaN is as good as another.
+    for a, b in zip((*mine.windows, *mine.ssm), (*theirs.windows, *theirs.ssm), strict=True):
+        assert torch.equal(a.isnan(), b.isnan())
+        assert torch.equal(a.nan_to_num(), b.nan_to_num())
 
 
 RUNS: list[dict[str, Any]] = [

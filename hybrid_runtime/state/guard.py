@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import torch
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Waits:
     """Waits of the host: how many, how long (seconds), and why; undeclared ones apart."""
 

@@ -107,6 +107,7 @@ class Ledger:
         ]
         book.computed[rows.slot[current]] = final[current]
         self._open.pop(0)
+        self._shed()
         step.accepted = accepted
         for slot in rows.slot[dead]:
             book.drop(int(slot))
@@ -114,4 +115,10 @@ class Ledger:
     def abandon(self, step: Step) -> None:
         step.ended = True
         step.accepted = np.zeros(len(step.rows), np.int32)
-        self._open.remove(step)
+        self._shed()
+
+    def _shed(self) -> None:
+        """Drop abandoned steps, but only once they are the oldest: buffers go round by step number,
+        so the numbers of outstanding steps must not lie further apart than there are buffers."""
+        while self._open and self._open[0].accepted is not None:
+            self._open.pop(0)

@@ -120,6 +120,7 @@ class HybridStateManager:
 
         self._slots = SlotState(ints(n), ints(n), ints(n))
         self._positions = Positions(ints(n), ints(n), ints(n))
+        self._nowhere = Positions(ints(n), ints(n), ints(n))
         self._placed = [ints(4, n) for _ in range(depth)]
         self._moves = ints(3, n)
         self._no_counts = torch.ones(n, dtype=torch.int32, device=self.device)
@@ -206,7 +207,7 @@ class HybridStateManager:
         entries = self._staging.upload(index, lines)
         self._stats.uploads += 1
         placed = self._placed[self._next % len(self._placed)]
-        self._advance(entries, lines, len(rows), placed)
+        self._advance(entries, lines, len(rows), placed, self._positions)
         if len(plan.moving):
             with self._range("precopy"):
                 precopy(states, entries, self._moves, len(plan.moving))
@@ -327,7 +328,7 @@ class HybridStateManager:
     def _begin_again(self, rows: StepRows, again: Step) -> Step:
         """The step `again` with other counts, from the entries that the device has."""
         placed = self._placed[self._next % len(self._placed)]
-        self._advance(again.entries, len(rows), len(rows), placed)
+        self._advance(again.entries, len(rows), len(rows), placed, self._positions)
         step = Step(
             number=self._next,
             rows=rows,
@@ -359,7 +360,9 @@ class HybridStateManager:
             self._postcopy(step, counts, len(step.rows), every_row=True)
         self._pending = (step, counts)
 
-    def _advance(self, entries: Tensor, lines: int, num_rows: int, placed: Tensor) -> None:
+    def _advance(
+        self, entries: Tensor, lines: int, num_rows: int, placed: Tensor, positions: Positions
+    ) -> None:
         """Fold the pending step's counts in and place `num_rows` rows, in one launch."""
         if self._pending is None:
             previous, counts = placed, self._no_counts
@@ -374,7 +377,7 @@ class HybridStateManager:
                 previous,
                 counts,
                 placed,
-                self._positions,
+                positions,
                 self._moves,
                 self.layout.block_size,
                 self.in_place,
@@ -394,7 +397,8 @@ class HybridStateManager:
         lines = pack_unfinished(packed, self._book, 0)
         entries = self._staging.upload(index, lines)
         self._stats.uploads += 1
-        self._advance(entries, lines, 0, self._pending[0].placed)
+        # Not into `_positions`: the runner may still be about to read the youngest step's.
+        self._advance(entries, lines, 0, self._pending[0].placed, self._nowhere)
         self._book.unfinished[:] = -1
 
     def _relist(self, step: Step, candidates: NDArray[np.intp], current: NDArray[np.bool_]) -> None:

@@ -30,7 +30,7 @@ class Steady:
         self._step = self._last = None
         previous = step.packed[:n, fields.PREVIOUS]
         admits = step.packed[:n, fields.ADMIT]
-        if lines != n or rows.padded or admits.any() or (previous != np.arange(n)).any():
+        if not n or lines != n or rows.padded or admits.any() or (previous != np.arange(n)).any():
             return
         if ((rows.scheduled - rows.draft > 1) & (rows.draft > 0)).any():
             return
