@@ -66,7 +66,17 @@ def host() -> str:
         for row in result["host"]
     ]
     header = ["rows", "readback", "repeated step", "its best", "whole step", "its best"]
-    return markdown([*header, *(f"of it: {p}" for p in parts)], rows)
+    other = load("h200", "postprocess-second-host")
+    slow, fast = (
+        next(r for r in source["host"] if r["rows"] == 256 and not r["readback"])
+        for source in (other, result)
+    )
+    note = (
+        f"The processor under the same GPU differs from lease to lease: on a second machine, on "
+        f"which the parts took {slow['check'] / fast['check']:.1f} times as long, the repeated step "
+        f"of 256 rows took {us(slow['again both'])} and the whole one {us(slow['whole both'])}."
+    )
+    return markdown([*header, *(f"of it: {p}" for p in parts)], rows) + "\n\n" + note
 
 
 def predicate() -> str:
