@@ -72,8 +72,8 @@ def host() -> str:
         for source in (other, result)
     )
     note = (
-        f"The processor under the same GPU differs from lease to lease: on a second machine, on "
-        f"which the parts took {slow['check'] / fast['check']:.1f} times as long, the repeated step "
+        "The processor under the same GPU differs from lease to lease: on a second machine, where "
+        f"the parts took {slow['check'] / fast['check']:.1f} times as long, the repeated step "
         f"of 256 rows took {us(slow['again both'])} and the whole one {us(slow['whole both'])}."
     )
     return markdown([*header, *(f"of it: {p}" for p in parts)], rows) + "\n\n" + note

@@ -32,7 +32,8 @@ from hybrid_runtime.specdecode.loop import SpeculativeLoop
 from hybrid_runtime.specdecode.sampling import SamplingParams
 from hybrid_runtime.specdecode.sequences import Sequences
 from hybrid_runtime.state.layout import ConvLayout, StateLayout
-from hybrid_runtime.state.manager import HybridStateManager, Stats, Strategy
+from hybrid_runtime.state.manager import HybridStateManager, Strategy
+from hybrid_runtime.state.stats import Stats
 
 DrafterName = Literal["mtp", "eagle", "ngram"]
 

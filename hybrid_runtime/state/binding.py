@@ -1,4 +1,4 @@
-"""Checks on the tensors that a runner binds, and the address table made of them."""
+"""Checks on the tensors that a runner hands over, and the address table of what it binds."""
 
 from __future__ import annotations
 
@@ -58,3 +58,13 @@ def bind_states(
 def _check_device(name: str, tensor: Tensor, device: torch.device) -> None:
     if tensor.device.type != device.type:
         raise ValueError(f"{name} is on {tensor.device}; it must be on {device}")
+
+
+def check_counts(counts: Tensor, rows: int, device: torch.device) -> None:
+    """Accepted counts must be contiguous int32 `[>= rows]` on the manager's device."""
+    fits = counts.dtype == torch.int32 and counts.dim() == 1 and counts.shape[0] >= rows
+    if not fits or not counts.is_contiguous() or counts.device.type != device.type:
+        raise ValueError(
+            f"num_accepted is {counts.dtype} {tuple(counts.shape)} on {counts.device}; "
+            f"it must be contiguous int32 [>= {rows}] on {device}"
+        )

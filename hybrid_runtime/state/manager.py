@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Literal, get_args
 
 import numpy as np
@@ -18,7 +17,7 @@ from hybrid_runtime.kernels.block_fill import fill_blocks
 from hybrid_runtime.kernels.state_move import postcopy, precopy
 from hybrid_runtime.kernels.state_table import StateTable
 from hybrid_runtime.state import align
-from hybrid_runtime.state.binding import bind_states
+from hybrid_runtime.state.binding import bind_states, check_counts
 from hybrid_runtime.state.guard import Waits, allowed
 from hybrid_runtime.state.layout import StateLayout
 from hybrid_runtime.state.ledger import Ledger
@@ -27,28 +26,13 @@ from hybrid_runtime.state.readback import Readback
 from hybrid_runtime.state.rows import StepRows
 from hybrid_runtime.state.slots import SlotBook
 from hybrid_runtime.state.staging import Staging
+from hybrid_runtime.state.stats import Stats
 from hybrid_runtime.state.steady import Steady
 from hybrid_runtime.state.step import Snapshot, Step
 
 _NO_ROWS = np.empty(0, np.intp)
 
 Strategy = Literal["blocking", "defer", "always", "auto"]
-
-
-@dataclass(slots=True)
-class Stats:
-    """Counters since construction. Copies are counted when a step's results reach the host."""
-
-    steps: int = 0
-    skipped: int = 0
-    candidate_rows: int = 0
-    rows_copied: int = 0
-    bytes_copied: int = 0
-    copy_launches: int = 0
-    uploads: int = 0
-    readbacks: int = 0
-    waits: int = 0
-    wait_seconds: float = 0.0
 
 
 class HybridStateManager:
@@ -243,7 +227,9 @@ class HybridStateManager:
         """
         self._bound()
         n = len(step.rows)
-        self._check_counts(step, num_accepted, n)
+        if step.ended:
+            raise ValueError(f"step is {step.number}, which has ended; a step ends once")
+        check_counts(num_accepted, n, self.device)
         if self._steady.covers(step):
             self._end_again(step, num_accepted[:n])
             return
@@ -413,16 +399,6 @@ class HybridStateManager:
         packed[: len(candidates), fields.CANDIDATE] = candidates
         step.entries, step.packed = self._staging.upload(index, n), packed
         self._stats.uploads += 1
-
-    def _check_counts(self, step: Step, counts: Tensor, n: int) -> None:
-        if step.ended:
-            raise ValueError(f"step is {step.number}, which has ended; a step ends once")
-        fits = counts.dtype == torch.int32 and counts.dim() == 1 and counts.shape[0] >= n
-        if not fits or not counts.is_contiguous() or counts.device.type != self.device.type:
-            raise ValueError(
-                f"num_accepted is {counts.dtype} {tuple(counts.shape)} on {counts.device}; "
-                f"it must be contiguous int32 [>= {n}] on {self.device}"
-            )
 
     def _bound(self) -> StateTable:
         if self._states is None:
