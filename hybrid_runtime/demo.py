@@ -10,6 +10,7 @@ from typing import Any, get_args
 
 import numpy as np
 import torch
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -80,12 +81,15 @@ def device_name(device: torch.device) -> str:
     """What the user knows the device as."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return f"CPU ({platform.machine()}, {torch.get_num_threads()} threads)"
+    return f"CPU ({platform.machine()}, {torch.get_num_threads()} thread)"
 
 
 def run(model: str | Path, device: str | None) -> None:
     """Stream a completion, then print the table."""
     console = Console()
+    # Operations this small gain nothing from a second thread, and wait at its barriers for long
+    # when another program keeps a core busy.
+    torch.set_num_threads(1)
     engine = Engine.from_pretrained(model, device=device)
     console.print(f"[bold]{Path(model).name}[/] on {device_name(engine.model.device)}\n")
     console.out(PROMPT, end="", style="dim", highlight=False)
@@ -101,7 +105,8 @@ def run(model: str | Path, device: str | None) -> None:
     ]
     table = Table(
         title=f"{len(PROMPTS)} prompts x {TOKENS} tokens, 3 drafts, block of "
-        f"{engine.manager.layout.block_size} tokens, ITL in ms"
+        f"{engine.manager.layout.block_size} tokens, ITL in ms",
+        box=SIMPLE_HEAD,
     )
     table.add_column("", no_wrap=True)
     for name in ("tok/s", "ITL p50", "p99", "steps", "accepted", "skipped", "waits"):
