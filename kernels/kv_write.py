@@ -1,7 +1,13 @@
-"""Write new keys and values into their cache blocks (reference)."""
+"""Write new keys and values into their cache blocks."""
+
+from __future__ import annotations
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
+
+from hybrid_runtime.kernels.backend import runs_triton
 
 
 def kv_write_reference(
@@ -29,12 +35,7 @@ def kv_write_reference(
     Raises:
         ValueError: the caches do not have the shape of the keys and values.
     """
-    for name, new, cache in (("k_cache", k, k_cache), ("v_cache", v, v_cache)):
-        if cache.dim() != 4 or cache.shape[2:] != new.shape[1:]:
-            raise ValueError(
-                f"{name} is {tuple(cache.shape)}, must be [blocks, block_size, "
-                f"{new.shape[1]}, {new.shape[2]}]"
-            )
+    _check_caches(k, v, k_cache, v_cache)
     block_size = k_cache.shape[1]
     token = torch.arange(k.shape[0], device=k.device)
     row = torch.searchsorted(row_start.long(), token, right=True) - 1
@@ -46,3 +47,118 @@ def kv_write_reference(
     block = block_table[slot[row].long(), position // block_size].long()
     k_cache[block, position % block_size] = k[token].to(k_cache.dtype)
     v_cache[block, position % block_size] = v[token].to(v_cache.dtype)
+
+
+def _check_caches(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
+    for name, new, cache in (("k_cache", k, k_cache), ("v_cache", v, v_cache)):
+        if cache.dim() != 4 or cache.shape[2:] != new.shape[1:]:
+            raise ValueError(
+                f"{name} is {tuple(cache.shape)}, must be [blocks, block_size, "
+                f"{new.shape[1]}, {new.shape[2]}]"
+            )
+
+
+@triton.jit(
+    do_not_specialize=["rows"],
+    do_not_specialize_on_alignment=["block_table", "slot", "row_start", "computed"],
+)
+def _kv_write_kernel(
+    k,
+    v,
+    k_cache,
+    v_cache,
+    block_table,
+    slot,
+    row_start,
+    computed,
+    rows,
+    k_stride_token,
+    k_stride_head,
+    k_stride_dim,
+    v_stride_token,
+    v_stride_head,
+    v_stride_dim,
+    k_cache_stride_block,
+    k_cache_stride_position,
+    k_cache_stride_head,
+    k_cache_stride_dim,
+    v_cache_stride_block,
+    v_cache_stride_position,
+    v_cache_stride_head,
+    v_cache_stride_dim,
+    table_stride,
+    KV_HEADS: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    token = tl.program_id(0)
+    index = tl.arange(0, ROWS)
+    starts = tl.load(row_start + index, mask=index <= rows, other=2147483647)
+    row = tl.sum((starts <= token).to(tl.int32), axis=0) - 1
+    owned = (row >= 0) & (row < rows)
+    here = tl.load(slot + row, mask=owned, other=-1)
+    if here < 0:
+        return
+    position = tl.load(computed + row) + token - tl.load(row_start + row)
+    table = block_table + here.to(tl.int64) * table_stride
+    block = tl.load(table + position // BLOCK_SIZE).to(tl.int64)
+    within = (position % BLOCK_SIZE).to(tl.int64)
+    at = token.to(tl.int64)
+    head = tl.arange(0, BLOCK_H)[:, None]
+    d = tl.arange(0, BLOCK_D)[None, :]
+    inside = (head < KV_HEADS) & (d < D)
+    new = tl.load(k + at * k_stride_token + head * k_stride_head + d * k_stride_dim, mask=inside)
+    to = k_cache + block * k_cache_stride_block + within * k_cache_stride_position
+    to += head * k_cache_stride_head + d * k_cache_stride_dim
+    tl.store(to, new.to(k_cache.dtype.element_ty), mask=inside)
+    new = tl.load(v + at * v_stride_token + head * v_stride_head + d * v_stride_dim, mask=inside)
+    to = v_cache + block * v_cache_stride_block + within * v_cache_stride_position
+    to += head * v_cache_stride_head + d * v_cache_stride_dim
+    tl.store(to, new.to(v_cache.dtype.element_ty), mask=inside)
+
+
+def kv_write(
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    slot: Tensor,
+    row_start: Tensor,
+    computed: Tensor,
+) -> None:
+    """`kv_write_reference` by one launch where Triton runs."""
+    if not runs_triton(k):
+        kv_write_reference(k, v, k_cache, v_cache, block_table, slot, row_start, computed)
+        return
+    _check_caches(k, v, k_cache, v_cache)
+    tokens, kv_heads, size = k.shape
+    rows = slot.shape[0]
+    if tokens == 0 or rows == 0:
+        return
+    _kv_write_kernel[(tokens,)](
+        k,
+        v,
+        k_cache,
+        v_cache,
+        block_table,
+        slot,
+        row_start,
+        computed,
+        rows,
+        *k.stride(),
+        *v.stride(),
+        *k_cache.stride(),
+        *v_cache.stride(),
+        block_table.stride(0),
+        KV_HEADS=kv_heads,
+        D=size,
+        BLOCK_SIZE=k_cache.shape[1],
+        ROWS=triton.next_power_of_2(rows + 1),
+        BLOCK_H=triton.next_power_of_2(kv_heads),
+        BLOCK_D=triton.next_power_of_2(size),
+        num_warps=4,
+    )

@@ -15,6 +15,8 @@ from hybrid_runtime.state.manager import HybridStateManager
 from hybrid_runtime.state.rows import StepRows
 from hybrid_runtime.state.step import Snapshot, Step
 
+Row = tuple[int, int, list[int], int]
+"""(slot, certain tokens, drafts, accepted); accepted 0: unfinished prefill, or dead with drafts."""
 PRIME = 2039  # every hash is an integer below 2**11: exact in float16
 TOKENS = 251  # every token is below 2**8: exact in bfloat16
 
@@ -37,6 +39,26 @@ class Request:
     generation: int = 0
     blocks: list[dict[int, int]] = field(default_factory=list)  # per group {column: block id}
     in_flight: list[tuple[int, int]] = field(default_factory=list)  # (most, least) advance
+    rule: tuple[int, tuple[int, ...]] = (0, ())  # which boundaries are retained
+    place: tuple[int, int] = (-1, 0)  # where its state lies: column and offset
+    dead: bool = False
+
+    def keeps(self, boundary: int) -> bool:
+        every, positions = self.rule
+        return bool(every and boundary % every == 0) or boundary in positions
+
+
+@dataclass(eq=False)
+class Open:
+    """A begun step: its rows, whose they are (None: padded), and the snapshots it may leave."""
+
+    step: Step
+    plan: list[Row]
+    requests: list[Request | None]
+    starts: list[int]  # tokens computed before
+    snapshots: list[set[int]]  # boundaries retained when it began
+    ran: bool = False
+    abandoned: bool = False
 
 
 @dataclass
@@ -69,6 +91,7 @@ class HashRunner:
         ssm_shape: tuple[int, int, int] = (1, 2, 4),
         device: str = "cpu",
         num_blocks: int | None = None,
+        own_all: bool = False,
     ) -> None:
         self.layout = StateLayout(
             conv_channels=channels,
@@ -81,6 +104,7 @@ class HashRunner:
             conv_layout=conv_layout,  # type: ignore[arg-type]
         )
         self.depth, self.num_draft, self.device = depth, num_draft, device
+        self.own_all = own_all  # every column from admission on, so that the manager is not asked
         self.manager = HybridStateManager(
             self.layout,
             max_requests,
@@ -91,7 +115,8 @@ class HashRunner:
             steps_in_flight=depth,
             debug=True,
         )
-        count = num_blocks or groups * max_requests * (num_draft + 6) + 64
+        each = columns if own_all else num_draft + 6
+        count = num_blocks or groups * max_requests * each + 64
         self.states = {i: self.layout.allocate(count, device) for i in range(layers)}
         self.tables = [
             torch.full((max_requests, columns), -1, dtype=torch.int32, device=device)
@@ -103,9 +128,8 @@ class HashRunner:
         self.users = [0] * count
         self.requests: dict[int, Request] = {}
         self.kept: list[Kept] = []
-        self.outstanding: list[tuple[Step, list[Request]]] = []
+        self.outstanding: list[Open] = []
         self.recent: list[Snapshot] = []  # published by steps that were read meanwhile
-        self.counts = torch.zeros(max_requests, dtype=torch.int32, device=device)
         everything = torch.arange(count, device=device)
         self.manager.fill(everything, float("nan"))
 
@@ -113,22 +137,58 @@ class HashRunner:
 
     def admit(self, slot: int, tokens: list[int], hit: Kept | None = None) -> None:
         request = Request(slot, list(tokens), blocks=[{} for _ in self.tables])
+        request.rule = self.layout.block_size, ()
         column = None
         if hit is not None:
             assert tokens[: len(hit.tokens)] == hit.tokens
             request.computed = request.known = len(hit.tokens)
             column = len(hit.tokens) // self.layout.block_size - 1
+            request.place = column, 0
             for group, block in enumerate(hit.blocks):
                 self._own(request, group, column, block)
-        request.generation = self.manager.admit(slot, request.computed, column)
-        self.requests[slot] = request
+        self._admit(request, column)
+
+    def _admit(self, request: Request, column: int | None) -> None:
+        request.generation = self.manager.admit(request.slot, request.computed, column)
+        self.requests[request.slot] = request
+        if self.own_all:
+            for group, blocks in enumerate(request.blocks):
+                for free in range(self.tables[group].shape[1]):
+                    if free not in blocks:
+                        self._new(request, group, free)
 
     def release(self, slot: int) -> None:
-        request = self.requests.pop(slot)
         self.manager.release(slot)
+        self._forget_blocks(self.requests.pop(slot))
+
+    def _forget_blocks(self, request: Request) -> None:
         for group in range(len(self.tables)):
             for column in list(request.blocks[group]):
                 self._disown(request, group, column)
+
+    def retain(self, slot: int, every: int, positions: tuple[int, ...] = ()) -> None:
+        self.manager.retain(slot, every, positions)
+        self.requests[slot].rule = every, positions
+
+    def swap(self, slot: int, other: int) -> None:
+        """Preempt a request whose results have all been read: its one state goes to blocks of its
+        own, and the request goes on from there in another slot."""
+        old = self.requests[slot]
+        assert not old.in_flight
+        column, offset = old.place
+        new = Request(other, old.tokens, old.computed, old.known)
+        new.rule, new.blocks = (self.layout.block_size, ()), [{} for _ in self.tables]
+        new.place = column, 0
+        for group in range(len(self.tables)):
+            self._new(new, group, column)
+        for layer, (window, ssm) in self.states.items():
+            group = self.group_of[layer]
+            source, target = old.blocks[group], new.blocks[group][column]
+            inputs = self.layout.positions_first(window)
+            inputs[target, :3] = inputs[source[column], offset : offset + 3]
+            ssm[target] = ssm[source[column + offset]]
+        self.release(slot)
+        self._admit(new, column)
 
     def forget(self, kept: Kept) -> None:
         self.kept.remove(kept)
@@ -151,6 +211,11 @@ class HashRunner:
             self.free.append(block)
             self.manager.fill(torch.tensor([block], device=self.device), float("nan"))
 
+    def _new(self, request: Request, group: int, column: int) -> None:
+        block = self.free.pop()
+        self.manager.fill(torch.tensor([block], device=self.device), 0.0)
+        self._own(request, group, column, block)
+
     def _hand_out(self, rows: StepRows) -> None:
         first, last = self.manager.columns_needed(rows)
         for slot, low, high in zip(rows.slot, first, last, strict=True):
@@ -162,9 +227,7 @@ class HashRunner:
                     self._disown(request, group, column)
                 for column in range(int(low), int(high) + 1):
                     if column not in blocks:
-                        block = self.free.pop()
-                        self.manager.fill(torch.tensor([block], device=self.device), 0.0)
-                        self._own(request, group, column, block)
+                        self._new(request, group, column)
 
     # -- one step --------------------------------------------------------------------------------
 
@@ -174,8 +237,16 @@ class HashRunner:
         least = request.known + sum(low for _, low in request.in_flight)
         return least, request.known + sum(high for high, _ in request.in_flight)
 
-    def step(self, plan: list[tuple[int, int, list[int], int]]) -> Step:
-        """Run rows (slot, certain tokens, drafts, accepted); accepted 0 = unfinished prefill."""
+    def step(self, plan: list[Row]) -> Step:
+        """Begin, run and end a step, and read what is due."""
+        opened = self.begin(plan)
+        self.forward(opened)
+        self.end(opened)
+        while len(self.outstanding) > self.depth:
+            self.recent += self.read_oldest()
+        return opened.step
+
+    def begin(self, plan: list[Row], reads_offset: list[bool] | None = None) -> Open:
         spans = [self.bounds(slot) if slot >= 0 else (0, 0) for slot, *_ in plan]
         rows = StepRows(
             np.array([slot for slot, *_ in plan], np.int32),
@@ -183,50 +254,106 @@ class HashRunner:
             np.array([high for _, high in spans], np.int32),
             np.array([certain + len(drafts) for _, certain, drafts, _ in plan], np.int32),
             np.array([len(drafts) for _, _, drafts, _ in plan], np.int32),
+            None if reads_offset is None else np.array(reads_offset, bool),
         )
-        self._hand_out(rows)
+        if not self.own_all:
+            self._hand_out(rows)
         step = self.manager.begin_step(rows)
-        places = torch.stack([step.read_column, step.read_offset, step.write_column]).tolist()
-        requests = []
-        for i, (slot, certain, drafts, accepted) in enumerate(plan):
-            if slot < 0:
-                assert (places[0][i], places[2][i]) == (-1, -1)
+        requests = [self.requests[slot] if slot >= 0 else None for slot, *_ in plan]
+        opened = Open(step, plan, requests, [], [])
+        for request, (_, certain, drafts, accepted) in zip(requests, plan, strict=True):
+            if request is None:
+                opened.starts.append(0)
+                opened.snapshots.append(set())
                 continue
-            request = self.requests[slot]
-            requests.append(request)
-            self._forward(request, certain, drafts, *(p[i] for p in places))
-            self.counts[i : i + 1] = accepted
-            most = certain + len(drafts) if accepted else certain
+            most = certain + len(drafts) if accepted or drafts else certain
             request.in_flight.append((most, certain))
-        self.manager.end_step(step, self.counts)
-        for slot, certain, drafts, accepted in plan:
-            if slot >= 0:
-                request = self.requests[slot]
-                taken = drafts[: max(accepted, 1) - 1]
-                request.tokens[request.computed + certain :] = (
-                    request.tokens[request.computed + certain :]
-                    if not accepted
-                    else [*taken, (sum(taken) + 7 * request.computed) % TOKENS]
-                )
-                request.computed += certain + len(taken)
-        self.outstanding.append((step, [self.requests[s] for s, *_ in plan if s >= 0]))
-        while len(self.outstanding) > self.depth:
-            self.recent += self.read_oldest()
-        return step
+            opened.starts.append(request.computed)
+            reached = range(request.computed + certain, request.computed + most + 1)
+            block = self.layout.block_size
+            opened.snapshots.append({b for b in reached if b % block == 0 and request.keeps(b)})
+        self.outstanding.append(opened)
+        return opened
+
+    def forward(self, opened: Open) -> None:
+        """Run the rows whose requests are still there; before the next step begins."""
+        step = opened.step
+        places = torch.stack([step.read_column, step.read_offset, step.write_column]).tolist()
+        for i, (request, (_, certain, drafts, _)) in enumerate(
+            zip(opened.requests, opened.plan, strict=True)
+        ):
+            if request is None:
+                assert (places[0][i], places[2][i]) == (-1, -1)
+            elif self.requests.get(request.slot) is request:
+                if step.rows.reads_offset is not None and not step.rows.reads_offset[i]:
+                    assert places[1][i] == 0
+                self._forward(request, certain, drafts, *(p[i] for p in places))
+        assert all(row == -1 for place in places for row in place[len(opened.plan) :])
+        opened.ran = True
+
+    def end(self, opened: Open) -> None:
+        """Accept what was planned; rows whose requests have gone get a count all the same."""
+        counts = torch.zeros(len(opened.plan), dtype=torch.int32, device=self.device)
+        for i, (*_, accepted) in enumerate(opened.plan):
+            counts[i : i + 1] = accepted
+        self.manager.end_step(opened.step, counts)
+        rows = zip(opened.requests, opened.plan, opened.snapshots, strict=True)
+        for request, (_, certain, drafts, accepted), snapshots in rows:
+            if request is None or self.requests.get(request.slot) is not request:
+                continue
+            request.dead = not accepted and bool(drafts)
+            taken = drafts[: max(accepted, 1) - 1]
+            end = request.computed + certain + len(drafts)
+            home = bool(drafts) and len(taken) == len(drafts) and end in snapshots
+            request.place = -(-end // self.layout.block_size) - 1, 0 if home else len(taken)
+            if accepted:
+                emitted = [*taken, (sum(taken) + 7 * request.computed) % TOKENS]
+                request.tokens[request.computed + certain :] = emitted
+            request.computed += certain + len(taken)
+
+    def abandon(self, opened: Open) -> None:
+        """The forward pass failed: the step's requests end, nobody else notices."""
+        self.manager.abandon(opened.step)
+        opened.abandoned = True
+        self._shed()
+        for request in opened.requests:
+            if request is not None and self.requests.get(request.slot) is request:
+                self._forget_blocks(self.requests.pop(request.slot))
+
+    def _shed(self) -> None:
+        """An abandoned step counts as outstanding while an older one does."""
+        while self.outstanding and self.outstanding[0].abandoned:
+            self.outstanding.pop(0)
 
     def read_oldest(self) -> list[Snapshot]:
         """Let the host see the oldest outstanding result; checks and returns its snapshots."""
-        step, requests = self.outstanding.pop(0)
-        accepted = self.manager.accepted(step)
-        live = [i for i in range(len(step.rows)) if step.rows.slot[i] >= 0]
-        for i, request in zip(live, requests, strict=True):
-            certain = int(step.rows.scheduled[i] - step.rows.draft[i])
-            request.known += certain + max(int(accepted[i]), 1) - 1
+        opened = self.outstanding.pop(0)
+        self._shed()
+        accepted = self.manager.accepted(opened.step)
+        want = set()
+        for i, (request, (slot, certain, drafts, count)) in enumerate(
+            zip(opened.requests, opened.plan, strict=True)
+        ):
+            if request is None:
+                continue
+            assert accepted[i] == count
             request.in_flight.pop(0)
-        snapshots = self.manager.published(step)
+            request.known += certain + max(count, 1) - 1
+            if self.requests.get(slot) is not request:
+                continue
+            if request.dead and (count or not drafts):
+                continue  # a later step killed it, which strategies learn sooner or later
+            if request.dead:
+                self._forget_blocks(self.requests.pop(slot))
+                continue
+            last = opened.starts[i] + certain + max(count, 1) - 1
+            want |= {(slot, request.generation, b) for b in opened.snapshots[i] if b <= last}
+        snapshots = self.manager.published(opened.step)
+        snapshots = [s for s in snapshots if not self.requests[s.slot].dead]
+        found = {snapshot[:3] for snapshot in snapshots}
+        assert found == want, (self.manager.strategy, found, want)
         for snapshot in snapshots:
             request = self.requests[snapshot.slot]
-            assert snapshot.generation == request.generation
             tokens = request.tokens[: snapshot.boundary]
             blocks = [group[snapshot.column] for group in request.blocks]
             self.check(blocks, blocks, 0, tokens)
@@ -259,6 +386,7 @@ class HashRunner:
         assert len(tokens) == certain + len(drafts), "the request has no such tokens yet"
         assert write == -(-(n + len(tokens)) // self.layout.block_size) - 1
         assert (read < 0) == (n == 0)
+        assert read in (-1, write) or not self.manager.in_place
         blocks = request.blocks
         if read >= 0:
             windows = [group[read] for group in blocks]

@@ -91,7 +91,7 @@ class Histories(RuleBasedStateMachine):
     def retain(self, data: st.DataObject, every: int, pins: list[int]) -> None:
         slot = data.draw(st.sampled_from(sorted(self.one.requests)))
         for runner in self.runners:
-            runner.manager.retain(slot, every * BLOCK, tuple(p * BLOCK for p in pins))
+            runner.retain(slot, every * BLOCK, tuple(p * BLOCK for p in pins))
 
     @precondition(lambda self: self.one.requests)
     @rule(data=st.data(), steady=st.integers(1, 3))

@@ -78,7 +78,7 @@ def test_whatever_changes_ends_the_repetition(event: str, depth: int) -> None:
         runs.step([(3, 4, [], 1)])
         slots = (3, 2, 0, 1)
     elif event == "retain":
-        runs.manager.retain(1, 0)
+        runs.retain(1, 0)
     elif event == "other rows":
         runs.step([(1, 1, [4], 2), (2, 1, [], 1)])
     elif event == "fewer rows":
@@ -105,7 +105,7 @@ def test_retention_changes_are_seen_by_repeated_rows() -> None:
     runs = runner()
     for _ in range(5):
         runs.step([(slot, 1, [1, 2, 3], 4) for slot in (2, 0, 1)])
-    runs.manager.retain(0, 0)
+    runs.retain(0, 0)
     for _ in range(20):
         runs.step([(slot, 1, [1, 2, 3], 4) for slot in (2, 0, 1)])
     assert {s.slot for s in runs.recent} == {1, 2}

@@ -5,8 +5,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from hybrid_runtime.kernels.kv_write import kv_write_reference
-from hybrid_runtime.kernels.paged_attention import paged_attention_reference
+from hybrid_runtime.kernels.kv_write import kv_write
+from hybrid_runtime.kernels.paged_attention import paged_attention
 from hybrid_runtime.specdecode.batch import Caches, RowBatch
 
 Rotation = Callable[[Tensor], Tensor]
@@ -62,11 +62,9 @@ class Attention(nn.Module):
             q, k = rotate(q), rotate(k)
         k_cache, v_cache = caches.kv[layer]
         table = caches.kv_block_table
-        kv_write_reference(
-            k, v, k_cache, v_cache, table, batch.slot, batch.row_start, batch.computed
-        )
+        kv_write(k, v, k_cache, v_cache, table, batch.slot, batch.row_start, batch.computed)
         outputs = [
-            paged_attention_reference(
+            paged_attention(
                 part.tokens(q),
                 k_cache,
                 v_cache,

@@ -4,7 +4,9 @@ import torch
 from torch import Tensor, nn
 
 from hybrid_runtime.kernels.causal_conv import causal_conv_reference
-from hybrid_runtime.kernels.ssm import ssm_chunk_scan_reference, ssm_update_reference
+from hybrid_runtime.kernels.causal_conv_update import causal_conv_update
+from hybrid_runtime.kernels.ssm import ssm_chunk_scan_reference
+from hybrid_runtime.kernels.ssm_update import ssm_update
 from hybrid_runtime.models.config import NemotronHConfig
 from hybrid_runtime.models.norm import GatedRMSNorm
 from hybrid_runtime.specdecode.batch import Caches, RowBatch, StatePositions
@@ -81,7 +83,8 @@ class Mamba2Mixer(nn.Module):
             read_offset = part.rows(positions.read_offset)
             write_column = part.rows(positions.write_column)
             slot, row_start = part.rows(batch.slot), part.row_start
-            convolved = causal_conv_reference(
+            convolve = causal_conv_update if part.update else causal_conv_reference
+            convolved = convolve(
                 part.tokens(mixed),
                 self.conv1d.weight[:, 0],
                 self.conv1d.bias,
@@ -116,7 +119,7 @@ class Mamba2Mixer(nn.Module):
             )
             low, high = config.time_step_limit
             if part.update:
-                y = ssm_update_reference(*arguments, dt_min=low, dt_max=high)
+                y = ssm_update(*arguments, dt_min=low, dt_max=high)
             else:
                 y = ssm_chunk_scan_reference(
                     *arguments, chunk_size=config.chunk_size, dt_min=low, dt_max=high

@@ -1,8 +1,9 @@
 """Root-mean-square norms."""
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+
+from hybrid_runtime.kernels.norm import gated_rms_norm, rms_norm
 
 
 class RMSNorm(nn.Module):
@@ -15,10 +16,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., size] to the same shape, in the weight's dtype."""
-        acc = torch.promote_types(x.dtype, torch.float32)
-        y = x.to(acc)
-        y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + self.eps)
-        return (self.weight.to(acc) * y).to(self.weight.dtype)
+        return rms_norm(x, self.weight, self.eps)
 
 
 class GatedRMSNorm(nn.Module):
@@ -34,7 +32,4 @@ class GatedRMSNorm(nn.Module):
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
         """[..., size] and a gate of that shape to the same shape, in the weight's dtype."""
-        acc = torch.promote_types(x.dtype, torch.float32)
-        y = (x.to(acc) * F.silu(gate.to(acc))).unflatten(-1, (self.groups, -1))
-        y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + self.eps)
-        return (self.weight.to(acc) * y.flatten(-2)).to(self.weight.dtype)
+        return gated_rms_norm(x, gate, self.weight, self.groups, self.eps)
