@@ -162,7 +162,12 @@ class HybridStateManager:
         self._book.drop(slot)
 
     def columns_needed(self, rows: StepRows) -> tuple[align.Ints, align.Ints]:
-        """First and last column, `[rows]` each, that a request must own for this step."""
+        """First and last column, `[rows]` each, that a request must own for this step.
+
+        With several steps in flight a snapshot that the host has not been told of yet may lie
+        below `first`: whoever files snapshots frees a column only once the results that could
+        publish it have been read.
+        """
         self._steady.catch_up()
         held = np.where(rows.slot >= 0, self._book.known[rows.slot, SlotBook.HELD_MIN], -1)
         block = self.layout.block_size
