@@ -222,12 +222,23 @@ class HashRunner:
             if slot < 0:
                 continue
             request = self.requests[int(slot)]
+            keep = min([low, *self._unread(request)])
             for group, blocks in enumerate(request.blocks):
-                for column in [c for c in blocks if c < low]:
+                for column in [c for c in blocks if c < keep]:
                     self._disown(request, group, column)
                 for column in range(int(low), int(high) + 1):
                     if column not in blocks:
                         self._new(request, group, column)
+
+    def _unread(self, request: Request) -> list[int]:
+        """Columns of snapshots that results on their way may publish: not to be freed before."""
+        return [
+            boundary // self.layout.block_size - 1
+            for opened in self.outstanding
+            for owner, snapshots in zip(opened.requests, opened.snapshots, strict=True)
+            if owner is request
+            for boundary in snapshots
+        ]
 
     # -- one step --------------------------------------------------------------------------------
 
