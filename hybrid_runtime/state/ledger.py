@@ -45,6 +45,15 @@ class Ledger:
                 )
             self.settle_until(oldest, "too many steps in flight")
 
+    def check_turn(self, step: Step) -> None:
+        """Raise `ValueError` if an older step has not ended, whose counts `step` builds on."""
+        for older in self._open[: self._open.index(step)]:
+            if not older.ended:
+                raise ValueError(
+                    f"step is {step.number}; step {older.number} must end first, because the host "
+                    "decides on their counts in step order"
+                )
+
     def start(self, step: Step, counts: Tensor) -> bool:
         """Start the counts of `step` on their way; whether there is a way."""
         if self._readback is None:

@@ -247,10 +247,13 @@ class HybridStateManager:
             candidates = candidates[current[candidates]]
             if len(candidates) or self.strategy == "always":
                 self._relist(step, candidates, current)
+        on_host = self.strategy == "blocking" or (self.strategy == "defer" and len(candidates) > 0)
+        if on_host:
+            self._ledger.check_turn(step)
         if self._ledger.start(step, num_accepted[:n]):
             self._stats.readbacks += 1
         step.ended = True
-        if self.strategy == "blocking" or (self.strategy == "defer" and len(candidates)):
+        if on_host:
             self._ledger.settle_until(step, f"{self.strategy}: the host decides on the counts")
             assert step.copied is not None
             candidates = step.copied
@@ -342,6 +345,8 @@ class HybridStateManager:
 
     def _end_again(self, step: Step, counts: Tensor) -> None:
         """End a repeated step: no row can act, and the book learns of it later."""
+        if self.strategy == "blocking":
+            self._ledger.check_turn(step)
         if self._ledger.start(step, counts):
             self._stats.readbacks += 1
         step.ended = True
