@@ -13,6 +13,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from hybrid_runtime.kernels.argmax import argmax
+from hybrid_runtime.kernels.match import match
 from hybrid_runtime.specdecode.sampling import (
     ACCEPT,
     SYNTHETIC,
@@ -76,7 +78,7 @@ def greedy(
         ValueError: shapes that do not fit.
     """
     _check(logits, drafts, num_draft, emits)
-    return _match(logits.argmax(-1).to(torch.int32), drafts, num_draft, emits)
+    return Accepted(*match(_most_likely(logits), drafts, num_draft, emits))
 
 
 def rejection(
@@ -123,7 +125,7 @@ def rejection(
     positions = position[:, None] + torch.arange(num_positions, device=logits.device)
     if draft_probs is None or most == 0:
         chosen = sample(target, uniform(sampling.seed, positions, TARGET))
-        return _match(chosen, drafts, num_draft, emits)
+        return Accepted(*match(chosen, drafts, num_draft, emits))
 
     guessed = _guessed(drafts, num_draft)
     token = drafts.clamp(min=0).long()[..., None]
@@ -175,10 +177,8 @@ def synthetic(
     _check(logits, drafts, num_draft, emits)
     if rates.shape != drafts.shape[1:]:
         raise ValueError(f"rates has shape {list(rates.shape)}, must be {list(drafts.shape[1:])}")
-    forced = uniform(seed, position, SYNTHETIC)[:, None] < rates
-    kept = _leading(forced & _guessed(drafts, num_draft))
-    own = logits.argmax(-1).gather(1, kept[:, None])[:, 0].to(torch.int32)
-    return _emit(drafts, kept, own, emits)
+    drawn = uniform(seed, position, SYNTHETIC)
+    return Accepted(*match(_most_likely(logits), drafts, num_draft, emits, rates, drawn))
 
 
 def synthetic_rates(mean_length: float, num_draft: int) -> tuple[float, ...]:
@@ -237,6 +237,11 @@ def _check(logits: Tensor, drafts: Tensor, num_draft: Tensor, emits: Tensor) -> 
             raise ValueError(f"{name} has shape {list(value.shape)}, must be [{rows}]")
 
 
+def _most_likely(logits: Tensor) -> Tensor:
+    """int32 [rows, K + 1], the lowest token at ties."""
+    return argmax(logits.flatten(0, 1)).view(logits.shape[:2])
+
+
 def _guessed(drafts: Tensor, num_draft: Tensor) -> Tensor:
     index = torch.arange(drafts.shape[1], device=drafts.device)
     return (index < num_draft[:, None]) & (drafts >= 0)
@@ -250,13 +255,6 @@ def _leading(flags: Tensor) -> Tensor:
 def _position_of(x: Tensor, index: Tensor) -> Tensor:
     """``x[i, index[i]]`` of [rows, n, V]: [rows, V]."""
     return x.gather(1, index[:, None, None].expand(-1, 1, x.shape[-1]))[:, 0]
-
-
-def _match(chosen: Tensor, drafts: Tensor, num_draft: Tensor, emits: Tensor) -> Accepted:
-    """Keeps drafts as long as they are the ``chosen`` tokens (int32 [rows, K + 1])."""
-    same = (chosen[:, :-1] == drafts) & _guessed(drafts, num_draft)
-    kept = _leading(same)
-    return _emit(drafts, kept, chosen.gather(1, kept[:, None])[:, 0], emits)
 
 
 def _emit(drafts: Tensor, kept: Tensor, own: Tensor, emits: Tensor) -> Accepted:

@@ -8,10 +8,13 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from hybrid_runtime.kernels.argmax import argmax
+from hybrid_runtime.kernels.emission import DraftInputs
+from hybrid_runtime.kernels.place import Placement
 from hybrid_runtime.specdecode import ngram
 from hybrid_runtime.specdecode.batch import Caches, RowBatch
 from hybrid_runtime.specdecode.sampling import DRAFT, probabilities, sample, uniform
-from hybrid_runtime.specdecode.sequences import Placement, Sequences
+from hybrid_runtime.specdecode.sequences import Sequences
 
 
 class DraftHead(Protocol):
@@ -27,12 +30,12 @@ class DraftHead(Protocol):
 @dataclass(frozen=True, slots=True)
 class Verified:
     """What a step leaves for the drafter: its rows, the target's hidden states `[T, hidden]` after
-    the final norm, and accepted counts int32 `[rows]`; the sequences hold the new tokens."""
+    the final norm, and the inputs of the drafter's passes; the sequences hold the new tokens."""
 
     batch: RowBatch
     place: Placement
     hidden: Tensor
-    num_accepted: Tensor
+    inputs: DraftInputs
     sequences: Sequences
 
 
@@ -58,47 +61,38 @@ class HeadDrafter:
         self, head: DraftHead, caches: Caches, num_draft: int, sampled: bool = False
     ) -> None:
         self.head, self.caches, self.num_draft, self.sampled = head, caches, num_draft, sampled
+        device, slots = caches.kv_block_table.device, caches.kv_block_table.shape[0]
+        self._one_each = torch.arange(slots + 1, dtype=torch.int32, device=device)
 
     def propose(self, verified: Verified) -> tuple[Tensor, Tensor | None]:
-        place, sequences, batch = verified.place, verified.sequences, verified.batch
-        rows = place.slot.shape[0]
-        device = place.slot.device
-        at = place.slot.clamp(min=0)
-        final = place.certain + verified.num_accepted.clamp(min=1) - 1
-
-        token = torch.arange(place.tokens.shape[0], device=device)
-        row = torch.searchsorted(place.row_start[1:], token, right=True)
-        position = place.computed[row] + token - place.row_start[row]
-        shifted = sequences.history[at[row], position + 1].clamp(min=0)
-        hidden = self.head(shifted, verified.hidden, batch, self.caches)
-        last = place.row_start[:-1] + final - 1 - place.computed
-        hidden = hidden[last.clamp(min=0)]
-
-        single = torch.arange(rows + 1, dtype=torch.int32, device=device)
-        # A row in the middle of its prompt has no token to go on from, and owns no blocks for it.
-        slot = torch.where(place.emits, place.slot, -1).int()
-        drafts: list[Tensor] = []
+        inputs, sequences, batch = verified.inputs, verified.sequences, verified.batch
+        rows = inputs.slot.shape[0]
+        hidden = self.head(inputs.tokens, verified.hidden, batch, self.caches)
+        hidden = hidden.index_select(0, inputs.last)
+        drafts = torch.empty((rows, self.num_draft), dtype=torch.int32, device=hidden.device)
         probs: list[Tensor] = []
         for ahead in range(self.num_draft):
             if ahead:
                 step = RowBatch(
-                    slot=slot,
-                    row_start=single,
-                    computed=(final + ahead - 1).int(),
+                    slot=inputs.slot,
+                    row_start=self._one_each[: rows + 1],
+                    computed=inputs.computed[ahead - 1],
                     max_scheduled=1,
                     max_context=batch.max_context + ahead,
                 )
-                hidden = self.head(drafts[-1], hidden, step, self.caches)
+                hidden = self.head(drafts[:, ahead - 1], hidden, step, self.caches)
             logits = self.head.logits(hidden)
             if self.sampled:
+                at = inputs.slot.clamp(min=0)
                 sampling = sequences.sampling.select(at)
                 p = probabilities(logits[:, None], sampling)[:, 0]
-                # The draft stands for the token at position final + 1 + ahead.
-                drafts.append(sample(p, uniform(sampling.seed, final + 1 + ahead, DRAFT)))
+                # The draft stands for the token behind all that is known and the drafts before it.
+                position = sequences.length[at].long() + ahead
+                drafts[:, ahead].copy_(sample(p, uniform(sampling.seed, position, DRAFT)))
                 probs.append(p)
             else:
-                drafts.append(logits.argmax(-1).int())
-        return torch.stack(drafts, 1), torch.stack(probs, 1) if probs else None
+                argmax(logits, drafts[:, ahead])
+        return drafts, torch.stack(probs, 1) if probs else None
 
 
 class NgramDrafter:
@@ -108,8 +102,6 @@ class NgramDrafter:
         self.num_draft = num_draft
 
     def propose(self, verified: Verified) -> tuple[Tensor, Tensor | None]:
-        at = verified.place.slot.clamp(min=0)
+        at = verified.inputs.slot.clamp(min=0)
         sequences = verified.sequences
-        return ngram.propose(
-            sequences.history[at], sequences.length[at].int(), self.num_draft
-        ), None
+        return ngram.propose(sequences.history[at], sequences.length[at], self.num_draft), None

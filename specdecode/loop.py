@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from hybrid_runtime.kernels import advance as fields
-from hybrid_runtime.specdecode.acceptance import Acceptance
+from hybrid_runtime.kernels.emission import DraftInputs, emit
+from hybrid_runtime.kernels.place import Placement, place
+from hybrid_runtime.specdecode.acceptance import Acceptance, greedy
 from hybrid_runtime.specdecode.batch import Caches, RowBatch, StatePositions
 from hybrid_runtime.specdecode.drafter import Drafter, Verified
+from hybrid_runtime.specdecode.graphs import Graphs
 from hybrid_runtime.specdecode.sequences import Sequences
+from hybrid_runtime.state.guard import Waits
 from hybrid_runtime.state.manager import HybridStateManager
+from hybrid_runtime.state.readback import Readback
 from hybrid_runtime.state.rows import StepRows
 from hybrid_runtime.state.step import Step
 
@@ -28,20 +35,31 @@ class Target(Protocol):
     def logits(self, hidden: Tensor) -> Tensor: ...
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """Results of a step, still on the device.
+@dataclass(slots=True)
+class Frame:
+    """Everything that the launches of a step read and write, at addresses that never change.
 
-    emitted: int32 `[rows, K + 3]`: up to K + 1 tokens (tail -1), their count (0: none emitted), and
-    how many drafts wait for the next step.
+    uniform: every row runs K + 1 tokens, so each token is judged and nothing has to be gathered.
+    verified, num_accepted: what the verify pass left for the drafter and the state manager.
     """
 
-    step: Step
+    batch: RowBatch
+    place: Placement
+    positions: StatePositions
+    drafting: DraftInputs
     emitted: Tensor
+    uniform: bool
+    verified: Verified | None = None
+    num_accepted: Tensor | None = None
 
 
 class SpeculativeLoop:
-    """Steps of a batch of sequences under one target, one drafter (None: plain decoding)."""
+    """Steps of a batch of sequences under one target, one drafter (None: plain decoding).
+
+    max_tokens: most tokens of one step. steps_ahead: steps that may be queued before the results of
+    the first are read. graphs: replay CUDA graphs for steps in which all rows decode, captured once
+    per padded number of rows.
+    """
 
     def __init__(
         self,
@@ -50,83 +68,208 @@ class SpeculativeLoop:
         sequences: Sequences,
         caches: Caches,
         drafter: Drafter | None,
+        max_tokens: int,
+        steps_ahead: int = 0,
+        graphs: bool = False,
     ) -> None:
         self.target, self.manager, self.caches = target, manager, caches
         self.sequences, self.drafter = sequences, drafter
+        device, slots = manager.device, manager.max_requests
+        self.width = sequences.num_draft + 1
+        most = max(max_tokens, slots * self.width)
+        self._place = Placement.empty(slots, most, sequences.num_draft, device)
+        self._drafting = DraftInputs.empty(slots, most, sequences.num_draft, device)
+        self._emitted = torch.zeros((slots, self.width + 1), dtype=torch.int32, device=device)
+        self.waits = Waits()
+        size = slots * (self.width + 1)
+        self._results = Readback(size, steps_ahead + 1, device, self.waits)
+        # Results travel beside the drafter's passes, not in front of them.
+        self._aside = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._graphs = Graphs(device) if graphs and device.type == "cuda" else None
+        self._frames: dict[int, Frame] = {}
 
     @torch.inference_mode()
-    def step(self, rows: StepRows, num_update_rows: int, accept: Acceptance) -> Outcome:
-        """Run `rows`, of which the first `num_update_rows` have at most K + 1 tokens.
+    def step(self, rows: StepRows, num_update_rows: int, accept: Acceptance) -> Step:
+        """Queue one step of `rows`; `read` gives what it emitted.
 
-        The first K drafts of a row with `draft` = d are the d that the last step proposed for it.
+        The first `num_update_rows` rows decode: one certain token and K drafts, those that the
+        last step proposed (-1 where it proposed none). The others run any number of certain tokens.
         Raises what the model raises, after giving up the step: its requests are released.
         """
-        state, sequences = self.manager, self.sequences
+        state, n = self.manager, len(rows)
         step = state.begin_step(rows)
         try:
-            # Where everything is, from the exact counts that only the device has.
-            entry = step.entries[: len(rows)]
-            place = sequences.place(
-                entry[:, fields.SLOT],
-                entry[:, fields.SCHEDULED],
-                entry[:, fields.DRAFT],
-                state.computed,
-                num_tokens=int(rows.scheduled[rows.slot >= 0].sum()),
-            )
-            batch = self._batch(rows, place.slot, place.row_start, place.computed, num_update_rows)
-            n = len(rows)
-            positions = StatePositions(
-                place.draft.int(),
-                step.read_column[:n],
-                step.read_offset[:n],
-                step.write_column[:n],
-            )
-
-            # Verify: the target reads the certain tokens and all guesses in one pass.
-            hidden = self.target(place.tokens, batch, positions, self.caches)
-            logits = self.target.logits(hidden[place.verify])
-
-            # Accept: a prefix of the guesses, and one token of the target's own.
-            at = place.slot.clamp(min=0)
-            probs = None if sequences.draft_probs is None else sequences.draft_probs[at]
-            accepted = accept(
-                logits,
-                sequences.drafts[at],
-                place.draft.int(),
-                place.emits,
-                probs,
-                sequences.sampling.select(place.slot),
-                place.certain,
-            )
+            graphs = self._graphs if n == num_update_rows else None
+            frame = self._eager(rows, num_update_rows)
+            if graphs is not None:
+                frame = self._uniform(padded(n, state.max_requests))
+            size = frame.place.slot.shape[0]
+            self._place_rows(step.entries, n, frame)
+            if self._aside is not None:
+                torch.cuda.current_stream().wait_stream(self._aside)
+            self._run(graphs, ("verify", size, accept), lambda: self._verify(frame, accept))
+            assert frame.num_accepted is not None
         except BaseException:
             state.abandon(step)
             raise
-        state.end_step(step, accepted.num_accepted)
-        sequences.append(place, accepted.tokens, accepted.num_accepted)
+        state.end_step(step, frame.num_accepted)
+        self._send(step, frame)
+        try:
+            if self.drafter is not None:
+                self._run(graphs, ("draft", size), lambda: self._draft(frame))
+        except BaseException:
+            state.abandon(step)
+            raise
+        return step
 
-        # Draft: guesses for the next step, from what is certain now.
-        waiting = torch.zeros_like(accepted.num_accepted)
-        if self.drafter is not None:
-            verified = Verified(batch, place, hidden, accepted.num_accepted, sequences)
-            drafts, probs = self.drafter.propose(verified)
-            sequences.propose(place, drafts, probs)
-            waiting = (drafts >= 0).sum(1, dtype=torch.int32)
-        counts = torch.stack([accepted.num_accepted, waiting], 1)
-        return Outcome(step, torch.cat([accepted.tokens, counts], 1))
+    def read(self, step: Step, reason: str) -> NDArray[np.int32]:
+        """What a step emitted, `[rows, K + 2]`: up to K + 1 tokens (tail -1) and their count, 0
+        where the row is in the middle of its prompt. Waits if it must."""
+        n = len(step.rows)
+        values = self._results.read(step.number, n * (self.width + 1), reason)
+        emitted = values.reshape(n, self.width + 1)
+        self.manager.resolve(step, emitted[:, -1])
+        return emitted
 
-    @staticmethod
-    def _batch(
-        rows: StepRows, slot: Tensor, row_start: Tensor, computed: Tensor, num_update_rows: int
-    ) -> RowBatch:
-        live = rows.slot >= 0
-        scheduled = rows.scheduled * live
-        return RowBatch(
-            slot=slot.int(),
-            row_start=row_start,
-            computed=computed.int(),
-            max_scheduled=int(scheduled.max(initial=1)),
-            max_context=int((rows.computed_max * live + scheduled).max(initial=1)),
-            num_update_rows=num_update_rows,
-            num_update_tokens=int(scheduled[:num_update_rows].sum()),
-            max_update=int(scheduled[:num_update_rows].max(initial=1)),
+    @torch.inference_mode()
+    def capture(self, accept: Acceptance = greedy) -> None:
+        """Capture the graphs of all padded sizes now, largest first, with rows that touch
+        nothing."""
+        if self._graphs is None:
+            return
+        entries = torch.zeros((1, 1), dtype=torch.int32, device=self.manager.device)
+        most = self.manager.max_requests
+        for size in sorted({padded(n, most) for n in range(1, most + 1)}, reverse=True):
+            frame = self._uniform(size)
+            self._place_rows(entries, 0, frame)
+            for name, act in (
+                (("verify", size, accept), lambda f=frame: self._verify(f, accept)),
+                (("draft", size), lambda f=frame: self._draft(f)),
+            ):
+                if name[0] == "verify" or self.drafter is not None:
+                    self._graphs.run(name, act)
+
+    # -- inside a step ---------------------------------------------------------------------------
+
+    def _run(self, graphs: Graphs | None, key: Hashable, act: Callable[[], None]) -> None:
+        if graphs is None:
+            act()
+        else:
+            graphs.run(key, act)
+
+    def _place_rows(self, entries: Tensor, num_rows: int, frame: Frame) -> None:
+        """Where everything is, from the exact counts that only the device has."""
+        text = self.sequences
+        place(
+            entries,
+            num_rows,
+            self.manager.computed,
+            text.history,
+            text.drafts,
+            text.length,
+            frame.place,
+            frame.batch.max_scheduled,
+            pad=self.width if frame.uniform else 0,
         )
+
+    def _verify(self, frame: Frame, accept: Acceptance) -> None:
+        """The target reads the certain tokens and all guesses in one pass; a prefix of the guesses
+        is accepted, and one token of the target's own follows."""
+        place, text = frame.place, self.sequences
+        hidden = self.target(place.tokens, frame.batch, frame.positions, self.caches)
+        judged = hidden if frame.uniform else hidden.index_select(0, place.verify)
+        logits = self.target.logits(judged).unflatten(0, (-1, self.width))
+        if accept is greedy:
+            accepted = greedy(logits, place.guesses, place.draft, place.emits)
+        else:
+            at = place.slot.clamp(min=0)
+            accepted = accept(
+                logits,
+                place.guesses,
+                place.draft,
+                place.emits,
+                None if text.draft_probs is None else text.draft_probs[at],
+                text.sampling.select(at),
+                place.certain.long(),
+            )
+        emit(
+            place,
+            accepted.tokens,
+            accepted.num_accepted,
+            text.history,
+            text.length,
+            frame.emitted,
+            frame.drafting,
+            frame.batch.max_scheduled,
+        )
+        frame.num_accepted = accepted.num_accepted
+        frame.verified = Verified(frame.batch, place, hidden, frame.drafting, text)
+
+    def _draft(self, frame: Frame) -> None:
+        """Guesses for the next step, from what is certain now."""
+        assert frame.verified is not None
+        assert self.drafter is not None
+        drafts, probs = self.drafter.propose(frame.verified)
+        self.sequences.propose(frame.drafting.slot, drafts, probs)
+
+    def _send(self, step: Step, frame: Frame) -> None:
+        """Start the results on their way to the host."""
+        values = frame.emitted[: len(step.rows)].flatten()
+        if self._aside is None:
+            self._results.start(step.number, values)
+            return
+        self._aside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._aside):
+            self._results.start(step.number, values)
+
+    def _uniform(self, size: int) -> Frame:
+        """The frame of `size` rows that all decode; its graph must serve any context."""
+        if size not in self._frames:
+            most = self.sequences.history.shape[1]
+            self._frames[size] = self._frame(size, size * self.width, size, self.width, most)
+        return self._frames[size]
+
+    def _eager(self, rows: StepRows, num_update_rows: int) -> Frame:
+        n, tokens = len(rows), int(rows.scheduled.sum())
+        longest = int(rows.scheduled.max(initial=1))
+        context = int((rows.computed_max + rows.scheduled).max(initial=1))
+        return self._frame(n, tokens, num_update_rows, longest, context)
+
+    def _frame(
+        self, rows: int, tokens: int, num_update_rows: int, max_scheduled: int, max_context: int
+    ) -> Frame:
+        place = self._place.first(rows, tokens)
+        state = self.manager.positions
+        return Frame(
+            batch=RowBatch(
+                slot=place.slot,
+                row_start=place.row_start,
+                computed=place.computed,
+                max_scheduled=max_scheduled,
+                max_context=max_context,
+                num_update_rows=num_update_rows,
+                num_update_tokens=num_update_rows * self.width,
+                max_update=self.width,
+            ),
+            place=place,
+            positions=StatePositions(
+                place.draft,
+                state.read_column[:rows],
+                state.read_offset[:rows],
+                state.write_column[:rows],
+            ),
+            drafting=self._drafting.first(rows, tokens),
+            emitted=self._emitted[:rows],
+            uniform=num_update_rows == rows,
+        )
+
+
+def padded(rows: int, most: int) -> int:
+    """Rows of the graph that serves `rows`: a power of two up to 8, then a multiple of 8 (of 32
+    above 64)."""
+    if rows <= 8:
+        size = 1 << (rows - 1).bit_length()
+    else:
+        step = 8 if rows <= 64 else 32
+        size = -(-rows // step) * step
+    return min(size, most)

@@ -8,22 +8,14 @@ from numbers import Integral, Real
 import torch
 from torch import Tensor
 
+from hybrid_runtime.kernels.uniform import uniform as keyed_uniform
+
 # What a random number is used for. Numbers of different streams are independent, so a draft, the
 # decision about it and the token that replaces it can all be keyed by the same absolute position.
 DRAFT = 0
 ACCEPT = 1
 TARGET = 2
 SYNTHETIC = 3
-
-
-def _signed(x: int) -> int:
-    # torch refuses a Python integer that does not fit, while its own int64 arithmetic wraps.
-    return (x + 2**63) % 2**64 - 2**63
-
-
-_GAMMA = _signed(0x9E3779B97F4A7C15)
-_MIX_1 = _signed(0xBF58476D1CE4E5B9)
-_MIX_2 = _signed(0x94D049BB133111EB)
 
 
 def _require(holds: bool, argument: str, value: object, must: str) -> None:
@@ -150,23 +142,9 @@ class SamplingTensors:
         )
 
 
-def _shift_right(x: Tensor, bits: int) -> Tensor:
-    # int64 >> is arithmetic; the published function shifts zeros in.
-    return (x >> bits) & ((1 << (64 - bits)) - 1)
-
-
-def _mix(x: Tensor) -> Tensor:
-    x = (x ^ _shift_right(x, 30)) * _MIX_1
-    x = (x ^ _shift_right(x, 27)) * _MIX_2
-    return x ^ _shift_right(x, 31)
-
-
 def uniform(seed: Tensor, position: Tensor, stream: int) -> Tensor:
-    """Uniform random numbers that depend on nothing but their arguments, on every device.
-
-    Output number ``position`` of SplitMix64 (Steele, Lea, Flood: "Fast splittable pseudorandom
-    number generators", OOPSLA 2014; constants of the public-domain version by Vigna), whose start
-    state is itself mixed from ``seed`` and ``stream``; its 24 highest bits are the fraction.
+    """Uniform random numbers that depend on nothing but their arguments, on every device (see
+    `kernels.uniform`).
 
     Args:
         seed: int64 [rows].
@@ -186,9 +164,7 @@ def uniform(seed: Tensor, position: Tensor, stream: int) -> Tensor:
         _kind(position),
         f"int64 [{seed.shape[0]}, ...]",
     )
-    start = _mix(_mix(seed + _GAMMA) + _signed(_GAMMA * (stream + 1)))
-    start = start.reshape(-1, *[1] * (position.dim() - 1))
-    return _shift_right(_mix(start + (position + 1) * _GAMMA), 40).to(torch.float32) * 2.0**-24
+    return keyed_uniform(seed, position, stream)
 
 
 def probabilities(logits: Tensor, sampling: SamplingTensors) -> Tensor:

@@ -1,127 +1,87 @@
-"""Tokens, lengths and drafts of every slot, on the device: what steps take their inputs from."""
+"""Tokens, lengths, guesses and sampling parameters of every slot, on the device."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from hybrid_runtime.specdecode.sampling import SamplingParams, SamplingTensors
+from hybrid_runtime.state.guard import Waits
+from hybrid_runtime.state.staging import Staging
 
-
-@dataclass(frozen=True, slots=True)
-class Placement:
-    """Rows of one step, derived on the device from exact counts.
-
-    slot, computed, scheduled, draft: int64 `[rows]`; row_start: int32 `[rows + 1]`.
-    certain: computed + scheduled - draft. emits: bool `[rows]`, false for an unfinished prefill
-    chunk and for padded rows. tokens: int64 `[T]` to run. verify: int64 `[rows, K + 1]`, flat index
-    of the token after which draft j is to be judged (repeated once a row has no more).
-    """
-
-    slot: Tensor
-    row_start: Tensor
-    computed: Tensor
-    scheduled: Tensor
-    draft: Tensor
-    certain: Tensor
-    emits: Tensor
-    tokens: Tensor
-    verify: Tensor
+# Words of a slot's line. The seed takes two and lies where a 64-bit integer may.
+_SEED, _TEMPERATURE, _TOP_K, _TOP_P, _LENGTH, _DRAFTS = 0, 2, 3, 4, 5, 6
 
 
 class Sequences:
-    """Per-slot token histories.
+    """What steps take their inputs from, by slot; one line more than there are slots takes what
+    rows that emit nothing would write.
 
-    history: int32 `[slots + 1, max_length + 1]`; length: int64 `[slots]`, tokens known (prompt and
-    emitted); drafts: int32 `[slots + 1, K]`, -1 where there is none; sampling by slot.
+    history: int32 `[slots + 1, max_length]`. length: int32 `[slots + 1]`, tokens known (prompt and
+    emitted). drafts: int32 `[slots + 1, K]`, -1 where there is none. sampling: by slot.
+    draft_probs: float32 `[slots + 1, K, V]`, what drafts were drawn from, or None.
+    steps_ahead: steps that may be queued before the first one's results are read.
     """
 
     def __init__(
-        self, slots: int, max_length: int, num_draft: int, device: torch.device | str
+        self,
+        slots: int,
+        max_length: int,
+        num_draft: int,
+        device: torch.device | str,
+        sampled_vocabulary: int = 0,
+        steps_ahead: int = 1,
     ) -> None:
-        # The last row takes what rows that emit nothing would write.
-        self.history = torch.zeros((slots + 1, max_length + 1), dtype=torch.int32, device=device)
-        self.length = torch.zeros(slots, dtype=torch.int64, device=device)
-        self.drafts = torch.full((slots + 1, num_draft), -1, dtype=torch.int32, device=device)
-        self.draft_probs: Tensor | None = None
-        self.sampling = SamplingTensors(
-            temperature=torch.zeros(slots, dtype=torch.float32, device=device),
-            top_k=torch.zeros(slots, dtype=torch.int32, device=device),
-            top_p=torch.ones(slots, dtype=torch.float32, device=device),
-            seed=torch.zeros(slots, dtype=torch.int64, device=device),
-        )
+        device = torch.device(device)
         self.num_draft = num_draft
-
-    def admit(self, slot: int, tokens: Sequence[int], params: SamplingParams, seed: int) -> None:
-        """Start a sequence in `slot` from its prompt."""
-        prompt = torch.tensor(tokens, dtype=torch.int32)
-        at = slice(slot, slot + 1)
-        self.history[slot, : len(tokens)].copy_(prompt)
-        # Slices are filled by a launch; assigning to one element would synchronise.
-        self.length[at].fill_(len(tokens))
-        self.drafts[at].fill_(-1)
-        self.sampling.temperature[at].fill_(params.temperature)
-        self.sampling.top_k[at].fill_(params.top_k)
-        self.sampling.top_p[at].fill_(params.top_p)
-        self.sampling.seed[at].fill_(seed)
-
-    def place(
-        self, slot: Tensor, scheduled: Tensor, draft: Tensor, computed: Tensor, num_tokens: int
-    ) -> Placement:
-        """Positions and input tokens of a step's rows.
-
-        slot, scheduled, draft: int `[rows]`; computed: exact tokens by slot, int `[slots]`;
-        num_tokens: sum of `scheduled`.
-        """
-        slot, scheduled, draft = slot.long(), scheduled.long(), draft.long()
-        live = slot >= 0
-        at = slot.clamp(min=0)
-        scheduled = torch.where(live, scheduled, 0)
-        n = torch.where(live, computed[at].long(), 0)
-        certain = n + scheduled - draft
-        row_start = torch.nn.functional.pad(scheduled.cumsum(0), (1, 0))
-        token = torch.arange(num_tokens, device=slot.device)
-        row = torch.searchsorted(row_start[1:], token, right=True)
-        position = n[row] + token - row_start[row]
-        guess = (position - certain[row]).clamp(0, max(self.num_draft - 1, 0))
-        tokens = self.history[at[row], position]
-        if self.num_draft:
-            drafted = self.drafts[at[row], guess]
-            tokens = torch.where(position >= certain[row], drafted, tokens)
-        step = torch.arange(self.num_draft + 1, device=slot.device)
-        verify = (row_start[1:] - 1 - draft)[:, None] + torch.minimum(step, draft[:, None])
-        return Placement(
-            slot=slot,
-            row_start=row_start.int(),
-            computed=n,
-            scheduled=scheduled,
-            draft=draft,
-            certain=certain,
-            emits=live & (certain >= self.length[at]),
-            # A guess that was not made is -1; it needs a valid id, and is never accepted.
-            tokens=tokens.clamp(min=0).long(),
-            verify=verify.clamp(min=0),
+        self._words = _DRAFTS + num_draft + num_draft % 2
+        self._lines = torch.zeros((slots + 1, self._words), dtype=torch.int32, device=device)
+        self.history = torch.zeros((slots + 1, max_length), dtype=torch.int32, device=device)
+        floats = self._lines.view(torch.float32)
+        self.length = self._lines[:, _LENGTH]
+        self.drafts = self._lines[:, _DRAFTS : _DRAFTS + num_draft]
+        self.drafts.fill_(-1)
+        self.sampling = SamplingTensors(
+            temperature=floats[:, _TEMPERATURE],
+            top_k=self._lines[:, _TOP_K],
+            top_p=floats[:, _TOP_P],
+            seed=self._lines.view(torch.int64)[:, _SEED // 2],
         )
+        self.draft_probs: Tensor | None = None
+        if sampled_vocabulary:
+            shape = (slots + 1, num_draft, sampled_vocabulary)
+            self.draft_probs = torch.zeros(shape, dtype=torch.float32, device=device)
+        # A buffer comes round again only after the step that it was filled for has been read.
+        fields = self._words + 1 + max_length
+        self._staging = Staging(slots, fields, steps_ahead + 2, device, Waits())
 
-    def append(self, place: Placement, tokens: Tensor, num_accepted: Tensor) -> None:
-        """Add what a step emitted: tokens int32 `[rows, K + 1]`, num_accepted int32 `[rows]`."""
-        at = place.slot.clamp(min=0)
-        step = torch.arange(tokens.shape[1], device=tokens.device)
-        target = self.length[at][:, None] + step
-        live = place.emits[:, None] & (step < num_accepted[:, None])
-        spare = self.history.shape[0] - 1
-        self.history[torch.where(live, at[:, None], spare), torch.where(live, target, 0)] = tokens
-        self.length.index_add_(0, at, torch.where(place.emits, num_accepted.long(), 0))
+    def admit(self, entries: Sequence[tuple[int, Sequence[int], SamplingParams, int]]) -> None:
+        """Start sequences: slot, prompt, parameters and seed of each. One copy to the device."""
+        index, packed = self._staging.take()
+        for line, (slot, prompt, params, seed) in zip(packed, entries, strict=False):
+            line[_SEED : _SEED + 2].view(np.int64)[0] = seed
+            line.view(np.float32)[_TEMPERATURE] = params.temperature
+            line[_TOP_K] = params.top_k
+            line.view(np.float32)[_TOP_P] = params.top_p
+            line[_LENGTH] = len(prompt)
+            line[_DRAFTS : self._words] = -1
+            line[self._words] = slot
+            line[self._words + 1 : self._words + 1 + len(prompt)] = prompt
+        count = len(entries)
+        lines = self._staging.upload(index, count)[:count]
+        slots = lines[:, self._words].long()
+        self._lines.index_copy_(0, slots, lines[:, : self._words])
+        width = max(len(prompt) for _, prompt, _, _ in entries)
+        texts = lines[:, self._words + 1 : self._words + 1 + width]
+        self.history[:, :width].index_copy_(0, slots, texts)
 
-    def propose(self, place: Placement, drafts: Tensor, probs: Tensor | None) -> None:
-        """Keep the drafts of the rows that emitted: int32 `[rows, K]`, float `[rows, K, V]`."""
-        at = torch.where(place.emits, place.slot, self.drafts.shape[0] - 1)
-        self.drafts[at] = drafts
-        if probs is not None:
-            if self.draft_probs is None:
-                shape = (self.drafts.shape[0], *probs.shape[1:])
-                self.draft_probs = torch.zeros(shape, dtype=probs.dtype, device=probs.device)
-            self.draft_probs[at] = probs
+    def propose(self, slot: Tensor, drafts: Tensor, probs: Tensor | None) -> None:
+        """Keep drafts int32 `[rows, K]`, drawn from float32 `[rows, K, V]`, for the rows' next
+        step; slot int32 `[rows]`, -1 where there is nothing to keep."""
+        at = torch.where(slot >= 0, slot, self.history.shape[0] - 1).long()
+        self.drafts.index_copy_(0, at, drafts)
+        if probs is not None and self.draft_probs is not None:
+            self.draft_probs.index_copy_(0, at, probs)

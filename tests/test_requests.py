@@ -69,11 +69,17 @@ def test_a_full_model_length_ends_a_request(
     nothing_leaked(runs)
 
 
+@pytest.mark.parametrize("steps_ahead", [0, 1])
 @pytest.mark.parametrize("after", [0, 1, 2, 5])
 def test_an_abort_touches_nobody_else(
-    hf: NemotronHForCausalLM, tokenizer: Tokenizer, prompts: Any, wanted: Any, after: int
+    hf: NemotronHForCausalLM,
+    tokenizer: Tokenizer,
+    prompts: Any,
+    wanted: Any,
+    after: int,
+    steps_ahead: int,
 ) -> None:
-    runs = engine(hf, tokenizer, **N_GRAM | {"max_requests": 4})
+    runs = engine(hf, tokenizer, **N_GRAM | {"max_requests": 4, "steps_ahead": steps_ahead})
     requests = [runs.submit(p, SamplingParams(max_tokens=NEW_TOKENS)) for p in prompts]
     for _ in range(after):
         runs.step()
@@ -103,10 +109,11 @@ class Raises(Script):
         return super().propose(verified)
 
 
+@pytest.mark.parametrize("steps_ahead", [0, 1])
 def test_a_failing_step_ends_its_requests_and_no_others(
-    hf: NemotronHForCausalLM, tokenizer: Tokenizer, prompts: Any, wanted: Any
+    hf: NemotronHForCausalLM, tokenizer: Tokenizer, prompts: Any, wanted: Any, steps_ahead: int
 ) -> None:
-    runs = engine(hf, tokenizer, **N_GRAM | {"max_requests": 3})
+    runs = engine(hf, tokenizer, **N_GRAM | {"max_requests": 3, "steps_ahead": steps_ahead})
     texts = [p + w for p, w in zip(prompts, wanted, strict=True)]
     runs.loop.drafter = Raises(texts, 3, [2, 1, 3, 0])
     answers = runs.generate(prompts, SamplingParams(max_tokens=NEW_TOKENS))
@@ -116,6 +123,26 @@ def test_a_failing_step_ends_its_requests_and_no_others(
     for answer, want in zip(answers, wanted, strict=True):
         if answer.finish_reason != "error":
             assert answer.tokens == want
+    nothing_leaked(runs)
+
+
+@pytest.mark.parametrize("steps_ahead", [0, 1])
+def test_a_failing_forward_pass_ends_its_requests_and_no_others(
+    hf: NemotronHForCausalLM, tokenizer: Tokenizer, prompts: Any, wanted: Any, steps_ahead: int
+) -> None:
+    runs = engine(hf, tokenizer, **N_GRAM | {"max_requests": 3, "steps_ahead": steps_ahead})
+    calls = iter(range(100))
+
+    def fail_once(*_: Any) -> None:
+        if next(calls) == 4:
+            raise RuntimeError("no text today")
+
+    runs.model.register_forward_pre_hook(fail_once)
+    answers = runs.generate(prompts, SamplingParams(max_tokens=NEW_TOKENS))
+    failed = [a for a in answers if a.finish_reason == "error"]
+    assert 0 < len(failed) <= 3
+    for answer, want in zip(answers, wanted, strict=True):
+        assert answer.finish_reason == "error" or answer.tokens == want
     nothing_leaked(runs)
 
 
@@ -175,7 +202,7 @@ def test_a_request_that_can_never_fit_is_refused_at_once(
     hf: NemotronHForCausalLM, tokenizer: Tokenizer, prompts: Any
 ) -> None:
     runs = engine(hf, tokenizer, **N_GRAM | {"num_blocks": (6, 40)})
-    with pytest.raises(ValueError, match="needs 11 KV blocks; it must need at most 6"):
+    with pytest.raises(ValueError, match="needs 12 KV blocks; it must need at most 6"):
         runs.submit(prompts[7], SamplingParams(max_tokens=NEW_TOKENS))
     nothing_leaked(runs)
 

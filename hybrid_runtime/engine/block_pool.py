@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+
+from hybrid_runtime.state.guard import Waits
+from hybrid_runtime.state.staging import Staging
+
+Ints = NDArray[Any]
 
 FREE = -1
 
@@ -49,51 +56,64 @@ class BlockPool:
 class BlockTable:
     """int32 `[slots, columns]` on the device, -1 where a slot owns no block, and its host copy.
 
-    `device_table` never moves; `upload` copies what the host changed, in stream order.
+    `device_table` never moves; `upload` copies what the host changed, in stream order. `depth`
+    pinned buffers are used in turn, one for each upload that may not have run yet.
     """
 
-    def __init__(self, slots: int, columns: int, pool: BlockPool, device: torch.device) -> None:
+    def __init__(
+        self,
+        slots: int,
+        columns: int,
+        pool: BlockPool,
+        device: torch.device,
+        depth: int,
+        waits: Waits,
+    ) -> None:
         self.pool = pool
         self.columns = columns
-        self._host = torch.full((slots, columns), FREE, dtype=torch.int32)
-        self._view: NDArray[np.int32] = self._host.numpy()
-        cuda = device.type == "cuda"
-        self.device_table: Tensor = self._host.to(device) if cuda else self._host
-        # Two pinned buffers in turn: one may still be on its way while the other is filled.
-        self._pinned = [self._host.clone().pin_memory() for _ in range(2)] if cuda else []
-        self._copied = [torch.cuda.Event() for _ in self._pinned]
+        self._staging = Staging(slots, columns, depth, device, waits)
+        self._view: NDArray[np.int32] = np.full((slots, columns), FREE, np.int32)
+        self.device_table: Tensor = torch.full(
+            (slots, columns), FREE, dtype=torch.int32, device=device
+        )
+        # Per slot the columns that are held: from, from (of those that had to be taken), to.
+        self._held = np.full((slots, 3), -1, np.int64)
         self._dirty = False
 
-    def hold(self, slot: int, first: int, last: int) -> list[int]:
-        """Own exactly the columns `first .. last`: free those below, take missing ones; the blocks
-        newly taken."""
-        row = self._view[slot]
-        for column in np.flatnonzero(row[:first] != FREE):
-            self._drop(slot, int(column))
-        missing = first + np.flatnonzero(row[first : last + 1] == FREE)
-        taken = [self.pool.take() for _ in missing]
-        if taken:
-            row[missing] = taken
-            self._dirty = True
+    def hold(self, slots: Ints, first: Ints, fresh: Ints, last: Ints) -> list[int]:
+        """Let each slot own its columns `fresh .. last` and what it has of `first .. fresh`, and
+        nothing else; the blocks newly taken. Slots that change nothing cost nothing."""
+        wanted = np.stack([first, fresh, last], 1)
+        changed = (self._held[slots] != wanted).any(1).nonzero()[0]
+        taken: list[int] = []
+        for i in changed:
+            slot, row = int(slots[i]), self._view[slots[i]]
+            for column in np.flatnonzero(row != FREE):
+                if not first[i] <= column <= last[i]:
+                    self._drop(slot, int(column))
+            for column in fresh[i] + np.flatnonzero(row[fresh[i] : last[i] + 1] == FREE):
+                row[column] = self.pool.take()
+                taken.append(int(row[column]))
+        self._held[slots[changed]] = wanted[changed]
+        self._dirty |= bool(taken)
         return taken
 
     def clear(self, slot: int) -> None:
         """Give all blocks of a slot back."""
         for column in np.flatnonzero(self._view[slot] != FREE):
             self._drop(slot, int(column))
+        self._held[slot] = -1
 
     def owned(self, slot: int) -> int:
         return int((self._view[slot] != FREE).sum())
 
     def upload(self) -> None:
         """Make the host's changes visible to launches that come after."""
-        if self._dirty and self._pinned:
-            self._pinned.reverse()
-            self._copied.reverse()
-            self._copied[0].synchronize()
-            self._pinned[0].copy_(self._host)
-            self.device_table.copy_(self._pinned[0], non_blocking=True)
-            self._copied[0].record()
+        if not self._dirty:
+            return
+        index, packed = self._staging.take()
+        packed[:] = self._view
+        self.device_table.copy_(self._staging.upload(index, len(packed)))
         self._dirty = False
 
     def _drop(self, slot: int, column: int) -> None:

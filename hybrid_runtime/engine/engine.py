@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,7 @@ from tokenizers.decoders import DecodeStream
 
 from hybrid_runtime.engine.block_pool import BlockPool, BlockTable
 from hybrid_runtime.engine.request import Completion, FinishReason, Request
-from hybrid_runtime.engine.scheduler import Schedule, Scheduler
+from hybrid_runtime.engine.scheduler import Schedule, Scheduler, overshoot
 from hybrid_runtime.models.checkpoint import load_eagle, load_mtp, load_nemotron_h, resolve
 from hybrid_runtime.models.nemotron_h import NemotronH
 from hybrid_runtime.specdecode.acceptance import (
@@ -31,9 +32,11 @@ from hybrid_runtime.specdecode.drafter import Drafter, DraftHead, HeadDrafter, N
 from hybrid_runtime.specdecode.loop import SpeculativeLoop
 from hybrid_runtime.specdecode.sampling import SamplingParams
 from hybrid_runtime.specdecode.sequences import Sequences
+from hybrid_runtime.state.guard import Waits, allowed
 from hybrid_runtime.state.layout import ConvLayout, StateLayout
 from hybrid_runtime.state.manager import HybridStateManager, Strategy
 from hybrid_runtime.state.stats import Stats
+from hybrid_runtime.state.step import Step
 
 DrafterName = Literal["mtp", "eagle", "ngram"]
 
@@ -60,12 +63,15 @@ class Engine:
     state blocks of the pools; None makes both large enough for `max_requests` full-length requests.
     synthetic_length: mean accepted length to pretend, for measurements; the text is then wrong.
     sampled_drafts: draw drafts of MTP and EAGLE at the request's temperature (see `HeadDrafter`).
+    graphs: replay CUDA graphs where all rows decode; None: on a GPU.
+    steps_ahead: steps queued before the results of the first are read, 0 or 1; None: 1 on a GPU,
+    where the host then never keeps it waiting.
     """
 
     def __init__(
         self,
         model: NemotronH,
-        tokenizer: Tokenizer,
+        tokenizer: Tokenizer | None,
         eos_token_ids: Sequence[int],
         *,
         drafter: DrafterName | None = None,
@@ -81,6 +87,8 @@ class Engine:
         conv_layout: ConvLayout = "SD",
         synthetic_length: float | None = None,
         sampled_drafts: bool = False,
+        graphs: bool | None = None,
+        steps_ahead: int | None = None,
     ) -> None:
         k = num_speculative_tokens
         if drafter is not None and drafter not in get_args(DrafterName):
@@ -98,6 +106,11 @@ class Engine:
         ):
             if value < 2:
                 raise ValueError(f"{name} is {value}; it must be at least 2")
+        on_gpu = model.device.type == "cuda"
+        graphs = on_gpu if graphs is None else graphs
+        ahead = int(on_gpu) if steps_ahead is None else steps_ahead
+        if ahead not in (0, 1):
+            raise ValueError(f"steps_ahead is {ahead}; it must be 0 or 1")
         self.model, self.tokenizer = model, tokenizer
         self._eos = frozenset(eos_token_ids)
         self._greedy_only: Acceptance = greedy
@@ -110,12 +123,20 @@ class Engine:
             model.config, k, ssm_dtype, conv_layout, conv_dtype=dtype, block_size=block_size
         )
         block = layout.block_size
-        columns = -(-(max_model_len + k) // block)
+        longest = max_model_len + overshoot(k, ahead)
+        columns = -(-longest // block)
         if num_blocks is None:
-            num_blocks = (max_requests * columns, max_requests * (k + 3))
-        self.manager = HybridStateManager(layout, max_requests, k, device, strategy)
-        kv = BlockTable(max_requests, columns, BlockPool(num_blocks[0]), device)
-        state = BlockTable(max_requests, columns + k + 1, BlockPool(num_blocks[1]), device)
+            num_blocks = (max_requests * columns, max_requests * (k + 4))
+        host_decides = strategy in ("blocking", "defer")
+        self.manager = HybridStateManager(
+            layout, max_requests, k, device, strategy, steps_in_flight=ahead, readback=host_decides
+        )
+        self.waits = Waits()
+        depth = ahead + 2
+        kv = BlockTable(max_requests, columns, BlockPool(num_blocks[0]), device, depth, self.waits)
+        state = BlockTable(
+            max_requests, columns + k + 1, BlockPool(num_blocks[1]), device, depth, self.waits
+        )
 
         def kv_cache(shape: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
             size = (kv.pool.size, block, *shape)
@@ -135,13 +156,18 @@ class Engine:
             state_block_table=state.device_table,
         )
         self.scheduler = Scheduler(
-            self.manager, kv, state, max_requests, max_tokens_per_step, max_model_len
+            self.manager, kv, state, max_requests, max_tokens_per_step, max_model_len, ahead
         )
-        self.sequences = Sequences(max_requests, max_model_len, k, device)
+        drawn = model.config.vocab_size if sampled_drafts and head is not None else 0
+        self.sequences = Sequences(max_requests, longest, k, device, drawn, ahead)
         self.loop = SpeculativeLoop(
             model, self.manager, self.sequences, caches,
             _drafter(drafter, head, caches, k, sampled_drafts),
+            max_tokens_per_step, ahead, graphs,
         )  # fmt: skip
+        self._steps_ahead = ahead
+        self._launched = False
+        self._queue: deque[tuple[Schedule, Step]] = deque()
         self._next_id = 0
         self._steps = self._emitted = self._draft_steps = self._draft_emitted = 0
 
@@ -208,28 +234,25 @@ class Engine:
 
     @property
     def idle(self) -> bool:
-        """Nothing waits and nothing runs."""
-        return not (self.scheduler.waiting or self.scheduler.running)
+        """Nothing waits, nothing runs, and no results are on their way."""
+        return not (self.scheduler.waiting or self.scheduler.running or self._queue)
+
+    def capture(self) -> None:
+        """Compile all kernels and capture all CUDA graphs of greedy decoding now, not when a step
+        first needs them. Nothing is done without graphs."""
+        self.loop.capture(self._greedy_only)
 
     def step(self) -> list[Request]:
-        """Run one step; the requests that got tokens or ended in it."""
-        for request in self.scheduler.admit():
-            self.sequences.admit(request.slot, request.prompt, request.params, request.seed)
-        schedule = self.scheduler.schedule()
-        if schedule is None:
-            return []
-        cold = all(r.params.temperature == 0 for r in schedule.requests)
-        accept = self._greedy_only if cold else self._sampling
-        try:
-            outcome = self.loop.step(schedule.rows, schedule.num_update_rows, accept)
-        except Exception as error:
-            # The forward pass may have half written these requests' state; the others' is exact.
-            for request in schedule.requests:
-                request.error = error
-                self._finish(request, "error")
-            return schedule.requests
-        self.manager.accepted(outcome.step)
-        return self._absorb(schedule, outcome.emitted.cpu().numpy())
+        """Queue one step and read the results of the one before (with `steps_ahead` 0: of this
+        one); the requests that got tokens or ended by them."""
+        touched = self._launch()
+        if touched:  # by a failure; what was queued before it stands
+            while self._queue:
+                touched = touched + self._read()
+            return touched
+        if len(self._queue) > self._steps_ahead or (self._queue and not self._launched):
+            return self._read()
+        return []
 
     def generate(
         self,
@@ -285,26 +308,64 @@ class Engine:
 
     # -- inside a step ---------------------------------------------------------------------------
 
-    def _absorb(self, schedule: Schedule, emitted: np.ndarray) -> list[Request]:
+    def _launch(self) -> list[Request]:
+        """Queue the next step, if anybody can run; the requests that failed in it."""
+        admitted = self.scheduler.admit()
+        if admitted:
+            self.sequences.admit([(r.slot, r.prompt, r.params, r.seed) for r in admitted])
+        schedule = self.scheduler.schedule()
+        self._launched = schedule is not None
+        if schedule is None:
+            return []
+        cold = all(r.params.temperature == 0 for r in schedule.requests)
+        accept = self._greedy_only if cold else self._sampling
+        try:
+            step = self.loop.step(schedule.rows, schedule.num_decoding, accept)
+        except Exception as error:
+            # The forward pass may have half written these requests' state; the others' is exact.
+            for request in schedule.requests:
+                request.error = error
+                self._finish(request, "error")
+            return schedule.requests
+        for request, scheduled, draft in zip(
+            schedule.requests,
+            schedule.rows.scheduled.tolist(),
+            schedule.rows.draft.tolist(),
+            strict=True,
+        ):
+            request.queued.append((scheduled, draft))
+        self._queue.append((schedule, step))
+        return []
+
+    def _read(self) -> list[Request]:
+        """Hand out the oldest results."""
+        schedule, step = self._queue.popleft()
+        why = "tokens handed to the caller" + ("" if self._queue else ", nothing queued behind")
+        with allowed(why):
+            emitted = self.loop.read(step, why)
         now = time.perf_counter()
         self._steps += 1
         touched = []
-        rows = schedule.rows
-        for i, request in enumerate(schedule.requests):
-            count = int(emitted[i, -2])
-            request.computed += int(rows.scheduled[i] - rows.draft[i]) + max(count, 1) - 1
-            request.drafts = int(emitted[i, -1])
+        for request, tokens in zip(schedule.requests, emitted.tolist(), strict=True):
+            if request.finish_reason is not None:
+                continue  # it ended while this row was queued
+            count = tokens[-1]
+            scheduled, draft = request.queued.popleft()
+            request.computed += scheduled - draft + max(count, 1) - 1
             if not count:
                 continue
-            if rows.draft[i]:
+            if draft:
                 self._draft_steps += 1
                 self._draft_emitted += count
             before = len(request.output)
             try:
-                self._append(request, emitted[i, :count].tolist())
+                reason = request.append(
+                    tokens[:count], self.tokenizer, self._eos, self.scheduler.max_length
+                )
             except Exception as error:
-                request.error = error
-                self._finish(request, "error")
+                request.error, reason = error, "error"
+            if reason is not None:
+                self._finish(request, reason)
             new = len(request.output) - before
             self._emitted += new
             if new:
@@ -312,29 +373,17 @@ class Engine:
             touched.append(request)
         return touched
 
-    def _append(self, request: Request, tokens: list[int]) -> None:
-        params = request.params
-        for token in tokens:
-            if token in params.stop_token_ids or (token in self._eos and not params.ignore_eos):
-                self._finish(request, "stop")
-                return
-            request.output.append(token)
-            request.text += request.stream.step(self.tokenizer, token) or ""
-            found = [at for at in (request.text.find(s) for s in params.stop) if at >= 0]
-            if found:
-                request.text = request.text[: min(found)]
-                self._finish(request, "stop")
-                return
-            if request.remaining == 0 or request.length >= self.scheduler.max_length:
-                self._finish(request, "length")
-                return
-
     def _finish(self, request: Request, reason: FinishReason) -> None:
         self.scheduler.retire(request)
         request.finish_reason = reason
 
     def _encode(self, prompt: str | Sequence[int]) -> list[int]:
-        tokens = self.tokenizer.encode(prompt).ids if isinstance(prompt, str) else list(prompt)
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise ValueError("prompt is a str; without a tokenizer it must be token ids")
+            tokens = self.tokenizer.encode(prompt).ids
+        else:
+            tokens = list(prompt)
         if not tokens:
             raise ValueError("prompt is empty; it must hold at least one token")
         vocabulary = self.model.config.vocab_size

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Literal
 
+from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
 from hybrid_runtime.specdecode.sampling import SamplingParams
@@ -13,12 +16,14 @@ from hybrid_runtime.specdecode.sampling import SamplingParams
 FinishReason = Literal["stop", "length", "abort", "error"]
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Request:
     """What the engine knows of a request.
 
-    computed: tokens whose KV and state are final. drafts: guesses that wait for its next step.
-    text: decoded output so far; `times`: seconds (perf_counter) at which `arrivals` tokens came.
+    computed: tokens whose KV and state are final, as far as results have been read. queued: tokens
+    scheduled and guesses among them, of each step whose results have not been read.
+    text: decoded output so far (empty without a tokenizer). times: (seconds of perf_counter, tokens
+    that arrived then).
     """
 
     id: int
@@ -28,7 +33,7 @@ class Request:
     stream: DecodeStream
     slot: int = -1
     computed: int = 0
-    drafts: int = 0
+    queued: deque[tuple[int, int]] = field(default_factory=deque)
     output: list[int] = field(default_factory=list)
     text: str = ""
     finish_reason: FinishReason | None = None
@@ -42,9 +47,47 @@ class Request:
         return len(self.prompt) + len(self.output)
 
     @property
-    def remaining(self) -> int:
-        """Tokens that it may still emit."""
-        return self.params.max_tokens - len(self.output)
+    def computed_min(self) -> int:
+        """Tokens computed once all that is queued has run, if every guess fails."""
+        return self.computed + sum(scheduled - draft for scheduled, draft in self.queued)
+
+    @property
+    def computed_max(self) -> int:
+        """The same if every guess is accepted."""
+        return self.computed + sum(scheduled for scheduled, _ in self.queued)
+
+    @property
+    def prompt_left(self) -> int:
+        """Prompt tokens that no step has been scheduled for."""
+        return len(self.prompt) - self.computed_min
+
+    @property
+    def sure_output(self) -> int:
+        """Tokens emitted, and to be emitted by what is queued, at the least."""
+        return len(self.output) + max(self.computed_min + 1 - self.length, 0)
+
+    def append(
+        self,
+        tokens: list[int],
+        tokenizer: Tokenizer | None,
+        eos: Collection[int],
+        max_length: int,
+    ) -> FinishReason | None:
+        """Take emitted tokens up to where the request ends; why it ends, if it does."""
+        params = self.params
+        for token in tokens:
+            if token in params.stop_token_ids or (token in eos and not params.ignore_eos):
+                return "stop"
+            self.output.append(token)
+            if tokenizer is not None:
+                self.text += self.stream.step(tokenizer, token) or ""
+            found = [at for at in (self.text.find(s) for s in params.stop) if at >= 0]
+            if found:
+                self.text = self.text[: min(found)]
+                return "stop"
+            if len(self.output) >= params.max_tokens or self.length >= max_length:
+                return "length"
+        return None
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,11 +15,11 @@ from hybrid_runtime.state.rows import StepRows
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """Rows of one step; update rows (at most K + 1 tokens) stand first."""
+    """Rows of one step; rows that decode (one certain token and K guesses) stand first."""
 
     requests: list[Request]
     rows: StepRows
-    num_update_rows: int
+    num_decoding: int
 
 
 class Scheduler:
@@ -37,10 +37,12 @@ class Scheduler:
         max_requests: int,
         max_tokens_per_step: int,
         max_length: int,
+        steps_ahead: int,
     ) -> None:
         self.manager, self.kv, self.state = manager, kv, state
         self.block_size = manager.layout.block_size
         self.num_draft = manager.num_speculative_tokens
+        self.steps_ahead = steps_ahead
         self.max_tokens_per_step, self.max_length = max_tokens_per_step, max_length
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
@@ -48,10 +50,13 @@ class Scheduler:
 
     def footprint(self, prompt_tokens: int, max_tokens: int) -> tuple[int, int]:
         """The most KV blocks and state blocks that such a request can own at once."""
-        longest = min(prompt_tokens + max_tokens, self.max_length) + self.num_draft
-        # Running column and drafts, one column below for a snapshot's copy, and one for the step
-        # in which the running column has moved on but the previous one is still read.
-        return -(-longest // self.block_size), self.num_draft + 3
+        longest = min(prompt_tokens + max_tokens, self.max_length)
+        longest += overshoot(self.num_draft, self.steps_ahead)
+        # Running column and drafts, one column below for a snapshot's copy, one for the step in
+        # which the running column has moved on but the previous one is still read, and one where
+        # guesses in flight leave open which column it is.
+        state = self.num_draft + 3 + (self.steps_ahead > 0 and self.num_draft > 0)
+        return -(-longest // self.block_size), state
 
     def add(self, request: Request) -> None:
         """Queue a request; `ValueError` at once for one that can never run."""
@@ -97,7 +102,8 @@ class Scheduler:
             return
         kv, state = self.footprint(len(request.prompt), request.params.max_tokens)
         self.running.remove(request)
-        self.manager.release(request.slot)
+        if self.manager.holds(request.slot):
+            self.manager.release(request.slot)
         for table, count in ((self.kv, kv), (self.state, state)):
             table.clear(request.slot)
             table.pool.release(count)
@@ -105,53 +111,71 @@ class Scheduler:
         request.slot = -1
 
     def schedule(self) -> Schedule | None:
-        """Rows of the next step, with their blocks handed out; None when nobody runs."""
+        """Rows of the next step, with their blocks handed out; None when nobody can run.
+
+        Positions are bounds as long as results are in flight. A request that may have ended, but
+        is not known to, runs on: at worst one row is wasted.
+        """
         budget = self.max_tokens_per_step
         chosen: list[tuple[Request, int, int]] = []
-        decoding = [r for r in self.running if r.length - r.computed == 1]
-        prefilling = [r for r in self.running if r.length - r.computed > 1]
-        for request in decoding:
-            draft = min(request.drafts, request.remaining - 1, self.max_length - request.length)
-            draft = max(min(draft, budget - 1), 0)
+        width = self.num_draft + 1
+        prefilling: list[tuple[Request, int]] = []
+        for request in self.running:
+            left = request.prompt_left
+            if left > 0:
+                prefilling.append((request, left))
+            elif budget >= width and request.sure_output < self._most_output(request):
+                chosen.append((request, width, self.num_draft))
+                budget -= width
+        num_decoding = len(chosen)
+        for request, left in prefilling:
             if budget > 0:
-                chosen.append((request, draft + 1, draft))
-                budget -= draft + 1
-        for request in prefilling:
-            if budget > 0:
-                chunk = self._chunk(request, budget)
+                chunk = self._chunk(request, min(left, budget))
                 chosen.append((request, chunk, 0))
                 budget -= chunk
         if not chosen:
             return None
-        chosen.sort(key=lambda row: row[1] > self.num_draft + 1)
-        rows = StepRows.exact(
-            [r.slot for r, _, _ in chosen],
-            [r.computed for r, _, _ in chosen],
-            [scheduled for _, scheduled, _ in chosen],
-            [draft for _, _, draft in chosen],
+        low = np.array([r.computed_min for r, _, _ in chosen], np.int32)
+        high = np.array([r.computed_max for r, _, _ in chosen], np.int32)
+        rows = StepRows(
+            np.array([r.slot for r, _, _ in chosen], np.int32),
+            low,
+            low if (low == high).all() else high,
+            np.array([scheduled for _, scheduled, _ in chosen], np.int32),
+            np.array([draft for _, _, draft in chosen], np.int32),
         )
         self._hand_out(rows)
-        updates = int((rows.scheduled <= self.num_draft + 1).sum())
-        return Schedule([r for r, _, _ in chosen], rows, updates)
+        return Schedule([r for r, _, _ in chosen], rows, num_decoding)
 
-    def _chunk(self, request: Request, budget: int) -> int:
+    def _most_output(self, request: Request) -> int:
+        return min(request.params.max_tokens, self.max_length - len(request.prompt))
+
+    def _chunk(self, request: Request, most: int) -> int:
         """Prompt tokens to run: a chunk ends at a block boundary, so that the state there is the
-        boundary's, except the last one and where the budget is less than a block."""
-        start, block = request.computed, self.block_size
-        end = min(request.length, start + budget)
+        boundary's, except the last one and where there is not a whole block to run."""
+        start, block = request.computed_min, self.block_size
+        end = start + most
         boundary = end // block * block
         return (boundary if boundary > start else end) - start
 
     def _hand_out(self, rows: StepRows) -> None:
         first, last = self.manager.columns_needed(rows)
-        # Drafts of the step and the K that the drafter's own passes look ahead.
+        # A row without drafts runs in one column; one that runs through several blocks at once
+        # reads the column that it ran in last and skips those between.
+        last = last - self.num_draft + rows.draft
+        running = (rows.computed_min + rows.scheduled - 1) // self.block_size
+        fresh = self.state.hold(rows.slot, first, np.maximum(first, running - 1), last)
+        # The drafter's own passes look K - 1 tokens further than the step.
         end = rows.computed_max + rows.scheduled + max(self.num_draft - 1, 0)
-        columns = np.minimum((end - 1) // self.block_size, self.kv.columns - 1)
-        fresh: list[int] = []
-        for slot, low, high, kv in zip(rows.slot, first, last, columns, strict=True):
-            fresh += self.state.hold(int(slot), int(low), int(high))
-            self.kv.hold(int(slot), 0, int(kv))
+        zero = np.zeros(len(rows), np.int64)
+        self.kv.hold(rows.slot, zero, zero, (end - 1) // self.block_size)
         self.kv.upload()
         self.state.upload()
         if fresh:
             self.manager.zero(fresh)
+
+
+def overshoot(num_draft: int, steps_ahead: int) -> int:
+    """Positions beyond a request's last token that may be written: by guesses of its last step and
+    of those that were queued before it was known to be the last, and by the drafter after them."""
+    return num_draft * (steps_ahead + 2)

@@ -1,8 +1,9 @@
 """Grouped-query attention over paged caches."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hybrid_runtime.kernels.kv_write import kv_write
@@ -34,6 +35,16 @@ class Attention(nn.Module):
         self.k_proj = linear(hidden_size, num_kv_heads * head_dim)
         self.v_proj = linear(hidden_size, num_kv_heads * head_dim)
         self.o_proj = linear(num_heads * head_dim, hidden_size)
+        self._joined: Tensor | None = None
+
+    def join(self) -> None:
+        """Let q, k and v be parts of one matrix, so that one product computes all three. Their
+        names stay; to be called once they have storage, before it is filled."""
+        parts = (self.q_proj, self.k_proj, self.v_proj)
+        self._joined = torch.cat([part.weight.data for part in parts])
+        sizes = [part.weight.shape[0] for part in parts]
+        for part, weight in zip(parts, self._joined.split(sizes), strict=True):
+            part.weight.data = weight
 
     def forward(
         self,
@@ -55,9 +66,7 @@ class Attention(nn.Module):
         Returns:
             [T, hidden_size].
         """
-        q = self.q_proj(x).unflatten(-1, (-1, self.head_dim))
-        k = self.k_proj(x).unflatten(-1, (-1, self.head_dim))
-        v = self.v_proj(x).unflatten(-1, (-1, self.head_dim))
+        q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in self._project(x))
         if rotate is not None:
             q, k = rotate(q), rotate(k)
         k_cache, v_cache = caches.kv[layer]
@@ -82,3 +91,16 @@ class Attention(nn.Module):
             return torch.zeros_like(x)
         y = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
         return self.o_proj(y.flatten(-2))
+
+    def _project(self, x: Tensor) -> Sequence[Tensor]:
+        parts = (self.q_proj, self.k_proj, self.v_proj)
+        if self._joined is None:
+            return [part(x) for part in parts]
+        return F.linear(x, self._joined).split([part.weight.shape[0] for part in parts], -1)
+
+
+def join_projections(module: nn.Module) -> None:
+    """`Attention.join` of every attention in `module`."""
+    for part in module.modules():
+        if isinstance(part, Attention):
+            part.join()

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hybrid_runtime.models.attention import Attention
+from hybrid_runtime.models.attention import Attention, join_projections
 from hybrid_runtime.models.nemotron_h import NemotronH
 from hybrid_runtime.models.norm import RMSNorm
 from hybrid_runtime.specdecode.batch import Caches, RowBatch
@@ -160,6 +160,7 @@ class EagleHead(nn.Module):
         self.fc = nn.Linear(2 * hidden, hidden, bias=fc_bias, device="meta", dtype=dtype)
         self.layers = nn.ModuleList([EagleLayer(config, dtype)])
         self.to_empty(device=target.device)
+        join_projections(self)
         self.requires_grad_(False)
 
     def forward(self, tokens: Tensor, hidden: Tensor, batch: RowBatch, caches: Caches) -> Tensor:

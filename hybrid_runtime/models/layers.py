@@ -12,7 +12,8 @@ from hybrid_runtime.specdecode.batch import Caches, RowBatch, StatePositions
 
 
 class Layer(nn.Module):
-    """``x + mixer(norm(x))`` with the mixer that `kind` (M, *, - or E) names.
+    """``x + mixer(norm(x))`` with the mixer that `kind` (M, *, - or E) names; the sum is left to
+    the next norm.
 
     Raises:
         ValueError: kind is none of these.
@@ -51,12 +52,20 @@ class Layer(nn.Module):
             raise ValueError(f"kind is {kind!r}, must be one of M * - E")
 
     def forward(
-        self, x: Tensor, batch: RowBatch, positions: StatePositions | None, caches: Caches
-    ) -> Tensor:
-        """[T, hidden_size] to [T, hidden_size], in x's dtype.
+        self,
+        x: Tensor,
+        delta: Tensor | None,
+        batch: RowBatch,
+        positions: StatePositions | None,
+        caches: Caches,
+    ) -> tuple[Tensor, Tensor]:
+        """[T, hidden_size] to the residual stream and what this layer adds to it.
+
+        The addition is left to whoever norms the sum next, in one pass over both.
 
         Args:
             x: the residual stream.
+            delta: what is still to be added to it; None = nothing.
             batch: the rows.
             positions: where Mamba states lie; may be None in layers without a state.
             caches: addressed by the layer's index.
@@ -64,13 +73,11 @@ class Layer(nn.Module):
         Raises:
             ValueError: a Mamba layer without positions.
         """
-        normed = self.norm(x)
+        normed, x = self.norm.add(x, delta)
         if isinstance(self.mixer, Mamba2Mixer):
             if positions is None:
                 raise ValueError("positions is None, must be given for a Mamba layer")
-            mixed = self.mixer(normed, batch, positions, caches, self.index)
-        elif isinstance(self.mixer, Attention):
-            mixed = self.mixer(normed, batch, caches, self.index)
-        else:
-            mixed = self.mixer(normed)
-        return x + mixed
+            return x, self.mixer(normed, batch, positions, caches, self.index)
+        if isinstance(self.mixer, Attention):
+            return x, self.mixer(normed, batch, caches, self.index)
+        return x, self.mixer(normed)

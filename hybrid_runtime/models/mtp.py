@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor, nn
 
+from hybrid_runtime.models.attention import join_projections
 from hybrid_runtime.models.layers import Layer
 from hybrid_runtime.models.nemotron_h import NemotronH
 from hybrid_runtime.models.norm import RMSNorm
@@ -63,6 +64,7 @@ class MTPHead(nn.Module):
         self.mtp = nn.Module()
         self.mtp.layers = nn.ModuleList(self._layers)
         self.to_empty(device=target.device)
+        join_projections(self)
         self.requires_grad_(False)
 
     def forward(self, tokens: Tensor, hidden: Tensor, batch: RowBatch, caches: Caches) -> Tensor:
@@ -84,9 +86,10 @@ class MTPHead(nn.Module):
         assert last.final_layernorm is not None
         embedded = first.enorm(self._target[0].embed(tokens))
         x = first.eh_proj(torch.cat([embedded, first.hnorm(hidden)], dim=-1))
+        delta: Tensor | None = None
         for layer in self._layers:
-            x = layer(x, batch, None, caches)
-        return last.final_layernorm(x)
+            x, delta = layer(x, delta, batch, None, caches)
+        return last.final_layernorm.add(x, delta)[0]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[T, hidden_size] to [T, vocab_size] by the target's output head."""

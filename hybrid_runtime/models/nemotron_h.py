@@ -4,6 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from hybrid_runtime.models.attention import join_projections
 from hybrid_runtime.models.config import NemotronHConfig
 from hybrid_runtime.models.layers import Layer
 from hybrid_runtime.models.norm import RMSNorm
@@ -48,6 +49,7 @@ class NemotronH(nn.Module):
                 config.hidden_size, config.vocab_size, bias=False, device="meta", dtype=dtype
             )
         self.to_empty(device=device)
+        join_projections(self)
         self.requires_grad_(False)
 
     @property
@@ -81,12 +83,12 @@ class NemotronH(nn.Module):
         x = self.embed(tokens)
         if self.config.residual_in_fp32:
             x = x.to(torch.promote_types(x.dtype, torch.float32))
+        delta: Tensor | None = None
         for layer in self.backbone.layers:
-            x = layer(x, batch, positions, caches)
-        return self.backbone.norm_f(x)
+            x, delta = layer(x, delta, batch, positions, caches)
+        return self.backbone.norm_f.add(x, delta)[0]
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[T, hidden_size] after the final norm to [T, vocab_size] in fp32 (fp64 for fp64)."""
+        """[T, hidden_size] after the final norm to [T, vocab_size]."""
         head = self.backbone.embeddings if self.lm_head is None else self.lm_head
-        logits = F.linear(hidden, head.weight)
-        return logits.to(torch.promote_types(logits.dtype, torch.float32))
+        return F.linear(hidden, head.weight)

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from hybrid_runtime.kernels.norm import gated_rms_norm, rms_norm
+from hybrid_runtime.kernels.norm import add_rms_norm, gated_rms_norm, rms_norm
 
 
 class RMSNorm(nn.Module):
@@ -17,6 +17,12 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[..., size] to the same shape, in the weight's dtype."""
         return rms_norm(x, self.weight, self.eps)
+
+    def add(self, x: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The norm of ``x + delta`` (None: nothing to add), and that sum in x's dtype or wider."""
+        if delta is None:
+            return self(x), x
+        return add_rms_norm(delta, x, self.weight, self.eps)
 
 
 class GatedRMSNorm(nn.Module):

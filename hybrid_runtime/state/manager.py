@@ -31,6 +31,8 @@ from hybrid_runtime.state.steady import Steady
 from hybrid_runtime.state.step import Snapshot, Step
 
 _NO_ROWS = np.empty(0, np.intp)
+_FILL = 256
+"""Blocks that one launch zeroes."""
 
 Strategy = Literal["blocking", "defer", "always", "auto"]
 
@@ -92,6 +94,7 @@ class HybridStateManager:
         # A step takes at most four buffers: its own, and one each where it ended out of turn, lost
         # rows, or had its copies decided on the host; its own must outlive its results.
         self._staging = Staging(2 * n, fields.ENTRY_FIELDS, 4 * depth, self.device, self._waits)
+        self._fresh = Staging(1, _FILL, 4 * depth, self.device, self._waits)
         self._ledger = Ledger(
             self._book,
             Readback(n, steps_in_flight + 1, self.device, self._waits) if readback else None,
@@ -119,6 +122,12 @@ class HybridStateManager:
         """Exact tokens computed before the step begun last, int32 `[max_requests]` by slot, on the
         device. Its address never changes."""
         return self._slots.computed
+
+    @property
+    def positions(self) -> Positions:
+        """What every step's `read_column`, `read_offset` and `write_column` are: views of these
+        can be captured in a graph before any step has begun."""
+        return self._positions
 
     def bind(
         self,
@@ -160,6 +169,10 @@ class HybridStateManager:
         """Finish, abort or preempt the request in `slot`; results still in flight are dropped."""
         self._steady.catch_up()
         self._book.drop(slot)
+
+    def holds(self, slot: int) -> bool:
+        """Whether a request lives in `slot`; an abandoned step leaves none in its slots."""
+        return bool(self._book.live[slot])
 
     def columns_needed(self, rows: StepRows) -> tuple[align.Ints, align.Ints]:
         """First and last column, `[rows]` each, that a request must own for this step.
@@ -293,10 +306,10 @@ class HybridStateManager:
         ]
 
     def abandon(self, step: Step) -> None:
-        """Give up a begun step whose forward pass failed: its requests are released, because their
-        state may be half written; all others are untouched."""
-        if step.ended:
-            raise ValueError(f"step is {step.number}, which has ended; only an open step can fail")
+        """Give up a step whose forward pass or drafter failed: its requests are released, because
+        their state or guesses may be half written; all others are untouched."""
+        if step.accepted is not None:
+            raise ValueError(f"step is {step.number}, whose results have been read; it is over")
         self._steady.catch_up()
         current = step.current(self._book.generation, self._book.live)
         for slot in step.rows.slot[current]:
@@ -309,7 +322,11 @@ class HybridStateManager:
 
     def zero(self, blocks: Sequence[int]) -> None:
         """Zero blocks that are being handed out."""
-        self.fill(torch.tensor(blocks, dtype=torch.int64).to(self.device, non_blocking=True))
+        for start in range(0, len(blocks), _FILL):
+            some = blocks[start : start + _FILL]
+            index, packed = self._fresh.take()
+            packed[0, : len(some)] = some
+            self.fill(self._fresh.upload(index, 1)[0, : len(some)])
 
     def stats(self) -> Stats:
         """Counters so far."""
