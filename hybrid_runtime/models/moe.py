@@ -4,12 +4,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from hybrid_runtime.kernels.experts import expert_mlps
+from hybrid_runtime.kernels.relu2 import relu2
+from hybrid_runtime.kernels.route import route
 from hybrid_runtime.models.config import NemotronHConfig
-
-
-def relu2(x: Tensor) -> Tensor:
-    """Squared ReLU."""
-    return F.relu(x).square()
 
 
 class MLP(nn.Module):
@@ -30,10 +28,7 @@ class MLP(nn.Module):
 class Router(nn.Module):
     """Grouped sigmoid top-k routing in fp32 (fp64 in an fp64 model).
 
-    Experts are chosen by sigmoid score plus correction bias: first the ``topk_group`` groups whose
-    two best experts sum highest, then the best ``num_experts_per_tok`` experts in them. Weights
-    are the uncorrected scores, normalised if ``norm_topk_prob``, times the scaling factor
-    (DeepSeek-V3 report, section 2.1.2).
+    See `hybrid_runtime.kernels.route.route_reference`; padded tokens are routed like others.
     """
 
     def __init__(self, config: NemotronHConfig, device: torch.device | str, dtype: torch.dtype):
@@ -49,18 +44,15 @@ class Router(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """[T, hidden_size] to weights [T, top_k] and experts int64 [T, top_k]."""
         config = self.config
-        scores = F.linear(x.to(self.weight.dtype), self.weight).sigmoid()
-        corrected = scores + self.e_score_correction_bias
-        if config.topk_group < config.n_group:
-            grouped = corrected.unflatten(-1, (config.n_group, -1))
-            best = grouped.topk(2, dim=-1)[0].sum(-1).topk(config.topk_group, dim=-1)[1]
-            kept = torch.zeros_like(grouped[..., 0], dtype=torch.bool).scatter_(-1, best, True)
-            corrected = grouped.masked_fill(~kept[..., None], float("-inf")).flatten(-2)
-        experts = corrected.topk(config.num_experts_per_tok, dim=-1)[1]
-        weights = scores.gather(-1, experts)
-        if config.norm_topk_prob:
-            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-        return weights * config.routed_scaling_factor, experts
+        return route(
+            F.linear(x.to(self.weight.dtype), self.weight),
+            self.e_score_correction_bias,
+            config.num_experts_per_tok,
+            config.n_group,
+            config.topk_group,
+            config.norm_topk_prob,
+            config.routed_scaling_factor,
+        )
 
 
 class Experts(nn.Module):
@@ -83,29 +75,11 @@ class Experts(nn.Module):
 
         Returns:
             [T, size] in x's dtype.
+
+        Raises:
+            ValueError: shapes or dtypes that do not go together.
         """
-        count, top_k = self.up_proj.shape[0], experts.shape[1]
-        pairs = experts.numel()
-        if pairs <= count:
-            # So few pairs that gathering their matrices is cheaper than visiting every expert.
-            chosen = experts.flatten()
-            inner = relu2(self.up_proj[chosen] @ x.repeat_interleave(top_k, 0)[..., None])
-            outputs = (self.down_proj[chosen] @ inner)[..., 0].unflatten(0, (-1, top_k))
-            return (outputs * weights[..., None]).sum(1).to(x.dtype)
-        order = experts.flatten().argsort(stable=True)
-        token = order // top_k
-        sizes = experts.flatten().bincount(minlength=count).tolist()
-        sorted_x = x[token]
-        outputs = torch.cat(
-            [
-                F.linear(relu2(F.linear(rows, self.up_proj[i])), self.down_proj[i])
-                for i, rows in enumerate(sorted_x.split(sizes))
-                if rows.shape[0]
-            ]
-        )
-        outputs = outputs * weights.flatten()[order][:, None]
-        total = torch.zeros(x.shape, dtype=outputs.dtype, device=x.device)
-        return total.index_add_(0, token, outputs).to(x.dtype)
+        return expert_mlps(x, weights, experts, self.up_proj, self.down_proj)
 
 
 class MoE(nn.Module):
