@@ -15,19 +15,19 @@ class Graphs:
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device)
 
-    def run(self, key: Hashable, act: Callable[[], None]) -> None:
-        """Do what `act` does: by a replay where it has been captured; else by calling it, which
-        also compiles what has to be compiled, and then capturing it for the next time.
+    def capture(self, key: Hashable, act: Callable[[], None]) -> None:
+        """Call `act` once, so that what it needs is compiled, and once more to capture it.
 
-        What `act` allocates and others read must stay referenced: the pool would give the memory
-        to the next capture.
+        The call must do no harm: results of the two lie at different addresses, and only a replay
+        fills those of the second. They must stay referenced: the pool would give their memory to
+        the next capture.
         """
-        graph = self._captured.get(key)
-        if graph is not None:
-            graph.replay()
-            return
         act()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
             act()
         self._captured[key] = graph
+
+    def replay(self, key: Hashable) -> None:
+        """Do what was captured."""
+        self._captured[key].replay()

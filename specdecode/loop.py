@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -41,6 +41,7 @@ class Frame:
 
     uniform: every row runs K + 1 tokens, so each token is judged and nothing has to be gathered.
     verified, num_accepted: what the verify pass left for the drafter and the state manager.
+    key: what its graphs are filed under.
     """
 
     batch: RowBatch
@@ -51,6 +52,7 @@ class Frame:
     uniform: bool
     verified: Verified | None = None
     num_accepted: Tensor | None = None
+    key: Hashable = None
 
 
 class SpeculativeLoop:
@@ -86,7 +88,7 @@ class SpeculativeLoop:
         # Results travel beside the drafter's passes, not in front of them.
         self._aside = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._graphs = Graphs(device) if graphs and device.type == "cuda" else None
-        self._frames: dict[int, Frame] = {}
+        self._frames: dict[tuple[int, Acceptance], Frame] = {}
 
     @torch.inference_mode()
     def step(self, rows: StepRows, num_update_rows: int, accept: Acceptance) -> Step:
@@ -98,25 +100,27 @@ class SpeculativeLoop:
         """
         state, n = self.manager, len(rows)
         step = state.begin_step(rows)
+        graphs = self._graphs if n == num_update_rows else None
         try:
-            graphs = self._graphs if n == num_update_rows else None
-            frame = self._eager(rows, num_update_rows)
-            if graphs is not None:
-                frame = self._uniform(padded(n, state.max_requests))
-            size = frame.place.slot.shape[0]
-            self._place_rows(step.entries, n, frame)
-            if self._aside is not None:
+            if self._aside is not None:  # the last results must be gone before they are overwritten
                 torch.cuda.current_stream().wait_stream(self._aside)
-            self._run(graphs, ("verify", size, accept), lambda: self._verify(frame, accept))
+            if graphs is None:
+                frame = self._eager(rows, num_update_rows)
+            else:
+                frame = self._captured(graphs, padded(n, state.max_requests), accept)
+            self._place_rows(step.entries, n, frame)
+            if graphs is None:
+                self._verify(frame, accept)
+            else:
+                graphs.replay(("verify", frame.key))
             assert frame.num_accepted is not None
-        except BaseException:
-            state.abandon(step)
-            raise
-        state.end_step(step, frame.num_accepted)
-        self._send(step, frame)
-        try:
+            state.end_step(step, frame.num_accepted)
+            self._send(step, frame)
             if self.drafter is not None:
-                self._run(graphs, ("draft", size), lambda: self._draft(frame))
+                if graphs is None:
+                    self._draft(frame)
+                else:
+                    graphs.replay(("draft", frame.key))
         except BaseException:
             state.abandon(step)
             raise
@@ -137,25 +141,28 @@ class SpeculativeLoop:
         nothing."""
         if self._graphs is None:
             return
-        entries = torch.zeros((1, 1), dtype=torch.int32, device=self.manager.device)
         most = self.manager.max_requests
         for size in sorted({padded(n, most) for n in range(1, most + 1)}, reverse=True):
-            frame = self._uniform(size)
-            self._place_rows(entries, 0, frame)
-            for name, act in (
-                (("verify", size, accept), lambda f=frame: self._verify(f, accept)),
-                (("draft", size), lambda f=frame: self._draft(f)),
-            ):
-                if name[0] == "verify" or self.drafter is not None:
-                    self._graphs.run(name, act)
+            self._captured(self._graphs, size, accept)
 
     # -- inside a step ---------------------------------------------------------------------------
 
-    def _run(self, graphs: Graphs | None, key: Hashable, act: Callable[[], None]) -> None:
-        if graphs is None:
-            act()
-        else:
-            graphs.run(key, act)
+    def _captured(self, graphs: Graphs, size: int, accept: Acceptance) -> Frame:
+        """The frame of `size` rows that all decode, its graphs captured if they are not yet, with
+        rows that touch nothing. They must serve any context."""
+        key = (size, accept)
+        if key in self._frames:
+            return self._frames[key]
+        most = self.sequences.history.shape[1]
+        frame = self._frame(size, size * self.width, size, self.width, most)
+        frame.key = key
+        nobody = torch.zeros((1, 1), dtype=torch.int32, device=self.manager.device)
+        self._place_rows(nobody, 0, frame)
+        graphs.capture(("verify", key), lambda: self._verify(frame, accept))
+        if self.drafter is not None:
+            graphs.capture(("draft", key), lambda: self._draft(frame))
+        self._frames[key] = frame
+        return frame
 
     def _place_rows(self, entries: Tensor, num_rows: int, frame: Frame) -> None:
         """Where everything is, from the exact counts that only the device has."""
@@ -221,13 +228,6 @@ class SpeculativeLoop:
         self._aside.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._aside):
             self._results.start(step.number, values)
-
-    def _uniform(self, size: int) -> Frame:
-        """The frame of `size` rows that all decode; its graph must serve any context."""
-        if size not in self._frames:
-            most = self.sequences.history.shape[1]
-            self._frames[size] = self._frame(size, size * self.width, size, self.width, most)
-        return self._frames[size]
 
     def _eager(self, rows: StepRows, num_update_rows: int) -> Frame:
         n, tokens = len(rows), int(rows.scheduled.sum())
