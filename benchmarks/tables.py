@@ -9,8 +9,11 @@ import argparse
 import json
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import itl_tables
 
 RESULTS = Path(__file__).parent / "results"
 README = Path(__file__).parents[1] / "README.md"
@@ -97,7 +100,14 @@ def acceptance() -> str:
     return markdown(["drafter", "tokens per step", "text as without drafts"], rows)
 
 
-TABLES = {"acceptance": acceptance, "postcopy": postcopy, "host": host, "predicate": predicate}
+# A table may say None as long as nothing has been measured for it; README is then left alone.
+TABLES: dict[str, Callable[[], str | None]] = {
+    "acceptance": acceptance,
+    "postcopy": postcopy,
+    "host": host,
+    "predicate": predicate,
+    **itl_tables.TABLES,
+}
 
 
 def main() -> int:
@@ -106,10 +116,13 @@ def main() -> int:
     args = parser.parse_args()
     text = now = README.read_text()
     for name, table in TABLES.items():
+        made = table()
+        if made is None:
+            continue
         pattern = rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)"
         if not re.search(pattern, text, re.DOTALL):
             raise ValueError(f"README.md has no place for {name}; it must hold <!-- {name} -->")
-        body = f"{table()}\n"
+        body = f"{made}\n"
         text = re.sub(pattern, lambda m, body=body: m[1] + body + m[2], text, flags=re.DOTALL)
     if args.check:
         print("README.md is current" if text == now else "README.md differs from the JSON")

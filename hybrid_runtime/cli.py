@@ -1,17 +1,22 @@
-"""Command line: `hybrid-runtime demo` and `hybrid-runtime generate MODEL`."""
+"""Command line: `hybrid-runtime demo`, `generate MODEL` and `bench DIR`."""
 
 from __future__ import annotations
 
 import argparse
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import get_args
 
 import torch
 
 from hybrid_runtime import demo
+from hybrid_runtime.bench import options as bench_options
+from hybrid_runtime.bench import report
+from hybrid_runtime.bench.machine import copy_bandwidth, machine
 from hybrid_runtime.engine import Engine, SamplingParams
 from hybrid_runtime.engine.engine import DrafterName
+from hybrid_runtime.models.checkpoint import load_mtp, load_nemotron_h, resolve
 from hybrid_runtime.state.manager import Strategy
 
 
@@ -45,6 +50,23 @@ def generate(args: argparse.Namespace) -> None:
     sys.stdout.write("\n")
     if args.stats:
         print(engine.stats(), file=sys.stderr)
+
+
+def bench(args: argparse.Namespace) -> None:
+    """Inter-token latency of a checkpoint with its own MTP head: a table, and JSON if asked for."""
+    wanted = bench_options.loads(args)
+    device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    on_gpu = device.type == "cuda"
+    bandwidth = copy_bandwidth() if on_gpu else None
+    directory = resolve(args.model)
+    dtype = args.dtype or ("bfloat16" if on_gpu else "float32")
+    model = load_nemotron_h(directory, device, getattr(torch, dtype))
+    head = load_mtp(directory, model) if any(load.drafts for load in wanted) else None
+    rows = bench_options.run(model, head, wanted, bandwidth)
+    report.table(f"{directory.name}, {machine()['device']}, {dtype}", rows)
+    if args.json is not None:
+        result = {"environment": machine(), "model": str(directory), "dtype": dtype, "rows": rows}
+        args.json.write_text(report.dumps(result) + "\n")
 
 
 def show_demo(args: argparse.Namespace) -> None:
@@ -87,6 +109,20 @@ def parser() -> argparse.ArgumentParser:
     g.add_argument("--block-size", type=int, help="tokens per block; derived from the layout")
     g.add_argument("--stats", action="store_true", help="counters on standard error at the end")
     g.set_defaults(run=generate)
+
+    b = commands.add_parser(
+        "bench",
+        help="measure inter-token latency",
+        description="Measure inter-token latency with random prompts. Lists are separated by "
+        "commas; every combination is run.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    b.add_argument("model", metavar="DIR", help="checkpoint directory or hub id")
+    bench_options.add_options(b, repeats=5)
+    b.add_argument("--device", help="a GPU where there is one")
+    b.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="by the device")
+    b.add_argument("--json", type=Path, metavar="FILE", help="all figures, of every repeat too")
+    b.set_defaults(run=bench)
     return top
 
 

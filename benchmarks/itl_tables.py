@@ -1,0 +1,150 @@
+"""README's tables of the engine's benchmark, from `itl-*.json`; None while there are no results."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+Row = dict[str, Any]
+
+RESULTS = Path(__file__).parent / "results" / "h200"
+SHAPES = ("8b", "9b-v2", "nano-30b", "super-120b")
+OTHERS = ("blocking", "defer", "always")
+
+
+def peer() -> str | None:
+    """Nemotron-H-8B beside vLLM: `auto`, the load that has the most batches."""
+    result = _load("8b")
+    rows = [r for r in _main(result) if r["strategy"] == "auto"] if result else []
+    if not result or not rows:
+        return None
+    lines = []
+    for row in rows:
+        theirs = row.get("peers", {})
+        lines.append(
+            [
+                str(row["batch"]),
+                row["lengths"],
+                _ms(row["step_ms"]),
+                *(_ms(theirs.get(runner, {}).get("step_ms")) for runner in ("v1", "v2")),
+                *(_ratio(theirs.get(runner, {}).get("ratio")) for runner in ("v1", "v2")),
+                _ms(row["itl_ms"]),
+                _ms(row["itl_ms_p99"]),
+                f"{row['decode_tok_s']:.0f}",
+                _share(row.get("idle_share")),
+                f"{row['operations']:.0f}" if "operations" in row else "-",
+                _ratio(row["floor_ratio"]),
+            ]
+        )
+    header = [
+        "rows", "lengths", "step, ms", "vLLM V1", "V2", "÷ V1", "÷ V2", "ITL, ms", "p99",
+        "tokens/s", "idle", "GPU operations", "÷ floor",
+    ]  # fmt: skip
+    return _markdown(header, lines) + "\n\n" + _note(result, rows[0])
+
+
+def strategies() -> str | None:
+    """ITL under each strategy, all shapes and batches."""
+    lines = []
+    for shape in SHAPES:
+        result = _load(shape)
+        by_case: dict[tuple[int, str], dict[str, Row]] = {}
+        for row in _main(result) if result else []:
+            by_case.setdefault((row["batch"], row["lengths"]), {})[row["strategy"]] = row
+        for (batch, lengths), rows in by_case.items():
+            if result is None or not {"auto", *OTHERS} <= rows.keys():
+                continue
+            itl = {name: rows[name]["itl_ms"] for name in ("auto", *OTHERS)}
+            best = min(itl[name] for name in OTHERS)
+            lines.append(
+                [
+                    result["name"],
+                    str(batch),
+                    lengths,
+                    *(_ms(itl[name]) for name in OTHERS),
+                    _ms(itl["auto"]),
+                    f"{100 * (itl['auto'] / itl['blocking'] - 1):+.1f} %",
+                    _ratio(itl["auto"] / best),
+                ]
+            )
+    if not lines:
+        return None
+    header = ["shape", "rows", "lengths", *(f"`{n}`" for n in OTHERS), "`auto`"]
+    return _markdown([*header, "from `blocking`", "÷ best other"], lines)
+
+
+def shapes() -> str | None:
+    """Every shape under `auto`."""
+    lines = []
+    for shape in SHAPES:
+        result = _load(shape)
+        for row in _main(result) if result else []:
+            if result is None or row["strategy"] != "auto" or row["lengths"] != "equal":
+                continue
+            depth, whole = result["layers"]
+            lines.append(
+                [
+                    result["name"],
+                    "all" if depth == whole else f"{depth} of {whole}",
+                    str(row["batch"]),
+                    _ms(row["step_ms"]),
+                    _ms(row["itl_ms"]),
+                    _ms(row["itl_ms_p99"]),
+                    f"{row['decode_tok_s']:.0f}",
+                    _share(row.get("idle_share")),
+                    _ratio(row["floor_ratio"]),
+                ]
+            )
+    if not lines:
+        return None
+    header = ["shape", "layers", "rows", "step, ms", "ITL, ms", "p99", "tokens/s", "idle"]
+    return _markdown([*header, "÷ floor"], lines)
+
+
+TABLES = {"itl-peer": peer, "itl-strategies": strategies, "itl-shapes": shapes}
+
+
+def _load(shape: str) -> Row | None:
+    path = RESULTS / f"itl-{shape}.json"
+    return json.loads(path.read_text()) if path.is_file() else None
+
+
+def _main(result: Row) -> list[Row]:
+    """Rows of the load (drafts, lengths of prompt and output, dtype) that has the most, in order of
+    their batch."""
+    loads: dict[tuple[Any, ...], list[Row]] = {}
+    for row in result["rows"]:
+        if row["step_ms"] is not None:
+            key = tuple(row[k] for k in ("drafts", "isl", "osl", "ssm_dtype", "acceptance"))
+            loads.setdefault(key, []).append(row)
+    rows = max(loads.values(), key=len, default=[])
+    return sorted(rows, key=lambda r: (r["batch"], r["lengths"]))
+
+
+def _note(result: Row, row: Row) -> str:
+    env, repeats = result["environment"], len(row["repeats"])
+    commits = ", ".join(dict.fromkeys(str(run["commit"]) for run in result["runs"]))
+    return (
+        f"{env['device']}, {result['dtype']} weights, {row['ssm_dtype']} state, {row['drafts']} "
+        f"drafts, {row['acceptance']} tokens accepted per step, {row['isl']} in / {row['osl']} "
+        f"out, blocks of {row['block_size']}, means of {repeats} repeats, copy bandwidth "
+        f"{row['bandwidth'] / 1e12:.2f} TB/s, torch {env['torch']}, commit {commits}."
+    )
+
+
+def _markdown(header: list[str], rows: list[list[str]]) -> str:
+    lines = [header, ["---:"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def _ms(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
+
+
+def _ratio(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"
+
+
+def _share(value: float | None) -> str:
+    return "-" if value is None else f"{100 * value:.1f} %"

@@ -1,0 +1,137 @@
+"""The model shapes that are measured, with random weights made on the device."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hybrid_runtime.models.config import NemotronHConfig
+from hybrid_runtime.models.mtp import MTPHead
+from hybrid_runtime.models.nemotron_h import NemotronH
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """`layers`: how many of the pattern's fit one GPU by default; None = all. `defaults`: options
+    of `itl.py` that differ from its own."""
+
+    name: str
+    pattern: str
+    config: dict[str, Any]
+    mtp_pattern: str = "*"
+    layers: int | None = None
+    defaults: dict[str, Any] = field(default_factory=dict)
+
+
+SHAPES = {
+    "8b": Shape(
+        "Nemotron-H-8B",
+        "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-",
+        {
+            "hidden_size": 4096, "intermediate_size": 21504,
+            "num_attention_heads": 32, "num_key_value_heads": 8,
+            "mamba_num_heads": 128, "mamba_head_dim": 64,
+        },
+    ),
+    "9b-v2": Shape(
+        "Nemotron-Nano-9B-v2",
+        "M-M-M-MM-M-M-M*-M-M-M*-M-M-M-M*-M-M-M-M*-M-MM-M-M-M-M-M-",
+        {
+            "hidden_size": 4480, "intermediate_size": 15680,
+            "num_attention_heads": 40, "num_key_value_heads": 8,
+            "mamba_num_heads": 128, "mamba_head_dim": 80,
+        },
+    ),
+    "nano-30b": Shape(
+        "Nemotron-3-Nano-30B-A3B",
+        "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
+        {
+            "hidden_size": 2688, "moe_intermediate_size": 1856,
+            "num_attention_heads": 32, "num_key_value_heads": 2,
+            "mamba_num_heads": 64, "mamba_head_dim": 64,
+            "n_routed_experts": 128, "num_experts_per_tok": 6,
+            "moe_shared_expert_intermediate_size": 3712, "routed_scaling_factor": 2.5,
+        },
+        mtp_pattern="*E",
+    ),
+    "super-120b": Shape(
+        "Nemotron-3-Super-120B-A12B",
+        "MEMEMEM*EMEMEMEM*EMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEM*EMEMEMEME",
+        {
+            "hidden_size": 4096, "moe_intermediate_size": 2688, "moe_latent_size": 1024,
+            "num_attention_heads": 32, "num_key_value_heads": 2,
+            "mamba_num_heads": 128, "mamba_head_dim": 64,
+            "n_routed_experts": 512, "num_experts_per_tok": 22,
+            "moe_shared_expert_intermediate_size": 5376, "routed_scaling_factor": 5.0,
+        },
+        mtp_pattern="*E",
+        # A quarter of the depth, with a quarter of each kind of layer.
+        layers=22,
+    ),
+    "tiny": Shape(
+        "tiny",
+        "M-M*ME",
+        {
+            "vocab_size": 256, "hidden_size": 64, "intermediate_size": 128,
+            "moe_intermediate_size": 32, "moe_shared_expert_intermediate_size": 64,
+            "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+            "mamba_num_heads": 4, "mamba_head_dim": 16, "n_groups": 2, "ssm_state_size": 16,
+            "n_routed_experts": 4, "num_experts_per_tok": 2,
+        },
+        mtp_pattern="*E",
+        defaults={
+            "batches": [1, 2], "isl": [24], "osl": [16], "repeats": 2, "warmup_osl": 4,
+            "block_size": 16, "max_model_len": 128, "max_tokens_per_step": 64,
+        },
+    ),
+}  # fmt: skip
+
+
+def config(shape: Shape, layers: int | None = None, mtp_pattern: str | None = None) -> Any:
+    """The shape's `NemotronHConfig`, its first `layers` layers only where that is given."""
+    pattern = shape.pattern[: layers or shape.layers]
+    sizes = {"vocab_size": 131072} | shape.config
+    mtp = mtp_pattern or shape.mtp_pattern
+    return NemotronHConfig(pattern=pattern, mtp_pattern=mtp, num_nextn_predict_layers=1, **sizes)
+
+
+def build(
+    shape: NemotronHConfig, device: torch.device | str, dtype: torch.dtype, seed: int = 0
+) -> tuple[NemotronH, MTPHead]:
+    """Model and MTP head with random weights."""
+    model = NemotronH(shape, device, dtype)
+    head = MTPHead(model)
+    generator = torch.Generator(device).manual_seed(seed)
+    for part in (model, head):
+        randomize(part, shape.num_hidden_layers, generator)
+    return model.eval(), head.eval()
+
+
+def randomize(module: nn.Module, depth: int, generator: torch.Generator) -> None:
+    """Weights as training begins with them, so that activations keep a sensible size: normal with
+    0.02, divided by sqrt(2 depth) where a layer adds to the residual stream; time steps from 0.001
+    to 0.1, decay rates from 1 to 16."""
+    for name, parameter in module.named_parameters():
+        _fill(name.split("."), parameter.data, depth, generator)
+
+
+def _fill(name: list[str], value: Tensor, depth: int, generator: torch.Generator) -> None:
+    last, owner = name[-1], name[-2]
+    if last == "A_log":
+        value.uniform_(1, 16, generator=generator).log_()
+    elif last == "dt_bias":
+        value.uniform_(math.log(1e-3), math.log(0.1), generator=generator).exp_()
+        value.add_(torch.log(-torch.expm1(-value)))  # softplus of it is the time step
+    elif last == "D" or "norm" in owner:
+        value.fill_(1)
+    elif owner == "conv1d" and last == "weight":
+        value.uniform_(-0.5, 0.5, generator=generator)
+    elif value.dim() == 1:
+        value.zero_()
+    else:
+        adds = {"out_proj", "o_proj", "down_proj", "fc2_latent_proj"} & {last, owner}
+        value.normal_(0, 0.02 / math.sqrt(2 * depth) if adds else 0.02, generator=generator)

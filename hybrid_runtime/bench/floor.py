@@ -1,0 +1,78 @@
+"""The bytes that a decode step has to move, however it is computed.
+
+Left out: activations, logits, and anything that a cache might hold between two uses. Weights count
+once per pass that needs them, because a pass's weights exceed every cache.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+from torch import nn
+
+from hybrid_runtime.models.moe import MoE
+from hybrid_runtime.models.mtp import MTPHead
+from hybrid_runtime.models.nemotron_h import NemotronH
+from hybrid_runtime.state.layout import StateLayout
+
+
+@dataclass(frozen=True, slots=True)
+class StepBytes:
+    """Of one step: `weights` of the verify pass, `draft` of the draft passes with the output head
+    in each, `state` and `window` (one read, drafts + 1 states written per row), `kv` read and
+    written by verify and drafts."""
+
+    weights: float
+    draft: float
+    state: float
+    window: float
+    kv: float
+
+    @property
+    def total(self) -> float:
+        return sum(asdict(self).values())
+
+
+def step_bytes(
+    model: NemotronH, head: MTPHead | None, layout: StateLayout, rows: int, context: float
+) -> StepBytes:
+    """For `rows` decode rows with `context` tokens each; drafts as `layout` has them.
+
+    Experts count as far as uniformly spread routing would touch them.
+    """
+    drafts = layout.num_speculative_tokens
+    tokens = rows * (drafts + 1)
+    output_head = model.backbone.embeddings if model.lm_head is None else model.lm_head
+    head_bytes = output_head.weight.nbytes
+    body = _weights(model, tokens) - model.backbone.embeddings.weight.nbytes
+    if model.lm_head is None:
+        body += head_bytes
+    # The first draft pass runs over the tokens of the verify pass, the others over one per row.
+    passes = [tokens, *[rows] * (drafts - 1)] if head is not None and drafts else []
+    draft = sum(_weights(head, n) + head_bytes for n in passes if head is not None)
+    window, ssm = layout.components
+    channel = layout.conv_channels * window.dtype.itemsize
+    read = layout.conv_width - 1
+    layers = len(model.state_layers)
+    per_token = 2 * model.kv_shape[0] * model.kv_shape[1] * model.dtype.itemsize
+    kv = len(model.kv_layers) * (rows * context + tokens)
+    if head is not None:
+        kv += len(head.kv_layers) * sum(rows * context + n for n in passes)
+    return StepBytes(
+        weights=body,
+        draft=draft,
+        state=rows * layers * (drafts + 2) * ssm.nbytes,
+        window=rows * layers * (read + read + drafts) * channel,
+        kv=kv * per_token,
+    )
+
+
+def _weights(module: nn.Module, tokens: int) -> float:
+    """Bytes of all parameters, of routed experts those that `tokens` tokens touch."""
+    total = float(sum(p.nbytes for p in module.parameters()))
+    for part in module.modules():
+        if isinstance(part, MoE):
+            config = part.gate.config
+            missed = (1 - config.num_experts_per_tok / config.n_routed_experts) ** tokens
+            total -= missed * (part.experts.up_proj.nbytes + part.experts.down_proj.nbytes)
+    return total

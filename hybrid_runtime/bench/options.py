@@ -1,0 +1,112 @@
+"""Options that `hybrid-runtime bench` and `benchmarks/itl.py` share, and the loop over loads."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable
+from typing import get_args
+
+import torch
+
+from hybrid_runtime.bench.load import SSM_DTYPES, Lengths, Load, sweep
+from hybrid_runtime.bench.measure import Row, measure
+from hybrid_runtime.models.mtp import MTPHead
+from hybrid_runtime.models.nemotron_h import NemotronH
+from hybrid_runtime.state.manager import Strategy
+
+
+def add_options(parser: argparse.ArgumentParser, repeats: int) -> None:
+    """What is measured; lists are separated by commas, and every combination is run."""
+    add = parser.add_argument
+    add("--batches", type=_ints, default=[1, 8, 16, 32, 64], help="requests at once")
+    add("--drafts", type=_ints, default=[3], help="drafts per step, 0 to 5")
+    add("--isl", type=_ints, default=[1024], help="prompt tokens")
+    add("--osl", type=_ints, default=[256], help="output tokens")
+    add("--lengths", type=_words(Lengths), default=("equal",), help="equal, staggered")
+    add("--strategies", type=_words(Strategy), default=("auto",), help="or all, interleaved")
+    add("--ssm-dtype", type=lambda s: s.split(","), default=["float32"], help=", ".join(SSM_DTYPES))
+    add(
+        "--acceptance",
+        type=_acceptance,
+        help="mean tokens per step to pretend; real = what the drafts deserve",
+    )
+    add("--repeats", type=int, default=repeats)
+    add("--warmup-osl", type=int, default=48, help="output tokens of the run before the timed ones")
+    add("--profile-steps", type=int, default=20, help="steady steps to trace on a GPU; 0 = none")
+    add("--profile-strategies", type=_words(Strategy), default=("auto", "blocking"))
+    add("--block-size", type=int, help="tokens per block; default: derived from the layout")
+    add("--max-model-len", type=int, default=8192, help="tokens that the engine is made for")
+    add("--max-tokens-per-step", type=int, default=8192, help="bounds prefill")
+    add("--no-graphs", action="store_true", help="launch every kernel by itself")
+    add("--seed", type=int, default=0)
+
+
+def loads(args: argparse.Namespace) -> list[Load]:
+    """The combinations asked for."""
+    base = Load(
+        acceptance=args.acceptance,
+        lengths=args.lengths,
+        strategies=args.strategies,
+        repeats=args.repeats,
+        warmup_osl=args.warmup_osl,
+        profile_steps=args.profile_steps,
+        profiled=args.profile_strategies,
+        block_size=args.block_size,
+        max_model_len=args.max_model_len,
+        max_tokens_per_step=args.max_tokens_per_step,
+        graphs=False if args.no_graphs else None,
+        seed=args.seed,
+    )
+    return sweep(base, args.batches, args.drafts, args.isl, args.osl, args.ssm_dtype)
+
+
+def run(
+    model: NemotronH,
+    head: MTPHead | None,
+    wanted: list[Load],
+    bandwidth: float | None,
+    save: Callable[[list[Row]], object] | None = None,
+) -> list[Row]:
+    """Measure all loads; those that do not fit are told on standard error and left out.
+
+    save: called with all rows so far after each load, so that a time limit costs only the last.
+    """
+    rows: list[Row] = []
+    for load in wanted:
+        start = time.perf_counter()
+        what = " ".join(f"{name}={value}" for name, value in load.key.items())
+        try:
+            rows += measure(model, head, load, bandwidth)
+        except (ValueError, torch.OutOfMemoryError) as error:
+            if len(wanted) == 1:
+                raise
+            print(f"left out {what}: {error}", file=sys.stderr, flush=True)
+            continue
+        print(f"{what}: {time.perf_counter() - start:.1f} s", file=sys.stderr, flush=True)
+        if save is not None:
+            save(rows)
+    if not rows:
+        raise ValueError("none of the loads could be run")
+    return rows
+
+
+def _ints(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]
+
+
+def _acceptance(text: str) -> float | None:
+    return None if text == "real" else float(text)
+
+
+def _words(literal: object) -> Callable[[str], tuple[str, ...]]:
+    known = get_args(literal)
+
+    def words(text: str) -> tuple[str, ...]:
+        chosen = known if text == "all" else tuple(text.split(","))
+        if not set(chosen) <= set(known):
+            raise argparse.ArgumentTypeError(f"{text!r}; each must be one of {', '.join(known)}")
+        return chosen
+
+    return words

@@ -1,0 +1,177 @@
+"""What the GPU does in steady steps, from a profiler trace: busy, idle, kernels, a timeline."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from hybrid_runtime.bench.drive import drive
+from hybrid_runtime.bench.load import Load
+from hybrid_runtime.engine import Engine
+
+LONG_GAP = 5.0
+"""us: a longer gap between device operations is idle time, a shorter one belongs to launching."""
+
+# First match wins. Names are those of the kernels here and of the libraries' matrix products.
+KINDS = (
+    ("state", r"ssm|_move_kernel|replay"),
+    ("convolution", r"conv"),
+    ("attention", r"_attention_kernel|_reduce_kernel|kv_write|flash|fmha"),
+    ("norm", r"_norm_kernel"),
+    ("experts", r"_product_kernel|_sum_kernel|_group_kernel|_route_kernel"),
+    ("matrix products", r"gemm|gemv|nvjet|cutlass|splitk|cublas"),
+    ("bookkeeping", r"advance|place|emit|match|part_kernel|whole_kernel|uniform|fill_kernel"),
+    ("copies", r"memcpy|memset"),
+    ("elementwise", r"relu2|elementwise|triton_|cat|index"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """Of the device; times in us."""
+
+    name: str
+    start: float
+    end: float
+
+    @property
+    def kind(self) -> str:
+        """What it is for, one of `KINDS` or "other"."""
+        lower = self.name.lower()
+        return next((kind for kind, pattern in KINDS if re.search(pattern, lower)), "other")
+
+
+@dataclass(frozen=True, slots=True)
+class Busy:
+    """From the first operation's start to the last one's end, us: `window`, the part of it in
+    which anything ran, gaps longer than `LONG_GAP`, and the sum of the shorter ones."""
+
+    window: float
+    busy: float
+    idle: float
+    short_gaps: float
+
+
+def busy(operations: Sequence[tuple[float, float]]) -> Busy:
+    """Busy and idle time of (start, end) intervals in us, in any order; they may overlap."""
+    if not operations:
+        return Busy(0.0, 0.0, 0.0, 0.0)
+    ordered = sorted(operations)
+    start, reached = ordered[0][0], ordered[0][0]
+    idle = short = 0.0
+    for begin, end in ordered:
+        gap = begin - reached
+        if gap > LONG_GAP:
+            idle += gap
+        elif gap > 0:
+            short += gap
+        reached = max(reached, end)
+    window = reached - start
+    return Busy(window, window - idle - short, idle, short)
+
+
+def profile_steady(engine: Engine, load: Load, prompts: list[list[int]]) -> dict[str, Any] | None:
+    """Trace `load.profile_steps` steady steps of one run; None where there is no GPU.
+
+    Results lag the steps by one, so the steps are counted as they are launched, between two points
+    at which the queue has been drained.
+    """
+    if load.profile_steps < 1 or engine.model.device.type != "cuda":
+        return None
+    tracer = profile(activities=[ProfilerActivity.CUDA])
+    before: dict[str, Any] = {}
+    launched = -1
+
+    def before_step(steady: bool) -> None:
+        nonlocal launched
+        if launched < 0 and steady:
+            _drain()
+            before["candidates"] = engine.stats().state.candidate_rows
+            tracer.start()
+            launched = 0
+        elif 0 <= launched < load.profile_steps:
+            launched += 1
+            if launched == load.profile_steps:
+                _drain()
+                tracer.stop()
+                before["after"] = engine.stats().state.candidate_rows
+
+    drive(engine, prompts, load.profile_osl, before_step)
+    if launched < load.profile_steps:
+        if launched >= 0:
+            tracer.stop()
+        return None
+    report = analyse(device_operations(tracer), load.profile_steps)
+    return report | {"candidates": before["after"] - before["candidates"]}
+
+
+def device_operations(tracer: Any) -> list[Operation]:
+    """Kernels, copies and fills of a finished trace, by start."""
+    found = [
+        Operation(event.name, event.time_range.start, event.time_range.end)
+        for event in tracer.events()
+        if str(event.device_type).endswith("CUDA")
+        and not event.is_user_annotation
+        and not re.search(r"ProfilerStep|Sync|Wait Event|Event Record", event.name)
+    ]
+    return sorted(found, key=lambda o: o.start)
+
+
+def analyse(operations: list[Operation], steps: int) -> dict[str, Any]:
+    """Per-step figures of a trace of `steps` steps: us, shares of the window, kernels by name, and
+    one step's timeline as lines "start duration kind", us."""
+    total = busy([(o.start, o.end) for o in operations])
+    by_name: dict[str, list[float]] = {}
+    by_kind: dict[str, float] = {}
+    for o in operations:
+        by_name.setdefault(o.name, []).append(o.end - o.start)
+        by_kind[o.kind] = by_kind.get(o.kind, 0.0) + o.end - o.start
+    top = sorted(by_name.items(), key=lambda item: -sum(item[1]))
+    return {
+        "steps": steps,
+        "window_us_per_step": total.window / steps,
+        "busy_us_per_step": total.busy / steps,
+        "idle_us_per_step": total.idle / steps,
+        "short_gaps_us_per_step": total.short_gaps / steps,
+        "idle_share": total.idle / total.window if total.window else 0.0,
+        "operations_per_step": len(operations) / steps,
+        "us_by_kind": {
+            kind: us / steps for kind, us in sorted(by_kind.items(), key=lambda item: -item[1])
+        },
+        "top": [
+            {"name": name[:120], "us_per_step": sum(t) / steps, "per_step": len(t) / steps}
+            for name, t in top[:30]
+        ],
+        "timeline": [
+            f"{o.start - first:.1f} {o.end - o.start:.1f} {o.kind}"
+            for first, part in [_one_step(operations, steps)]
+            for o in part
+        ],
+    }
+
+
+def _one_step(operations: list[Operation], steps: int) -> tuple[float, list[Operation]]:
+    """A step from the middle of the trace, and when it starts: from one launch of a kernel that
+    every step launches once to the next; the first such kernel in a step."""
+    counts = Counter(o.name for o in operations)
+    marks = next((o.name for o in operations if counts[o.name] == steps), None)
+    starts = [i for i, o in enumerate(operations) if o.name == marks]
+    if len(starts) < 2:
+        return (operations[0].start if operations else 0.0), operations
+    middle = (len(starts) - 1) // 2
+    part = operations[starts[middle] : starts[middle + 1]]
+    return part[0].start, part
+
+
+def _drain() -> None:
+    # Inside `drive` a synchronisation would be counted as one of the engine's.
+    mode = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode(0)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode(mode)
