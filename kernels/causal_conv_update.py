@@ -18,6 +18,7 @@ MAX_TOKENS = 8
     do_not_specialize=["tokens", "window_length"],
     do_not_specialize_on_alignment=[
         "block_table", "slot", "row_start", "draft", "read_column", "read_offset", "write_column",
+        "snapshot_column", "snapshot_after",
     ],
 )  # fmt: skip
 def _causal_conv_update_kernel(
@@ -32,6 +33,8 @@ def _causal_conv_update_kernel(
     read_column,
     read_offset,
     write_column,
+    snapshot_column,
+    snapshot_after,
     out,
     tokens,
     x_token,
@@ -106,6 +109,23 @@ def _causal_conv_update_kernel(
             written = given + (start + i).to(tl.int64) * CHANNELS
             tl.store(written, y.to(out_type), mask=inside & (start + i < end))
 
+        if snapshot_column is not None:
+            kept = tl.load(snapshot_column + row)
+            behind = tl.load(snapshot_after + row)
+            if kept >= 0:
+                saved = windows + tl.load(table + kept).to(tl.int64) * window_block + across
+                known = tl.where(reads, offset, 0)  # inputs that the old window has before ours
+                for j in tl.static_range(history):
+                    before = inside & (behind + j < known)
+                    from_old = taken + (behind + j).to(tl.int64) * window_position
+                    early = tl.load(from_old, mask=before, other=0.0)
+                    tl.store(saved + j * window_position, early, mask=before)
+                for i in tl.static_range(history + TOKENS):
+                    place = i + known - behind
+                    stays = (place >= 0) & (place < history) & (i < history + end - start)
+                    late = inputs[i].to(windows.dtype.element_ty)
+                    given_at = saved + place.to(tl.int64) * window_position
+                    tl.store(given_at, late, mask=inside & stays)
         # Threads own the same channels in all these accesses only if the compiler vectorises
         # them alike; the barrier keeps every load of the old window before the first store.
         tl.debug_barrier()
@@ -132,11 +152,14 @@ def causal_conv_update(
     read_offset: Tensor,
     write_column: Tensor,
     max_scheduled: int,
+    snapshot_column: Tensor | None = None,
+    snapshot_after: Tensor | None = None,
 ) -> Tensor:
     """`causal_conv_reference` for rows of few tokens, by one launch where Triton runs.
 
     No row may read a block that another row of the same call writes. Rows of more than
-    `MAX_TOKENS` tokens and fp64 go to the reference.
+    `MAX_TOKENS` tokens and fp64 go to the reference. The snapshot arguments are those of
+    `replay_window_update`, which is the one to call with them.
 
     Raises:
         ValueError: as the reference.
@@ -175,6 +198,8 @@ def causal_conv_update(
         read_column,
         read_offset,
         write_column,
+        snapshot_column,
+        snapshot_after,
         out,
         tokens,
         *x.stride(),

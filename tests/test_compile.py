@@ -4,10 +4,14 @@ than the compiler does (names that change type between branches, for one)."""
 from __future__ import annotations
 
 import re
+import subprocess
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import triton
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -17,19 +21,29 @@ from triton.runtime.jit import JITFunction
 from hybrid_runtime.kernels import (
     advance,
     block_fill,
+    causal_conv_scan,
     causal_conv_update,
+    expert_groups,
+    experts,
     kv_write,
     norm,
     paged_attention,
+    relu2,
+    replay_materialise,
+    replay_update,
+    route,
+    ssm_chunks,
     ssm_update,
     state_move,
 )
+from hybrid_runtime.kernels.ssm_scan import STEP_HEADS, scan_tiling
 
 HOPPER = GPUTarget("cuda", 90, 32)
 POINTERS = {
     "entries", "step", "accepted", "slot_computed", "slot_held", "slot_offset", "previous",
     "placed", "read_column", "read_offset", "write_column", "moves", "blocks",
-    "block_table", "slot", "row_start", "draft",
+    "block_table", "slot", "row_start", "draft", "fold", "turn", "snapshot_column",
+    "snapshot_after",
 }  # fmt: skip
 TYPES = {
     "addresses": "*i64", "value": "fp32", "x": "*bf16", "out": "*bf16", "weight": "*bf16",
@@ -55,6 +69,7 @@ SSM: dict[str, Any] = {
     "HEADS": 128, "HEADS_PER_GROUP": 16, "DIM": 64, "STATE": 128, "TOKENS": 4, "TILE": 8,
     "WIDTH": 128, "x_dim": 1, "dt_head": 1, "B_state": 1, "C_state": 1,
 }  # fmt: skip
+NO_SNAPSHOT = {"snapshot_column": None, "snapshot_after": None}
 KERNELS = [
     (advance._advance_kernel, ADVANCE),
     (advance._advance_kernel, ADVANCE | {"IN_PLACE": True}),
@@ -64,8 +79,11 @@ KERNELS = [
     (state_move._move_kernel, MOVE | {"word_type": tl.int8, "tap_type": tl.int32, "VECTOR": False}),
     (block_fill._fill_kernel, FILL),
     (block_fill._fill_kernel, FILL | {"window_type": tl.float32, "ssm_type": tl.float32}),
-    (causal_conv_update._causal_conv_update_kernel, CONV),
-    (causal_conv_update._causal_conv_update_kernel, CONV | {"bias": None, "TOKENS": 1, "TAPS": 1}),
+    (causal_conv_update._causal_conv_update_kernel, CONV | NO_SNAPSHOT),
+    (
+        causal_conv_update._causal_conv_update_kernel,
+        CONV | NO_SNAPSHOT | {"bias": None, "TOKENS": 1, "TAPS": 1},
+    ),
     (causal_conv_update._causal_conv_update_kernel, CONV | {"CHANNELS": 10, "TOKENS": 8}),
     (ssm_update._ssm_update_kernel, SSM),
     (ssm_update._ssm_update_kernel, SSM | {"TOKENS": 8, "DIM": 60, "STATE": 100}),
@@ -92,7 +110,11 @@ def test_state_update_moves_16_bytes_at_once(type_: str, tile: int) -> None:
 
 
 def compiled(
-    kernel: JITFunction, constants: dict[str, Any], multiples: Sequence[str] = (), **types: str
+    kernel: JITFunction,
+    constants: dict[str, Any],
+    multiples: Sequence[str] = (),
+    options: dict[str, int] | None = None,
+    **types: str,
 ) -> Any:
     """`multiples`: arguments that are multiples of 16, as launches find out by themselves."""
     signature, attributes = {}, {}
@@ -104,7 +126,8 @@ def compiled(
         if name in multiples:
             attributes[(index,)] = [["tt.divisibility", 16]]
     source = ASTSource(kernel, signature, constants, attributes)
-    return compile_kernel(source, target=HOPPER, options={"num_warps": 2 if multiples else 4})
+    options = options or {"num_warps": 2 if multiples else 4}
+    return compile_kernel(source, target=HOPPER, options=options)
 
 
 ATTENTION: dict[str, Any] = {
@@ -152,3 +175,217 @@ def test_attention_and_norms_move_16_bytes_at_once(
     code = compiled(kernel, constants | dense, (*VALUES, *PARTIAL, *strides), **types)
     assert code.asm["cubin"]
     assert access in code.asm["ptx"]
+
+
+def spilled(code: Any, folder: Path) -> int:
+    """Bytes of stack of a compiled kernel: what did not fit into registers."""
+    cubin = folder / "kernel.cubin"
+    cubin.write_bytes(code.asm["cubin"])
+    command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", str(cubin)]
+    report = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = re.search(r"STACK:(\d+)", report)
+    assert found
+    return int(found[1])
+
+
+def aligned(kernel: JITFunction, constants: dict[str, Any]) -> list[str]:
+    loose = {
+        "tokens",
+        "rows",
+        "chunks",
+        "dt_min",
+        "dt_max",
+        "D",
+        "A_log",
+        "dt_bias",
+        "table_stride",
+    }
+    return [name for name in kernel.arg_names if name not in {*constants, *POINTERS, *loose}]
+
+
+# Heads of Nemotron-H-8B, Nemotron-Nano-9B-v2 and Falcon-H1.
+@pytest.mark.parametrize(("dim", "state"), [(64, 128), (80, 128), (64, 256)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_chunk_scan_fits_into_registers(
+    dim: int, state: int, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    if not isinstance(ssm_chunks.carry_kernel, JITFunction):
+        pytest.skip("the interpreter is on")
+    half = dtype == torch.bfloat16
+    shape, type_ = scan_tiling(dim, state, dtype), "*bf16" if half else "*fp32"
+    padded = triton.next_power_of_2(state)
+    everything: dict[str, Any] = {
+        "dot_type": tl.bfloat16 if half else tl.float32, "HEADS": 128, "HEADS_PER_GROUP": 16,
+        "DIM": dim, "STATE": state, "CHUNK": shape.chunk, "TRIPS": 0, "TOKENS": shape.tokens,
+        "EACH": shape.each, "BLOCK_P": triton.next_power_of_2(dim), "BLOCK_N": padded,
+        "PIECE": min(shape.piece, padded), "EXACT": not half, "x_dim": 1, "B_state": 1,
+        "C_state": 1, "dt_head": 1, "state_state": 1,
+    }  # fmt: skip
+    types = dict.fromkeys(("x", "B", "C", "dt", "out", "carried"), type_)
+    types |= dict.fromkeys(("steps", "totals", "rests"), "*fp32") | {"rows": "i32"}
+    for kernel, tile, warps, stages in (
+        (ssm_chunks.steps_kernel, STEP_HEADS, 4, 3),
+        (ssm_chunks.carry_kernel, shape.tile, shape.carry_warps, shape.carry_stages),
+        (ssm_chunks.outputs_kernel, 0, shape.output_warps, shape.output_stages),
+    ):
+        names = everything | {"TILE": tile}
+        constants = {name: names[name] for name in kernel.arg_names if name in names}
+        options = {"num_warps": warps, "num_stages": stages}
+        code = compiled(kernel, constants, aligned(kernel, constants), options, **types)
+        assert spilled(code, tmp_path) <= 64  # of 255 registers a thread, 16 words at most
+        assert code.metadata.shared <= 227 * 1024
+        if kernel is not ssm_chunks.steps_kernel:
+            assert ("wgmma.mma_async" in code.asm["ptx"]) == half
+
+
+@pytest.mark.parametrize("changed", [{}, {"bias": None, "TAPS": 2, "LENGTH": 1}, {"CHANNELS": 10}])
+def test_long_convolution_moves_16_bytes_at_once(changed: dict[str, Any], tmp_path: Path) -> None:
+    kernel = causal_conv_scan._causal_conv_scan_kernel
+    if not isinstance(kernel, JITFunction):
+        pytest.skip("the interpreter is on")
+    shape = causal_conv_scan.ConvTiling()
+    constants = CONV | {"LENGTH": 6, "TOKENS": shape.tokens, "TILE": shape.channels} | changed
+    options = {"num_warps": shape.warps}
+    code = compiled(kernel, constants, aligned(kernel, constants), options, rows="i32")
+    assert spilled(code, tmp_path) == 0
+    if constants["CHANNELS"] % 16 == 0:
+        assert code.asm["ptx"].count("ld.global.v4") >= shape.tokens
+
+
+PRODUCT: dict[str, Any] = {
+    "dot_type": tl.bfloat16, "ROWS": 1856, "SIZE": 2688, "SHARED": 6, "SQUARED": True,
+    "x_dim": 1, "matrix_dim": 1,
+}  # fmt: skip
+DOWN = {"ROWS": 2688, "SIZE": 1856, "SHARED": 1, "SQUARED": False}
+
+
+@pytest.mark.parametrize("sizes", [{}, DOWN], ids=["up", "down"])
+@pytest.mark.parametrize("tokens", [1, 256, 1024, 4096])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_expert_products_stream_their_matrices(
+    dtype: torch.dtype, tokens: int, sizes: dict[str, Any], tmp_path: Path
+) -> None:
+    kernel = experts._product_kernel
+    if not isinstance(kernel, JITFunction):
+        pytest.skip("the interpreter is on")
+    shape = experts.expert_tiling(6 * tokens, 128, dtype)
+    constants = PRODUCT | sizes | {
+        "dot_type": experts._TYPES[dtype], "BLOCK_M": shape.block_m, "BLOCK_N": shape.block_n,
+        "BLOCK_K": shape.block_k,
+    }  # fmt: skip
+    half = "*fp16" if dtype == torch.float16 else "*bf16"
+    type_ = "*fp32" if dtype == torch.float32 else half
+    types = dict.fromkeys(("x", "matrices"), type_) | dict.fromkeys(("order", "tiles"), "*i32")
+    types["out"] = "*fp32" if sizes else type_
+    strides = ("x", "matrices", "out", "x_line", "matrix_expert", "matrix_row")
+    options = {"num_warps": shape.warps, "num_stages": shape.stages}
+    code = compiled(kernel, constants, strides, options, **types)
+    text = code.asm["ptx"]
+    assert spilled(code, tmp_path) == 0
+    assert "cp.async.cg.shared.global" in text
+    assert "cp.async.ca" not in text
+    assert ("mma" in text) == (dtype != torch.float32)
+    assert ("wgmma.mma_async" in text) == (dtype != torch.float32 and shape.block_m >= 64)
+
+
+ROUTE: dict[str, Any] = {
+    "EXPERTS": 128, "GROUPS": 1, "KEPT": 1, "TOP_K": 6, "NORMALISE": True, "PRECISE": True,
+    "BLOCK_G": 1, "BLOCK_E": 128, "BLOCK_K": 8, "logits_expert": 1, "bias_expert": 1,
+}  # fmt: skip
+ROUTE_GROUPS = {"EXPERTS": 96, "GROUPS": 8, "KEPT": 3, "BLOCK_G": 8, "BLOCK_E": 16}
+ROUTE_MANY = {"EXPERTS": 512, "BLOCK_E": 512, "TOP_K": 22, "BLOCK_K": 32, "NORMALISE": False}
+GROUP: dict[str, Any] = {"BLOCK_M": 16, "BINS": 128, "COUNTED": 128, "RANKED": 128, "LINES": 32}
+SUM: dict[str, Any] = {"SIZE": 2688, "TOP_K": 6, "BLOCK": 512, "weights_choice": 1}
+RELU2: dict[str, Any] = {"BLOCK": 1024, "x_dim": 1}
+
+
+@pytest.mark.parametrize(
+    ("kernel", "constants", "warps", "access"),
+    [
+        (route._route_kernel, ROUTE, 1, "ld.global"),
+        (route._route_kernel, ROUTE | ROUTE_GROUPS, 1, "ld.global"),
+        (route._route_kernel, ROUTE | ROUTE_MANY, 2, "ld.global"),
+        (expert_groups._group_kernel, GROUP, 4, "ld.global"),
+        (expert_groups._group_kernel, GROUP | {"BINS": 512, "COUNTED": 1024}, 4, "ld.global"),
+        (experts._sum_kernel, SUM, 4, "ld.global.v4"),
+        (relu2._relu2_kernel, RELU2, 4, "ld.global.v4"),
+    ],
+)
+def test_what_surrounds_the_experts(
+    kernel: JITFunction, constants: dict[str, Any], warps: int, access: str, tmp_path: Path
+) -> None:
+    if not isinstance(kernel, JITFunction):
+        pytest.skip("the interpreter is on")
+    types = dict.fromkeys(("logits", "bias", "weights", "outputs"), "*fp32")
+    types |= {"scale": "fp32", "experts": "*i64", "order": "*i32", "tiles": "*i32"}
+    multiples = ("logits", "bias", "experts", "outputs", "weights", "x", "out", "x_line", "size")
+    found = [name for name in multiples if name in kernel.arg_names and name not in constants]
+    if kernel is relu2._relu2_kernel:
+        types["tiles"] = "i32"
+    code = compiled(kernel, constants, found, {"num_warps": warps}, **types)
+    assert spilled(code, tmp_path) == 0
+    assert access in code.asm["ptx"]
+
+
+REPLAY: dict[str, Any] = {
+    "x_token": 10240, "x_head": 64, "x_dim": 1, "dt_token": 18560, "dt_head": 1, "B_token": 10240,
+    "B_group": 128, "B_state": 1, "C_token": 10240, "C_group": 128, "C_state": 1, "HEADS": 128,
+    "HEADS_PER_GROUP": 16, "DIM": 64, "STATE": 128, "TOKENS": 4, "RECORDS": 3,
+}  # fmt: skip
+RECORDS = {"x_records": "*bf16", "B_records": "*bf16", "dt_records": "*fp32"}
+RECORDS |= {"rows": "*i32", "seed": "*i32", "position": "*i32"}
+NEAREST: dict[str, Any] = {
+    "seed": None, "position": None, "ROUND": False, "DIGITS": 0, "LEAST": 0,
+}  # fmt: skip
+BY_CHANCE: dict[str, Any] = {"ROUND": True, "DIGITS": 10 << 23, "LEAST": 103 << 23}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("changed", [{}, {"TOKENS": 1, "RECORDS": 0}, {"TOKENS": 6, "RECORDS": 5}])
+def test_replay_moves_16_bytes_at_once(
+    dtype: torch.dtype, changed: dict[str, Any], tmp_path: Path
+) -> None:
+    kernel = replay_update._replay_update_kernel
+    if not isinstance(kernel, JITFunction):
+        pytest.skip("the interpreter is on")
+    shape = replay_update.shape_of(64, 128, dtype.itemsize)
+    tile = {"TILE": shape.tile, "LOW": shape.low, "SPLIT": 128 // shape.low}
+    constants = REPLAY | NEAREST | tile | changed
+    options = {"num_warps": shape.warps}
+    types = RECORDS | {"states": {4: "*fp32", 2: "*bf16"}[dtype.itemsize]}
+    names = ("x", "B", "C", "x_records", "B_records", "states", "state_stride", "out")
+    code = compiled(kernel, constants, names, options, **types)
+    parts = shape.tile * 128 * dtype.itemsize // (16 * 32 * shape.warps)
+    text = code.asm["ptx"]
+    assert len(re.findall(r"ld\.global\S*\.v4\.b32", text)) >= parts
+    # The live state, from either path; the slow path's snapshots in three places.
+    assert len(re.findall(r"st\.global\S*\.v4\.b32", text)) == 5 * parts
+    if constants["TOKENS"] <= 4:
+        assert spilled(code, tmp_path) == 0
+
+
+@pytest.mark.parametrize("rounding", [NEAREST, BY_CHANCE], ids=["nearest", "chance"])
+@pytest.mark.parametrize(
+    ("dim", "state", "drafts"), [(64, 128, 3), (80, 128, 3), (60, 100, 7), (64, 128, 0)]
+)
+def test_replay_kernels_compile(
+    dim: int, state: int, drafts: int, rounding: dict[str, Any]
+) -> None:
+    update, materialise = (
+        replay_update._replay_update_kernel,
+        replay_materialise._materialise_kernel,
+    )
+    if not isinstance(update, JITFunction):
+        pytest.skip("the interpreter is on")
+    model = {"DIM": dim, "STATE": state, "RECORDS": drafts}
+    shape = replay_update.shape_of(dim, state, 2)
+    tile = {"TILE": shape.tile, "LOW": shape.low, "SPLIT": 128 // shape.low}
+    constants = REPLAY | rounding | model | tile | {"TOKENS": drafts + 1}
+    types = RECORDS | {"states": "*fp16"}
+    assert compiled(update, constants, (), {"num_warps": shape.warps}, **types).asm["cubin"]
+    moved: dict[str, Any] = {
+        "state_type": tl.float16, "tap_type": tl.int16, "HEADS": 128, "HEADS_PER_GROUP": 16,
+        "TAPS": 3, "TILE": 16, "SPLIT": 4, "LOW": 32, "WINDOW_TILE": 1024, "VECTOR": True,
+    }  # fmt: skip
+    constants = moved | rounding | model
+    assert compiled(materialise, constants, **RECORDS).asm["cubin"]

@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor, nn
 
-from hybrid_runtime.kernels.causal_conv import causal_conv_reference
+from hybrid_runtime.kernels.causal_conv_scan import causal_conv_scan
 from hybrid_runtime.kernels.causal_conv_update import causal_conv_update
-from hybrid_runtime.kernels.ssm import ssm_chunk_scan_reference
+from hybrid_runtime.kernels.ssm_scan import ssm_chunk_scan
 from hybrid_runtime.kernels.ssm_update import ssm_update
 from hybrid_runtime.models.config import NemotronHConfig
 from hybrid_runtime.models.norm import GatedRMSNorm
@@ -83,7 +83,7 @@ class Mamba2Mixer(nn.Module):
             read_offset = part.rows(positions.read_offset)
             write_column = part.rows(positions.write_column)
             slot, row_start = part.rows(batch.slot), part.row_start
-            convolve = causal_conv_update if part.update else causal_conv_reference
+            convolve = causal_conv_update if part.update else causal_conv_scan
             convolved = convolve(
                 part.tokens(mixed),
                 self.conv1d.weight[:, 0],
@@ -121,7 +121,7 @@ class Mamba2Mixer(nn.Module):
             if part.update:
                 y = ssm_update(*arguments, dt_min=low, dt_max=high)
             else:
-                y = ssm_chunk_scan_reference(
+                y = ssm_chunk_scan(
                     *arguments, chunk_size=config.chunk_size, dt_min=low, dt_max=high
                 )
             outputs.append(y.flatten(-2))
