@@ -176,17 +176,17 @@ def _causal_conv_scan_kernel(
             values += (tl.where(index < history, kept, fresh),)
         tl.debug_barrier()
         to = tl.load(table + target).to(tl.int64)
-        written = windows + to * window_block + across
+        rolled = windows + to * window_block + across
         for position in tl.static_range(LENGTH):
             known = certain + position < history + scheduled
-            tl.store(written + position * window_position, values[position], mask=inside & known)
+            tl.store(rolled + position * window_position, values[position], mask=inside & known)
 
 
 class ConvTiling(NamedTuple):
     """Launch shape: tokens and channels of a program, its warps."""
 
     tokens: int = 16
-    channels: int = 512
+    channels: int = 256
     warps: int = 2
 
 
