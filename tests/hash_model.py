@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from hybrid_runtime.state.layout import StateLayout
+from hybrid_runtime.state.layout import LayoutKind, StateLayout
 from hybrid_runtime.state.manager import HybridStateManager
 from hybrid_runtime.state.rows import StepRows
 from hybrid_runtime.state.step import Snapshot, Step
@@ -41,6 +41,7 @@ class Request:
     in_flight: list[tuple[int, int]] = field(default_factory=list)  # (most, least) advance
     rule: tuple[int, tuple[int, ...]] = (0, ())  # which boundaries are retained
     place: tuple[int, int] = (-1, 0)  # where its state lies: column and offset
+    covered: int = 0  # replay: tokens in that state, without the guesses accepted since
     dead: bool = False
 
     def keeps(self, boundary: int) -> bool:
@@ -72,6 +73,8 @@ class Kept:
 class HashRunner:
     """Model runner around one `HybridStateManager`, with block pools, for `groups` cache groups."""
 
+    kind: LayoutKind = "columns"
+
     def __init__(
         self,
         *,
@@ -102,6 +105,7 @@ class HashRunner:
             conv_dtype=conv_dtype,
             ssm_dtype=ssm_dtype,
             conv_layout=conv_layout,  # type: ignore[arg-type]
+            kind=self.kind,
         )
         self.depth, self.num_draft, self.device = depth, num_draft, device
         self.own_all = own_all  # every column from admission on, so that the manager is not asked
@@ -141,7 +145,7 @@ class HashRunner:
         column = None
         if hit is not None:
             assert tokens[: len(hit.tokens)] == hit.tokens
-            request.computed = request.known = len(hit.tokens)
+            request.computed = request.known = request.covered = len(hit.tokens)
             column = len(hit.tokens) // self.layout.block_size - 1
             request.place = column, 0
             for group, block in enumerate(hit.blocks):
@@ -280,11 +284,24 @@ class HashRunner:
             most = certain + len(drafts) if accepted or drafts else certain
             request.in_flight.append((most, certain))
             opened.starts.append(request.computed)
-            reached = range(request.computed + certain, request.computed + most + 1)
-            block = self.layout.block_size
-            opened.snapshots.append({b for b in reached if b % block == 0 and request.keeps(b)})
+            opened.snapshots.append(self._may_leave(request, certain, most))
         self.outstanding.append(opened)
         return opened
+
+    def _may_leave(self, request: Request, certain: int, most: int) -> set[int]:
+        """Boundaries whose snapshots may come of a step that computes `certain..most` tokens."""
+        reached = range(request.computed + certain, request.computed + most + 1)
+        block = self.layout.block_size
+        return {b for b in reached if b % block == 0 and request.keeps(b)}
+
+    def knows(self, opened: Open, row: int) -> bool:
+        """Whether the host knew exactly what `may_copy` depends on."""
+        rows = opened.step.rows
+        return bool(rows.computed_min[row] == rows.computed_max[row])
+
+    def may_copy(self, opened: Open, row: int) -> bool:
+        """Whether some count makes this step copy a state in this row."""
+        return bool(opened.plan[row][2]) and bool(opened.snapshots[row])
 
     def forward(self, opened: Open) -> None:
         """Run the rows whose requests are still there; before the next step begins."""
@@ -314,13 +331,20 @@ class HashRunner:
                 continue
             request.dead = not accepted and bool(drafts)
             taken = drafts[: max(accepted, 1) - 1]
-            end = request.computed + certain + len(drafts)
-            home = bool(drafts) and len(taken) == len(drafts) and end in snapshots
-            request.place = -(-end // self.layout.block_size) - 1, 0 if home else len(taken)
+            request.place = self._place(request.computed + certain, drafts, len(taken), snapshots)
+            request.covered = request.computed + certain
             if accepted:
                 emitted = [*taken, (sum(taken) + 7 * request.computed) % TOKENS]
                 request.tokens[request.computed + certain :] = emitted
             request.computed += certain + len(taken)
+
+    def _place(
+        self, certain: int, drafts: list[int], taken: int, snapshots: set[int]
+    ) -> tuple[int, int]:
+        """Column and offset at which the state lies after a step."""
+        end = certain + len(drafts)
+        home = bool(drafts) and taken == len(drafts) and end in snapshots
+        return -(-end // self.layout.block_size) - 1, 0 if home else taken
 
     def abandon(self, opened: Open) -> None:
         """The forward pass failed: the step's requests end, nobody else notices."""

@@ -22,6 +22,7 @@ from hypothesis.stateful import (
     precondition,
     rule,
 )
+from replay_model import RUNNERS
 
 from hybrid_runtime.state import Strategy, sync_guard
 
@@ -32,6 +33,7 @@ FAST = ("always", "auto")
 class Interleavings(RuleBasedStateMachine):
     """One runner per strategy; all do the same and must hold the same bytes."""
 
+    kind = "columns"
     runners: list[HashRunner]
 
     @initialize(
@@ -49,8 +51,10 @@ class Interleavings(RuleBasedStateMachine):
         self.in_turn = in_turn
         options |= {"conv_dtype": dtypes[0], "ssm_dtype": dtypes[1], "block_size": BLOCK}
         options |= {"max_requests": SLOTS, "layers": options["groups"], "columns": COLUMNS}
+        options["in_place"] &= self.kind == "columns"
+        runner = RUNNERS[self.kind]
         self.runners = [
-            HashRunner(strategy=s, **options) for s in (get_args(Strategy) if in_turn else FAST)
+            runner(strategy=s, **options) for s in (get_args(Strategy) if in_turn else FAST)
         ]
         self.some_tokens = st.lists(st.integers(0, TOKENS - 1), min_size=1, max_size=20)
 
@@ -178,15 +182,15 @@ class Interleavings(RuleBasedStateMachine):
             reads_offset = [data.draw(st.booleans()) for _ in plan]
         self.all(lambda runner: runner.begin(plan, reads_offset))
         for runner in self.runners:
-            self._sound_and_tight(runner.outstanding[-1])
+            self._sound_and_tight(runner, runner.outstanding[-1])
 
-    def _sound_and_tight(self, opened: Open) -> None:
+    def _sound_and_tight(self, runner: HashRunner, opened: Open) -> None:
         """Candidates are the rows that some count would make act; exactly, if bounds are exact."""
-        rows, listed = opened.step.rows, set(opened.step.candidates.tolist())
-        for i, (_, _, drafts, _) in enumerate(opened.plan):
-            acts = bool(drafts) and bool(opened.snapshots[i])
+        listed = set(opened.step.candidates.tolist())
+        for i in range(len(opened.plan)):
+            acts = runner.may_copy(opened, i)
             assert i in listed or not acts
-            assert acts or i not in listed or rows.computed_min[i] < rows.computed_max[i]
+            assert acts or i not in listed or not runner.knows(opened, i)
 
     def _row(self, data: st.DataObject, slot: int) -> Row:
         if slot < 0:
@@ -305,5 +309,12 @@ def pool(view: torch.Tensor) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8).set_(view.untyped_storage())  # type: ignore[call-overload]
 
 
+class ReplayInterleavings(Interleavings):
+    kind = "replay"
+
+
 TestInterleavings = Interleavings.TestCase
-TestInterleavings.settings = settings(max_examples=100, stateful_step_count=40)
+TestReplayInterleavings = ReplayInterleavings.TestCase
+TestInterleavings.settings = TestReplayInterleavings.settings = settings(
+    max_examples=100, stateful_step_count=40
+)

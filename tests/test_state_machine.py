@@ -14,6 +14,7 @@ import torch
 from hash_model import TOKENS, HashRunner
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+from replay_model import RUNNERS
 
 from hybrid_runtime.state import Strategy
 
@@ -24,6 +25,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 class Histories(RuleBasedStateMachine):
     """Requests come, step, pause, leave and come back; all runners do the same."""
 
+    kind = "columns"
     runners: list[HashRunner]
 
     @initialize(
@@ -36,8 +38,9 @@ class Histories(RuleBasedStateMachine):
     )
     def start(self, dtypes: tuple[torch.dtype, torch.dtype], **options: Any) -> None:
         options |= {"conv_dtype": dtypes[0], "ssm_dtype": dtypes[1], "block_size": BLOCK}
+        options["in_place"] &= self.kind == "columns"
         self.runners = [
-            HashRunner(strategy=s, max_requests=SLOTS, layers=3, device=DEVICE, **options)
+            RUNNERS[self.kind](strategy=s, max_requests=SLOTS, layers=3, device=DEVICE, **options)
             for s in get_args(Strategy)
         ]
 
@@ -176,8 +179,13 @@ class Histories(RuleBasedStateMachine):
             assert len(runner.free) == len(runner.users)  # nothing leaked
 
 
+class ReplayHistories(Histories):
+    kind = "replay"
+
+
 TestHistories = Histories.TestCase
+TestReplayHistories = ReplayHistories.TestCase
 # On a GPU each check is a round trip; the kernels under it are what is tested there.
-TestHistories.settings = settings(
+TestHistories.settings = TestReplayHistories.settings = settings(
     max_examples=30 if DEVICE == "cuda" else 200, stateful_step_count=40
 )

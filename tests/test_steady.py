@@ -9,15 +9,17 @@ import numpy as np
 import pytest
 import torch
 from hash_model import TOKENS, HashRunner
+from replay_model import RUNNERS
 
 from hybrid_runtime.state import HybridStateManager, StateLayout, StepRows
 
 SLOTS, K = 3, 3
+layouts = pytest.mark.parametrize("kind", sorted(RUNNERS))
 
 
-def runner(**options: Any) -> HashRunner:
+def runner(kind: str, **options: Any) -> HashRunner:
     """Three requests whose prompts have been read, in slots 2, 0 and 1."""
-    runs = HashRunner(num_draft=K, max_requests=4, block_size=64, columns=12, **options)
+    runs = RUNNERS[kind](num_draft=K, max_requests=4, block_size=64, columns=12, **options)
     for slot in range(SLOTS):
         runs.admit(slot, list(range(5 + slot)))
     runs.step([(slot, 5 + slot, [], 1) for slot in (2, 0, 1)])
@@ -36,8 +38,9 @@ def decode(runs: HashRunner, rng: random.Random, slots: tuple[int, ...] = (2, 0,
 
 @pytest.mark.parametrize("strategy", ["blocking", "defer", "always", "auto"])
 @pytest.mark.parametrize("depth", [0, 1, 2])
-def test_long_runs_cross_boundaries_and_stay_exact(strategy: str, depth: int) -> None:
-    runs, rng = runner(strategy=strategy, depth=depth), random.Random(depth)
+@layouts
+def test_long_runs_cross_boundaries_and_stay_exact(kind: str, strategy: str, depth: int) -> None:
+    runs, rng = runner(kind, strategy=strategy, depth=depth), random.Random(depth)
     for _ in range(120):
         decode(runs, rng)
     while runs.outstanding:
@@ -45,11 +48,17 @@ def test_long_runs_cross_boundaries_and_stay_exact(strategy: str, depth: int) ->
     stats = runs.manager.stats()
     assert stats.rows_copied > 5
     assert stats.uploads < stats.steps / 2
-    assert (stats.copy_launches < stats.steps / 2) == (strategy != "always")
+    if kind == "replay":
+        assert (stats.copy_launches, stats.uploads) == (0, 2)
+        assert stats.candidate_rows >= stats.rows_copied
+        assert stats.skipped > stats.steps / 4
+    else:
+        assert (stats.copy_launches < stats.steps / 2) == (strategy != "always")
 
 
-def test_a_repeated_step_sends_nothing() -> None:
-    runs, rng = runner(strategy="auto"), random.Random(0)
+@layouts
+def test_a_repeated_step_sends_nothing(kind: str) -> None:
+    runs, rng = runner(kind, strategy="auto"), random.Random(0)
     decode(runs, rng)  # the first decode step admits nobody any more, but folds the prompts' in
     decode(runs, rng)
     before = runs.manager.stats()
@@ -64,8 +73,9 @@ def test_a_repeated_step_sends_nothing() -> None:
     "event", ["release", "admit", "retain", "other rows", "fewer rows", "dead"]
 )
 @pytest.mark.parametrize("depth", [0, 2])
-def test_whatever_changes_ends_the_repetition(event: str, depth: int) -> None:
-    runs, rng = runner(depth=depth), random.Random(1)
+@layouts
+def test_whatever_changes_ends_the_repetition(kind: str, event: str, depth: int) -> None:
+    runs, rng = runner(kind, depth=depth), random.Random(1)
     for _ in range(5):
         decode(runs, rng)
     slots: tuple[int, ...] = (2, 0, 1)
@@ -91,8 +101,9 @@ def test_whatever_changes_ends_the_repetition(event: str, depth: int) -> None:
     assert runs.manager.stats().rows_copied > 0
 
 
-def test_a_new_tenant_with_the_same_rows_is_not_taken_for_the_old_one() -> None:
-    runs, rng = runner(), random.Random(3)
+@layouts
+def test_a_new_tenant_with_the_same_rows_is_not_taken_for_the_old_one(kind: str) -> None:
+    runs, rng = runner(kind), random.Random(3)
     for _ in range(5):
         decode(runs, rng)
     runs.release(0)
@@ -101,8 +112,9 @@ def test_a_new_tenant_with_the_same_rows_is_not_taken_for_the_old_one() -> None:
         decode(runs, rng)
 
 
-def test_retention_changes_are_seen_by_repeated_rows() -> None:
-    runs = runner()
+@layouts
+def test_retention_changes_are_seen_by_repeated_rows(kind: str) -> None:
+    runs = runner(kind)
     for _ in range(5):
         runs.step([(slot, 1, [1, 2, 3], 4) for slot in (2, 0, 1)])
     runs.retain(0, 0)

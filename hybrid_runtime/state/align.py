@@ -1,4 +1,5 @@
-"""Align-mode arithmetic on NumPy arrays: which column a state lives in, and when it must move.
+"""Align-mode arithmetic on NumPy arrays: which column a state lives in, and when it must move;
+from `replay_snapshot` on, which snapshots a step of the replay layout stores.
 
 Words as in README's "How it works": before a step `computed` (n) tokens are final; the step runs
 `scheduled` (s) tokens of which the last `draft` (d) are guesses; `certain` R = n + s - d tokens are
@@ -76,6 +77,16 @@ def next_retained(position: Ints, retention: Retention) -> Ints:
     for pin in pins:
         if not isinstance(pin, int) or pin:
             found = np.minimum(found, np.where((pin > 0) & (pin >= position), pin, NEVER))
+    return found
+
+
+def last_retained(position: Ints, retention: Retention) -> Ints:
+    """Last retained boundary at or before `position` (tokens, >= 0); 0: there is none."""
+    every, *pins = retention
+    step = np.maximum(every, 1)
+    found: Ints = np.where(np.greater(every, 0), position // step * step, 0)
+    for pin in pins:
+        found = np.maximum(found, np.where(np.less_equal(pin, position), pin, 0))
     return found
 
 
@@ -171,3 +182,61 @@ def columns_held(
     """First and last column that a request must own until the step that reads them has finished."""
     below = np.where(held_min >= 0, np.minimum(held_min, column_min - 1), column_min - 1)
     return np.maximum(below, 0), column_max + num_speculative_tokens
+
+
+class Stored(NamedTuple):
+    """Snapshots of one step, `[rows]`: the boundary in tokens (0 = none), how many of the tokens
+    that become part of the state precede it, and whether it costs a write beside the state's."""
+
+    boundary: Ints
+    after: Ints
+    extra: Bools
+
+
+def replay_snapshot(
+    covered: Ints,
+    computed: Ints,
+    certain: Ints,
+    draft: Ints,
+    block_size: int,
+    retention: Retention,
+) -> Stored:
+    """What a step of the replay layout leaves behind, from exact counts.
+
+    The step reads the state of `covered` tokens, folds records up to `computed`, and goes on to
+    `certain`: a retained boundary in (covered, computed] is stored on the way, one at `certain` at
+    the end, without guesses as the state itself. Others between `computed` and `certain` are not
+    stored. There is at most one, because there are fewer records than tokens in a block, and a step
+    that follows guesses runs one certain token.
+    """
+    passed = (covered // block_size + 1) * block_size
+    passes = (passed <= computed) & retention.keeps(passed)
+    ends = retention.keeps(certain)
+    boundary = np.where(passes, passed, np.where(ends, certain, 0))
+    return Stored(
+        boundary, np.where(boundary > 0, boundary - covered, 0), passes | (ends & (draft > 0))
+    )
+
+
+def first_stored(covered_min: Ints, certain_min: Ints, last_draft: Ints) -> Ints:
+    """Least boundary that a step may store: guesses of the last step may lie before its own tokens.
+    The greatest is `certain_max`."""
+    return np.where(last_draft > 0, covered_min + 1, certain_min)
+
+
+def replay_candidates(
+    first: Ints,
+    computed_max: Ints,
+    certain_max: Ints,
+    draft: Ints,
+    last_draft: Ints,
+    retention: Retention,
+) -> Bools:
+    """Rows for which `replay_snapshot` may find an extra write, from bounds and `first_stored`.
+
+    Exact when the counts are; a row without guesses ends on a boundary at no extra cost.
+    """
+    last = np.where(draft > 0, certain_max, computed_max)
+    reachable: Bools = next_retained(first, retention) <= last
+    reachable &= (draft > 0) | (last_draft > 0)
+    return reachable

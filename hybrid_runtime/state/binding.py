@@ -1,14 +1,47 @@
-"""Checks on the tensors that a runner hands over, and the address table of what it binds."""
+"""Checks on what a runner hands over, and the address table of the tensors that it binds."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
 from hybrid_runtime.kernels.state_table import StateTable
 from hybrid_runtime.state.layout import StateLayout
+
+Strategy = Literal["blocking", "defer", "always", "auto"]
+
+
+def check_options(
+    layout: StateLayout,
+    max_requests: int,
+    num_speculative_tokens: int,
+    strategy: str,
+    in_place: bool,
+    steps_in_flight: int,
+    readback: bool,
+) -> None:
+    """Raise `ValueError` for a manager that cannot be."""
+    if strategy not in get_args(Strategy):
+        raise ValueError(f"strategy is {strategy!r}; it must be one of {get_args(Strategy)}")
+    if max_requests < 1:
+        raise ValueError(f"max_requests is {max_requests}; it must be at least 1")
+    if num_speculative_tokens != layout.num_speculative_tokens:
+        raise ValueError(
+            f"num_speculative_tokens is {num_speculative_tokens}; it must be the layout's "
+            f"({layout.num_speculative_tokens}), which sizes the convolution window"
+        )
+    if in_place and layout.replays:
+        raise ValueError(
+            "in_place is True; it must be False in the replay layout, whose kernels read and write "
+            "separate columns"
+        )
+    if not 0 <= steps_in_flight <= 8:
+        raise ValueError(f"steps_in_flight is {steps_in_flight}; it must be in 0..8")
+    if strategy in ("blocking", "defer") and not readback:
+        raise ValueError(f"readback is False; strategy {strategy!r} decides on counts it reads")
 
 
 def bind_states(

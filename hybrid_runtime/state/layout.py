@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 ConvLayout = Literal["SD", "DS"]
+LayoutKind = Literal["columns", "replay"]
 KERNEL_GRANULARITY = 16
 """Attention kernels address KV in units of this many tokens, so block sizes are multiples of it."""
 ALIGNMENT = 16
@@ -20,20 +21,21 @@ ALIGNMENT = 16
 class Component:
     """One typed part of a layer's state and the rule by which it rolls back.
 
-    `rollback` is "window" (the state after j drafts starts j positions later in the same block) or
-    "column" (it lies j columns further); a component without a known rule is refused.
+    `rollback` is "window" (the state after j drafts starts j positions later in the same block),
+    "column" (it lies j columns further) or "records" (it follows from records of the drafts, in the
+    replay layout); a component without a known rule is refused.
     """
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    rollback: Literal["window", "column"]
+    rollback: Literal["window", "column", "records"]
 
     def __post_init__(self) -> None:
-        if self.rollback not in ("window", "column"):
+        if self.rollback not in ("window", "column", "records"):
             raise ValueError(
                 f"component {self.name!r}: rollback is {self.rollback!r}; "
-                "it must be 'window' or 'column'"
+                "it must be 'window' or 'column', or 'records' in the replay layout"
             )
         if not self.shape or min(self.shape) < 1:
             raise ValueError(f"component {self.name!r}: shape is {self.shape}; all must be >= 1")
@@ -45,8 +47,11 @@ class Component:
 
 @dataclass(frozen=True, slots=True)
 class StateLayout:
-    """Columns layout of one Mamba-2 layer: a convolution window and an SSM matrix per block.
+    """One Mamba-2 layer: a convolution window and an SSM matrix per block.
 
+    kind "columns": a request holds a state for every guess that may be accepted, each in a column
+    of its own. "replay": it holds one live state, in the last column of its block table, and what
+    its last step's guesses would change is recorded; the columns below hold snapshots.
     The window holds `conv_width - 1 + num_speculative_tokens` inputs of `conv_channels`, stored
     `[positions, channels]` ("SD") or `[channels, positions]` ("DS"); the SSM state is
     `[heads, head_dim, state_size]`. `block_size` is in tokens.
@@ -60,8 +65,11 @@ class StateLayout:
     conv_dtype: torch.dtype = torch.float32
     ssm_dtype: torch.dtype = torch.float32
     conv_layout: ConvLayout = "SD"
+    kind: LayoutKind = "columns"
 
     def __post_init__(self) -> None:
+        if self.kind not in ("columns", "replay"):
+            raise ValueError(f"kind is {self.kind!r}; it must be 'columns' or 'replay'")
         if self.conv_layout not in ("SD", "DS"):
             raise ValueError(f"conv_layout is {self.conv_layout!r}; it must be 'SD' or 'DS'")
         for name in ("conv_dtype", "ssm_dtype"):
@@ -91,6 +99,7 @@ class StateLayout:
         conv_dtype: torch.dtype = torch.float32,
         kv_dtype: torch.dtype | None = None,
         block_size: int | None = None,
+        kind: LayoutKind = "columns",
     ) -> StateLayout:
         """Layout for a model config with Hugging Face's Nemotron-H field names.
 
@@ -119,7 +128,12 @@ class StateLayout:
             conv_dtype=conv_dtype,
             ssm_dtype=ssm_dtype,
             conv_layout=conv_layout,
+            kind=kind,
         )
+
+    @property
+    def replays(self) -> bool:
+        return self.kind == "replay"
 
     @property
     def window_positions(self) -> int:
@@ -133,7 +147,9 @@ class StateLayout:
             window = window[::-1]
         return (
             Component("window", window, self.conv_dtype, "window"),
-            Component("ssm", self.ssm_shape, self.ssm_dtype, "column"),
+            Component(
+                "ssm", self.ssm_shape, self.ssm_dtype, "records" if self.replays else "column"
+            ),
         )
 
     @property
@@ -141,9 +157,26 @@ class StateLayout:
         """Bytes of one block of one layer, components padded to `ALIGNMENT`."""
         return sum(-(-c.nbytes // ALIGNMENT) * ALIGNMENT for c in self.components)
 
+    @property
+    def record_bytes(self) -> int:
+        """Bytes of one layer's kernels.replay `Records` of one request; 0 in the columns layout.
+
+        Of each guess x and B in the window's dtype and dt in fp32, twice, since halves take turns.
+        """
+        if not self.replays:
+            return 0
+        heads, dim, _ = self.ssm_shape
+        inner = heads * dim
+        # The convolution runs over x, B and C.
+        inputs = inner + max(self.conv_channels - inner, 0) // 2
+        each = inputs * self.conv_dtype.itemsize + heads * torch.float32.itemsize
+        return 2 * self.num_speculative_tokens * each
+
     def bytes_per_request(self, num_layers: int, snapshots: int = 0) -> int:
-        """Device bytes that a running request holds: running, draft and `snapshots` columns."""
-        return num_layers * (1 + self.num_speculative_tokens + snapshots) * self.page_bytes
+        """Device bytes that a running request holds: its running state, what its guesses need (a
+        column each, or records), and `snapshots` columns."""
+        guesses = 0 if self.replays else self.num_speculative_tokens
+        return num_layers * ((1 + guesses + snapshots) * self.page_bytes + self.record_bytes)
 
     def allocate(self, num_blocks: int, device: torch.device | str) -> tuple[Tensor, Tensor]:
         """Zeroed blocks of one layer: views (window `[blocks, *]`, ssm `[blocks, H, P, N]`)."""

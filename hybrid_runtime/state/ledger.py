@@ -6,8 +6,8 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from hybrid_runtime.state import align
 from hybrid_runtime.state.readback import Readback
+from hybrid_runtime.state.rule import Rule
 from hybrid_runtime.state.slots import SlotBook
 from hybrid_runtime.state.step import Snapshot, Step
 
@@ -19,10 +19,16 @@ class Ledger:
     """
 
     def __init__(
-        self, book: SlotBook, readback: Readback | None, block_size: int, debug: bool
+        self,
+        book: SlotBook,
+        readback: Readback | None,
+        rule: Rule,
+        block_size: int,
+        debug: bool,
     ) -> None:
         self._book = book
         self._readback = readback
+        self._rule = rule
         self._block_size = block_size
         self._debug = debug
         self._open: list[Step] = []
@@ -96,14 +102,11 @@ class Ledger:
                     f" in step {step.number}; the exact count is {computed[i]}"
                 )
         certain = computed + rows.scheduled - rows.draft
-        column = align.running_column(computed + rows.scheduled, self._block_size)
-        kept = align.Retention(*step.retention.T)
-        move = align.postcopy(certain, rows.draft, accepted, column, self._block_size, kept)
+        boundary, complete, copied = self._rule.settle(step, computed, certain, accepted, current)
         final = certain + np.maximum(accepted, 1) - 1
-        boundary = final // self._block_size * self._block_size
         dead = current & (accepted == 0) & (rows.draft > 0)
-        complete = current & ~dead & (boundary >= certain) & kept.keeps(boundary)
-        step.copied = np.flatnonzero(move.acts & current)
+        complete = complete & current & ~dead
+        step.copied = np.flatnonzero(copied & current)
         self.rows_copied += len(step.copied)
         step.published = [
             Snapshot(

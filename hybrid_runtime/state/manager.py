@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Literal, get_args
+from functools import partial
 
 import numpy as np
 import torch
@@ -12,29 +12,31 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hybrid_runtime.kernels import advance as fields
-from hybrid_runtime.kernels.advance import Positions, SlotState, advance
+from hybrid_runtime.kernels.advance import Positions
+from hybrid_runtime.kernels.advance_replay import ReplayPositions
 from hybrid_runtime.kernels.block_fill import fill_blocks
-from hybrid_runtime.kernels.state_move import postcopy, precopy
 from hybrid_runtime.kernels.state_table import StateTable
 from hybrid_runtime.state import align
-from hybrid_runtime.state.binding import bind_states, check_counts
+from hybrid_runtime.state.binding import Strategy, bind_states, check_counts, check_options
+from hybrid_runtime.state.columns import Columns
 from hybrid_runtime.state.guard import Waits, allowed
 from hybrid_runtime.state.layout import StateLayout
 from hybrid_runtime.state.ledger import Ledger
-from hybrid_runtime.state.plan import pack_step, pack_unfinished
+from hybrid_runtime.state.plan import pack_unfinished
 from hybrid_runtime.state.readback import Readback
+from hybrid_runtime.state.replay import Replaying
 from hybrid_runtime.state.rows import StepRows
+from hybrid_runtime.state.rule import Rule
 from hybrid_runtime.state.slots import SlotBook
 from hybrid_runtime.state.staging import Staging
 from hybrid_runtime.state.stats import Stats
 from hybrid_runtime.state.steady import Steady
 from hybrid_runtime.state.step import Snapshot, Step
 
-_NO_ROWS = np.empty(0, np.intp)
+__all__ = ["HybridStateManager", "Strategy"]
+
 _FILL = 256
 """Blocks that one launch zeroes."""
-
-Strategy = Literal["blocking", "defer", "always", "auto"]
 
 
 class HybridStateManager:
@@ -42,7 +44,8 @@ class HybridStateManager:
 
     strategy: "blocking" waits for the accepted counts in each step and decides on the host; "defer"
     does so only when a block boundary may be crossed; "always" lets a kernel decide for all rows;
-    "auto" launches that kernel for the rows that may cross one and nothing otherwise.
+    "auto" launches that kernel for the rows that may cross one and nothing otherwise. Where
+    `layout.kind` is "replay" nothing is ever launched, and strategies differ in their waits only.
     in_place: the runner's kernels read and write one column, so states are moved there before the
     forward pass; otherwise kernels take separate read and write positions and nothing is moved.
     steps_in_flight: steps that may be outstanding (begun, results not yet read) beyond the current.
@@ -63,19 +66,15 @@ class HybridStateManager:
         debug: bool = False,
         nvtx: bool = False,
     ) -> None:
-        if strategy not in get_args(Strategy):
-            raise ValueError(f"strategy is {strategy!r}; it must be one of {get_args(Strategy)}")
-        if max_requests < 1:
-            raise ValueError(f"max_requests is {max_requests}; it must be at least 1")
-        if num_speculative_tokens != layout.num_speculative_tokens:
-            raise ValueError(
-                f"num_speculative_tokens is {num_speculative_tokens}; it must be the layout's "
-                f"({layout.num_speculative_tokens}), which sizes the convolution window"
-            )
-        if not 0 <= steps_in_flight <= 8:
-            raise ValueError(f"steps_in_flight is {steps_in_flight}; it must be in 0..8")
-        if strategy in ("blocking", "defer") and not readback:
-            raise ValueError(f"readback is False; strategy {strategy!r} decides on counts it reads")
+        check_options(
+            layout,
+            max_requests,
+            num_speculative_tokens,
+            strategy,
+            in_place,
+            steps_in_flight,
+            readback,
+        )
         self.layout = layout
         self.max_requests = max_requests
         self.num_speculative_tokens = num_speculative_tokens
@@ -87,35 +86,38 @@ class HybridStateManager:
         self._waits = Waits()
         self._stats = Stats()
         self._book = SlotBook(max_requests, layout.block_size)
-        self._steady = Steady(self._book, layout)
         self._steps_in_flight = steps_in_flight
         depth = steps_in_flight + 2
         n = max_requests
         # A step takes at most four buffers: its own, and one each where it ended out of turn, lost
         # rows, or had its copies decided on the host; its own must outlive its results.
         self._staging = Staging(2 * n, fields.ENTRY_FIELDS, 4 * depth, self.device, self._waits)
+        trace = partial(_range, nvtx)
+        self._rule: Rule = (
+            Replaying(layout, self._book, n, self.device)
+            if layout.replays
+            else Columns(
+                layout, self._book, n, self.device, in_place, self._staging, self._stats, trace
+            )
+        )
+        self._steady = Steady(self._book, self._rule, layout.block_size)
         self._fresh = Staging(1, _FILL, 4 * depth, self.device, self._waits)
         self._ledger = Ledger(
             self._book,
             Readback(n, steps_in_flight + 1, self.device, self._waits) if readback else None,
+            self._rule,
             layout.block_size,
             debug,
         )
-
-        def ints(*shape: int) -> Tensor:
-            return torch.full(shape, -1, dtype=torch.int32, device=self.device)
-
-        self._slots = SlotState(ints(n), ints(n), ints(n))
-        self._positions = Positions(ints(n), ints(n), ints(n))
-        self._nowhere = Positions(ints(n), ints(n), ints(n))
-        self._placed = [ints(4, n) for _ in range(depth)]
-        self._moves = ints(3, n)
+        self._slots, self._positions = self._rule.slots, self._rule.outputs
+        self._placed = [
+            torch.full((4, n), -1, dtype=torch.int32, device=self.device) for _ in range(depth)
+        ]
         self._no_counts = torch.ones(n, dtype=torch.int32, device=self.device)
         # The last ended step, whose counts the next launch of `advance` folds in.
         self._pending: tuple[Step, Tensor] | None = None
         self._next = 0
         self._states: StateTable | None = None
-        self._columns = 0
 
     @property
     def computed(self) -> Tensor:
@@ -127,7 +129,15 @@ class HybridStateManager:
     def positions(self) -> Positions:
         """What every step's `read_column`, `read_offset` and `write_column` are: views of these
         can be captured in a graph before any step has begun."""
-        return self._positions
+        return self._rule.positions
+
+    @property
+    def replay(self) -> ReplayPositions:
+        """In the replay layout, what kernels.replay's `Replay` holds and tokens in each row's
+        state, likewise of the step begun last: int32 `[max_requests]`, never moving."""
+        if not isinstance(self._rule, Replaying):
+            raise ValueError(f"layout.kind is {self.layout.kind!r}; it must be 'replay'")
+        return self._rule.outputs
 
     def bind(
         self,
@@ -147,7 +157,7 @@ class HybridStateManager:
         self._states = bind_states(
             self.layout, self.max_requests, self.device, states, tables, groups
         )
-        self._columns = min(t.shape[1] for t in tables)
+        self._rule.bind(self._states, min(t.shape[1] for t in tables))
 
     def admit(self, slot: int, computed: int = 0, hit_column: int | None = None) -> int:
         """Start a request in `slot`; its generation.
@@ -155,8 +165,9 @@ class HybridStateManager:
         computed: tokens whose state exists already, in column `hit_column` at offset 0 (a prefix
         hit or a resumed request); 0 starts from the zero state and nothing is read.
         """
-        if hit_column is not None and self._columns and hit_column >= self._columns:
-            raise ValueError(f"hit_column is {hit_column}; the block table has {self._columns}")
+        columns = self._rule.columns
+        if hit_column is not None and columns and hit_column >= columns:
+            raise ValueError(f"hit_column is {hit_column}; the block table has {columns}")
         self._steady.catch_up()
         return self._book.take(slot, computed, hit_column)
 
@@ -177,65 +188,48 @@ class HybridStateManager:
     def columns_needed(self, rows: StepRows) -> tuple[align.Ints, align.Ints]:
         """First and last column, `[rows]` each, that a request must own for this step.
 
+        In the replay layout these are columns of snapshots, which this step may write or read (0,
+        -1: none); the live column, the last of the table, must be owned always. Between a column
+        that is read and the first that is written nothing need be owned.
+
         With several steps in flight a snapshot that the host has not been told of yet may lie
         below `first`: whoever files snapshots frees a column only once the results that could
         publish it have been read.
         """
         self._steady.catch_up()
-        held = np.where(rows.slot >= 0, self._book.known[rows.slot, SlotBook.HELD_MIN], -1)
-        block = self.layout.block_size
-        return align.columns_held(
-            held,
-            align.running_column(rows.computed_min + rows.scheduled, block),
-            align.running_column(rows.computed_max + rows.scheduled, block),
-            self.num_speculative_tokens,
-        )
+        return self._rule.needed(rows)
 
     def begin_step(self, rows: StepRows) -> Step:
         """Place a step's rows, before the forward pass: one host-to-device copy, one small launch.
 
         Raises `ValueError` for rows that break the contract, before anything is changed.
         """
-        states = self._bound()
+        self._bound()
         self._ledger.make_room(self._steps_in_flight)
         last = None if self._pending is None else self._pending[0]
-        again = self._steady.repeats(rows, last, self._columns)
+        placed = self._placed[self._next % len(self._placed)]
+        again = self._steady.repeats(rows, last)
         if again is not None:
-            return self._begin_again(rows, again)
+            # From the entries that the device has.
+            like, candidates = again
+            self._advance(like.entries, len(rows), len(rows), placed, self._positions)
+            step = like.again(self._next, rows, placed, candidates)
+            self._steady.postpone(step)
+            return self._begun(step)
         self._steady.catch_up()
         rows.check(self.max_requests, self.num_speculative_tokens)
         index, packed = self._staging.take()
-        plan, lines = pack_step(packed, self._book, rows, self.layout, self._columns, self.in_place)
+        plan, lines = self._rule.pack(packed, rows)
         entries = self._staging.upload(index, lines)
         self._stats.uploads += 1
-        placed = self._placed[self._next % len(self._placed)]
         self._advance(entries, lines, len(rows), placed, self._positions)
-        if len(plan.moving):
-            with self._range("precopy"):
-                precopy(states, entries, self._moves, len(plan.moving))
-            self._stats.copy_launches += 1
-        step = Step(
-            number=self._next,
-            rows=rows,
-            generation=packed[: len(rows), fields.GENERATION],
-            retention=packed[: len(rows), fields.EVERY : fields.SECOND + 1],
-            read_column=self._positions.read_column,
-            read_offset=self._positions.read_offset,
-            write_column=self._positions.write_column,
-            entries=entries,
-            packed=packed,
-            placed=placed,
-            candidates=plan.candidates,
-        )
-        self._book.begin(rows, plan.column_min, plan.column_max, step.number)
+        self._rule.before(entries, plan)
+        step = Step.of(self._next, rows, self._rule.positions, entries, packed, placed)
+        step.candidates = plan.candidates
+        self._book.begin(rows, plan.held, step.number)
         if not self.in_place:
             self._steady.remember(step, lines)
-        self._ledger.add(step)
-        self._next += 1
-        self._stats.steps += 1
-        self._stats.skipped += step.skipped
-        self._stats.candidate_rows += len(plan.candidates)
-        return step
+        return self._begun(step)
 
     def end_step(self, step: Step, num_accepted: Tensor) -> None:
         """Take the sampler's counts, on the device, and copy boundary states where some are due.
@@ -248,18 +242,14 @@ class HybridStateManager:
         if step.ended:
             raise ValueError(f"step is {step.number}, which has ended; a step ends once")
         check_counts(num_accepted, n, self.device)
-        if self._steady.covers(step):
-            self._end_again(step, num_accepted[:n])
-            return
-        self._steady.catch_up()
-        if self._pending is not None:
-            self._finish_pending()
-        current = step.current(self._book.generation, self._book.live)
-        candidates = step.candidates
-        if not current.all():
-            candidates = candidates[current[candidates]]
-            if len(candidates) or self.strategy == "always":
-                self._relist(step, candidates, current)
+        candidates, current = step.candidates, None
+        if not self._steady.covers(step):
+            self._steady.catch_up()
+            if self._pending is not None:
+                self._finish_pending()
+            current = step.current(self._book.generation, self._book.live)
+            if not current.all():
+                candidates = candidates[current[candidates]]
         on_host = self.strategy == "blocking" or (self.strategy == "defer" and len(candidates) > 0)
         if on_host:
             self._ledger.check_turn(step)
@@ -268,15 +258,11 @@ class HybridStateManager:
         step.ended = True
         if on_host:
             self._ledger.settle_until(step, f"{self.strategy}: the host decides on the counts")
-            assert step.copied is not None
-            candidates = step.copied
-            if len(candidates):
-                self._relist(step, candidates, current)
+        gone = None if current is None or current.all() else current
         every_row = self.strategy == "always"
-        count = n if every_row else len(candidates)
-        if count:
-            self._postcopy(step, num_accepted, count, every_row)
-        self._book.end(step.rows.slot, current)
+        self._rule.after(step, num_accepted, candidates, gone, on_host, every_row)
+        if current is not None:
+            self._book.end(step.rows.slot, current)
         self._pending = (step, num_accepted)
 
     def accepted(self, step: Step) -> NDArray[np.int32]:
@@ -298,12 +284,7 @@ class HybridStateManager:
         """Snapshots that this step left in retained columns, their bytes ordered before any launch
         that comes later on this stream. Rows released meanwhile are not among them."""
         self.accepted(step)
-        book = self._book
-        return [
-            s
-            for s in step.published
-            if book.live[s.slot] and book.generation[s.slot] == s.generation
-        ]
+        return [s for s in step.published if self._book.holds(s.slot, s.generation)]
 
     def abandon(self, step: Step) -> None:
         """Give up a step whose forward pass or drafter failed: its requests are released, because
@@ -336,72 +317,30 @@ class HybridStateManager:
         stats.bytes_copied = stats.rows_copied * (self._bound().bytes_per_move())
         return stats
 
-    def _begin_again(self, rows: StepRows, again: Step) -> Step:
-        """The step `again` with other counts, from the entries that the device has."""
-        placed = self._placed[self._next % len(self._placed)]
-        self._advance(again.entries, len(rows), len(rows), placed, self._positions)
-        step = Step(
-            number=self._next,
-            rows=rows,
-            generation=again.generation,
-            retention=again.retention,
-            read_column=again.read_column,
-            read_offset=again.read_offset,
-            write_column=again.write_column,
-            entries=again.entries,
-            packed=again.packed,
-            placed=placed,
-            candidates=_NO_ROWS,
-        )
-        self._steady.postpone(step)
+    def _begun(self, step: Step) -> Step:
         self._ledger.add(step)
         self._next += 1
         self._stats.steps += 1
-        self._stats.skipped += 1
+        self._stats.skipped += step.skipped
+        self._stats.candidate_rows += len(step.candidates)
         return step
 
-    def _end_again(self, step: Step, counts: Tensor) -> None:
-        """End a repeated step: no row can act, and the book learns of it later."""
-        if self.strategy == "blocking":
-            self._ledger.check_turn(step)
-        if self._ledger.start(step, counts):
-            self._stats.readbacks += 1
-        step.ended = True
-        if self.strategy == "blocking":
-            self._ledger.settle_until(step, "blocking: the host decides on the counts")
-        elif self.strategy == "always":
-            self._postcopy(step, counts, len(step.rows), every_row=True)
-        self._pending = (step, counts)
-
     def _advance(
-        self, entries: Tensor, lines: int, num_rows: int, placed: Tensor, positions: Positions
+        self,
+        entries: Tensor,
+        lines: int,
+        num_rows: int,
+        placed: Tensor,
+        outputs: tuple[Tensor, ...],
     ) -> None:
         """Fold the pending step's counts in and place `num_rows` rows, in one launch."""
         if self._pending is None:
             previous, counts = placed, self._no_counts
         else:
             previous, counts = self._pending[0].placed, self._pending[1]
-        with self._range("advance"):
-            advance(
-                entries,
-                lines,
-                num_rows,
-                self._slots,
-                previous,
-                counts,
-                placed,
-                positions,
-                self._moves,
-                self.layout.block_size,
-                self.in_place,
-            )
+        with _range(self._nvtx, "advance"):
+            self._rule.advance(entries, lines, num_rows, previous, counts, placed, outputs)
         self._pending = None
-
-    def _postcopy(self, step: Step, counts: Tensor, count: int, every_row: bool) -> None:
-        block = self.layout.block_size
-        with self._range("postcopy"):
-            postcopy(self._bound(), step.entries, step.placed, counts, count, every_row, block)
-        self._stats.copy_launches += 1
 
     def _finish_pending(self) -> None:
         """Fold the pending step in by a launch of its own: a second step ends before a begin."""
@@ -411,28 +350,14 @@ class HybridStateManager:
         entries = self._staging.upload(index, lines)
         self._stats.uploads += 1
         # Not into `_positions`: the runner may still be about to read the youngest step's.
-        self._advance(entries, lines, 0, self._pending[0].placed, self._nowhere)
+        self._advance(entries, lines, 0, self._pending[0].placed, self._rule.nowhere)
         self._book.unfinished[:] = -1
-
-    def _relist(self, step: Step, candidates: NDArray[np.intp], current: NDArray[np.bool_]) -> None:
-        """Send a step's entries again, with other candidates and without rows that have gone.
-
-        The block table of a gone row may belong to the slot's next tenant by now.
-        """
-        index, packed = self._staging.take()
-        n = len(step.rows)
-        packed[:n] = step.packed[:n]
-        packed[:n][~current, fields.SLOT] = -1
-        packed[: len(candidates), fields.CANDIDATE] = candidates
-        step.entries, step.packed = self._staging.upload(index, n), packed
-        self._stats.uploads += 1
 
     def _bound(self) -> StateTable:
         if self._states is None:
             raise ValueError("states are not bound; call bind() before the first step")
         return self._states
 
-    def _range(self, name: str) -> AbstractContextManager[None]:
-        if not self._nvtx:
-            return nullcontext()
-        return torch.cuda.nvtx.range(f"hybrid_runtime.{name}")
+
+def _range(nvtx: bool, name: str) -> AbstractContextManager[None]:
+    return torch.cuda.nvtx.range(f"hybrid_runtime.{name}") if nvtx else nullcontext()

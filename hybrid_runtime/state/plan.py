@@ -1,4 +1,5 @@
-"""What the host decides before a step, from bounds alone, and how it is packed for the device."""
+"""How the host packs a step for the device, and what it decides in the columns layout before one,
+from bounds alone."""
 
 from __future__ import annotations
 
@@ -11,15 +12,14 @@ from hybrid_runtime.kernels import advance as fields
 from hybrid_runtime.state import align
 from hybrid_runtime.state.layout import StateLayout
 from hybrid_runtime.state.rows import StepRows
-from hybrid_runtime.state.slots import SlotBook
+from hybrid_runtime.state.slots import Held, SlotBook
 
 
 class Plan(NamedTuple):
-    """column_min, column_max: bounds on each row's running column, `[rows]`. candidates: rows that
-    the post-copy cannot be ruled out for. moving: the same for the pre-copy (in-place runners)."""
+    """held: where the rows' states are left. candidates: rows for which a copy of a state cannot be
+    ruled out. moving: the same for the copy before the step (in-place runners)."""
 
-    column_min: align.Ints
-    column_max: align.Ints
+    held: Held
     candidates: NDArray[np.intp]
     moving: NDArray[np.intp]
 
@@ -38,9 +38,7 @@ def pack_step(
     Raises `ValueError` where a row contradicts its slot; nothing but `packed` has changed then.
     """
     n, slot = len(rows), rows.slot
-    entry = packed[:n]
-    book.lines.take(slot, axis=0, out=entry, mode="wrap")
-    known = book.known.take(slot, axis=0, mode="wrap")
+    entry, known = packed[:n], pack_rows(packed, book, rows)
     end_min = rows.computed_min + rows.scheduled
     end_max = end_min if rows.exact_counts else rows.computed_max + rows.scheduled
     column_min = align.running_column(end_min, layout.block_size)
@@ -55,14 +53,10 @@ def pack_step(
     may_act = align.postcopy_candidates(
         end_min - rows.draft, end_max - rows.draft, rows.draft, kept
     )
-    entry[:, fields.SCHEDULED] = rows.scheduled
-    entry[:, fields.DRAFT] = rows.draft
     live = None
     if rows.padded:
         live = slot >= 0
         may_act &= live
-        entry[:, fields.SLOT] = slot
-        entry[~live, fields.PREVIOUS] = -1
     candidates = may_act.nonzero()[0]
     moving = candidates[:0]
     if in_place:
@@ -77,7 +71,22 @@ def pack_step(
         packed[: len(candidates), fields.CANDIDATE] = candidates
     if len(moving):
         packed[: len(moving), fields.PRECANDIDATE] = moving
-    return Plan(column_min, column_max, candidates, moving), pack_unfinished(packed, book, n)
+    return Plan(Held(column_min, column_max, 0), candidates, moving), pack_unfinished(
+        packed, book, n
+    )
+
+
+def pack_rows(packed: NDArray[np.int32], book: SlotBook, rows: StepRows) -> NDArray[np.int32]:
+    """Fill the first lines of `packed` with this step's rows; what the host knows of their slots,
+    `[rows, KNOWN_FIELDS]`, meaningless in padded rows."""
+    slot, entry = rows.slot, packed[: len(rows)]
+    book.lines.take(slot, axis=0, out=entry, mode="wrap")
+    entry[:, fields.SCHEDULED] = rows.scheduled
+    entry[:, fields.DRAFT] = rows.draft
+    if rows.padded:
+        entry[:, fields.SLOT] = slot
+        entry[slot < 0, fields.PREVIOUS] = -1
+    return book.known.take(slot, axis=0, mode="wrap")
 
 
 def pack_unfinished(packed: NDArray[np.int32], book: SlotBook, start: int) -> int:
@@ -104,25 +113,45 @@ def _check_slots(
     columns: int,
     num_draft: int,
 ) -> None:
-    slot, certain = rows.slot, rows.scheduled - rows.draft
-    gone = ~book.live.take(slot, mode="wrap")
-    busy = known[:, SlotBook.OPEN_STEP] >= 0
     far = column_max + num_draft >= columns
-    mixed = (rows.draft > 0) & (certain > 1) & (column_max > known[:, SlotBook.HELD_MIN] + 1)
-    if not (
-        ((gone | busy | far | mixed) & (slot >= 0)) if rows.padded else gone | busy | far | mixed
-    ).any():
-        return
-    live = slot >= 0
-    _require(live & gone, slot, "slot", "a slot that has been admitted")
-    _require(live & busy, slot, "slot", "a slot whose last step has ended")
+    mixed = (rows.draft > 0) & (rows.scheduled - rows.draft > 1)
+    mixed &= column_max > known[:, SlotBook.HELD_MIN] + 1
     fits = f"a position whose column and drafts fit {columns} block-table columns"
-    _require(live & far, end_max, "computed_max + rows.scheduled", fits)
     must = "draft + 1 in a row with drafts that runs more than one column above its last step"
-    _require(live & mixed, rows.scheduled, "scheduled", must)
+    refuse(
+        book,
+        rows,
+        known,
+        Refusal(far, end_max, "computed_max + rows.scheduled", fits),
+        Refusal(mixed, rows.scheduled, "scheduled", must),
+    )
 
 
-def _require(bad: NDArray[np.bool_], values: NDArray[Any], name: str, must: str) -> None:
-    if bad.any():
-        i = int(bad.argmax())
-        raise ValueError(f"rows.{name}[{i}] is {values[i]}; it must be {must}")
+class Refusal(NamedTuple):
+    """Rows that no step may have, and what to say of the first one's value."""
+
+    bad: NDArray[np.bool_]
+    values: NDArray[Any]
+    name: str
+    must: str
+
+
+def refuse(book: SlotBook, rows: StepRows, known: NDArray[np.int32], *refusals: Refusal) -> None:
+    """Raise `ValueError` for the first refusal with a bad row, padded ones aside; rows whose slots
+    hold no request or an unfinished step come first."""
+    gone = ~book.live.take(rows.slot, mode="wrap")
+    busy = known[:, SlotBook.OPEN_STEP] >= 0
+    bad = gone | busy
+    for refusal in refusals:
+        bad |= refusal.bad
+    live = rows.slot >= 0
+    if not (bad & live if rows.padded else bad).any():
+        return
+    for which, values, name, must in (
+        Refusal(gone, rows.slot, "slot", "a slot that has been admitted"),
+        Refusal(busy, rows.slot, "slot", "a slot whose last step has ended"),
+        *refusals,
+    ):
+        if (which & live).any():
+            i = int((which & live).argmax())
+            raise ValueError(f"rows.{name}[{i}] is {values[i]}; it must be {must}")

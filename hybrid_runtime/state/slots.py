@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,6 +13,15 @@ from hybrid_runtime.state.rows import StepRows
 NONE = -1
 
 
+class Held(NamedTuple):
+    """Where a begun step leaves its state, by row or for all: bounds on the column, and at least
+    how many tokens it covers."""
+
+    column_min: NDArray[Any] | int
+    column_max: NDArray[Any] | int
+    covered: NDArray[Any] | int
+
+
 class SlotBook:
     """Arrays by slot, `[max_requests]`.
 
@@ -21,14 +30,18 @@ class SlotBook:
     generation: bumped at each release, so that a late result cannot reach the slot's next tenant.
     unfinished: row in the last ended step whose counts the device has still to fold in, or -1.
 
-    known: int32 `[max_requests, 4]`, what only the host uses, likewise gathered and scattered once
-    a step: bounds on the column that the last begun step ran in (-1: none yet), its drafts, and its
-    number while it has not ended (-1: it has).
+    known: int32 `[max_requests, KNOWN_FIELDS]`, what only the host uses, likewise gathered and
+    scattered once a step: bounds on the column that the last begun step ran in (-1: none yet), its
+    drafts, its number while it has not ended (-1: it has), and at least how many tokens its state
+    covers. In the replay layout the column is that of the boundary at which the last step may have
+    left its state (-1: none, it is in the live column).
     computed: exact tokens computed after the last settled step.
+    covered: exact tokens in the state after it, fewer where guesses are still records (replay).
     version: changes with every admission, release and change of retention.
     """
 
-    HELD_MIN, HELD_MAX, LAST_DRAFT, OPEN_STEP = range(4)
+    HELD_MIN, HELD_MAX, LAST_DRAFT, OPEN_STEP, COVERED = range(5)
+    KNOWN_FIELDS = 5
 
     def __init__(self, max_requests: int, block_size: int) -> None:
         self.lines = np.zeros((max_requests, fields.ENTRY_FIELDS), np.int32)
@@ -37,9 +50,10 @@ class SlotBook:
         self.generation = self.lines[:, fields.GENERATION]
         self.unfinished = self.lines[:, fields.PREVIOUS]
         self.unfinished[:] = NONE
-        self.known = np.full((max_requests, 4), NONE, np.int32)
+        self.known = np.full((max_requests, self.KNOWN_FIELDS), NONE, np.int32)
         self.live = np.zeros(max_requests, bool)
         self.computed = np.zeros(max_requests, np.int32)
+        self.covered = np.zeros(max_requests, np.int32)
         self._admitted: list[int] = []
         self._special: set[int] = set()
         self.version = 0
@@ -61,8 +75,8 @@ class SlotBook:
             raise ValueError(f"hit_column is {column}; it must be at least 0")
         held = NONE if column is None else column
         self.live[slot] = True
-        self.known[slot] = held, held, 0, NONE
-        self.computed[slot] = computed
+        self.known[slot] = held, held, 0, NONE, computed
+        self.computed[slot] = self.covered[slot] = computed
         self.unfinished[slot] = NONE
         self.lines[slot, fields.ADMIT : fields.ADMIT_COLUMN + 1] = 1, computed, held
         self.lines[slot, fields.EVERY : fields.SECOND + 1] = self._block_size, 0, 0
@@ -78,18 +92,20 @@ class SlotBook:
         self._special.discard(slot)
         self.version += 1
 
+    def holds(self, slot: int, generation: int) -> bool:
+        """That request still lives in `slot`."""
+        return bool(self.live[slot]) and int(self.generation[slot]) == generation
+
     @property
     def uniform(self) -> bool:
         """Every live slot has the rule it was admitted with: each boundary is retained."""
         return not self._special
 
-    def begin(
-        self, rows: StepRows, column_min: NDArray[Any], column_max: NDArray[Any], number: int
-    ) -> None:
+    def begin(self, rows: StepRows, held: Held, number: int) -> None:
         """Book a begun step: every earlier count has been folded in or listed to be."""
         self.unfinished[:] = NONE
-        known = np.empty((len(rows), 4), np.int32)
-        known[:, self.HELD_MIN], known[:, self.HELD_MAX] = column_min, column_max
+        known = np.empty((len(rows), self.KNOWN_FIELDS), np.int32)
+        known[:, self.HELD_MIN], known[:, self.HELD_MAX], known[:, self.COVERED] = held
         known[:, self.LAST_DRAFT], known[:, self.OPEN_STEP] = rows.draft, number
         slot = rows.slot
         if rows.padded:

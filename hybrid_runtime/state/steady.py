@@ -4,11 +4,12 @@ since it holds the exact counts, and the host's book can wait until somebody loo
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 
 from hybrid_runtime.kernels import advance as fields
 from hybrid_runtime.state import align
-from hybrid_runtime.state.layout import StateLayout
 from hybrid_runtime.state.rows import StepRows
+from hybrid_runtime.state.rule import Rule
 from hybrid_runtime.state.slots import SlotBook
 from hybrid_runtime.state.step import Step
 
@@ -16,8 +17,8 @@ from hybrid_runtime.state.step import Step
 class Steady:
     """The step whose packed entries would be those of the next one too, and its repetitions."""
 
-    def __init__(self, book: SlotBook, layout: StateLayout) -> None:
-        self._book, self._layout = book, layout
+    def __init__(self, book: SlotBook, rule: Rule, block_size: int) -> None:
+        self._book, self._rule, self._block_size = book, rule, block_size
         self._step: Step | None = None
         self._last: Step | None = None
         self._late: Step | None = None
@@ -37,13 +38,19 @@ class Steady:
         self._step = self._last = step
         self._key, self._version = rows.key(), self._book.version
 
-    def repeats(self, rows: StepRows, pending: Step | None, columns: int) -> Step | None:
-        """The step whose entries serve `rows` as well, or None: then `rows` go the whole way.
+    def repeats(self, rows: StepRows, pending: Step | None) -> tuple[Step, NDArray[np.intp]] | None:
+        """The step whose entries serve `rows` as well, and the candidates of `rows`; or None: then
+        `rows` go the whole way.
 
         None also for whatever would be refused: the whole way names it.
         """
-        step = self._step
-        if step is None or pending is not self._last or self._version != self._book.version:
+        step, last = self._step, self._last
+        if (
+            step is None
+            or last is None
+            or pending is not last
+            or self._version != self._book.version
+        ):
             return None
         if rows.computed_min.shape != rows.slot.shape or rows.key() != self._key:
             return None
@@ -53,17 +60,13 @@ class Steady:
             end_max = rows.computed_max + rows.scheduled
             if (end_max < end_min).any():
                 return None
-        most = (columns - self._layout.num_speculative_tokens) * self._layout.block_size
-        if end_max.max() > most or rows.computed_min.min() < 0:
+        if rows.computed_min.min() < 0:
             return None
-        kept = align.Retention(self._layout.block_size)
+        kept = align.Retention(self._block_size)
         if not self._book.uniform:
             kept = align.Retention(*step.retention.T)
-        certain_max = end_max - rows.draft
-        certain_min = certain_max if rows.exact_counts else end_min - rows.draft
-        if align.postcopy_candidates(certain_min, certain_max, rows.draft, kept).any():
-            return None
-        return step
+        candidates = self._rule.repeat(rows, last.rows, end_min, end_max, kept)
+        return None if candidates is None else (step, candidates)
 
     def postpone(self, step: Step) -> None:
         """`step` repeats the last one; the book learns of it when `catch_up` is called."""
@@ -78,12 +81,7 @@ class Steady:
         late, self._late = self._late, None
         if late is None:
             return
-        rows, block = late.rows, self._layout.block_size
-        self._book.begin(
-            rows,
-            align.running_column(rows.computed_min + rows.scheduled, block),
-            align.running_column(rows.computed_max + rows.scheduled, block),
-            late.number,
-        )
+        rows = late.rows
+        self._book.begin(rows, self._rule.held(rows), late.number)
         if late.ended:
             self._book.end(rows.slot, np.ones(len(rows), bool))
