@@ -1,0 +1,99 @@
+"""What the adapter touches in vLLM: the tables that vllm_compat.py looks up in each release."""
+
+from hybrid_runtime.integrations.vllm import check
+
+STATE = "v1/worker/gpu/model_states/mamba_hybrid.py"
+RUNNER = "v1/worker/gpu/model_runner.py"
+UTILS = "v1/worker/mamba_utils.py"
+SPECS = "v1/kv_cache_interface.py"
+REGISTRY = "model_executor/models/registry.py"
+
+METHODS = {
+    (STATE, "MambaHybridModelState", "__init__"): "vllm_config model encoder_cache device",
+    (STATE, "MambaHybridModelState", "add_request"): "req_index new_req_data",
+    (STATE, "MambaHybridModelState", "_get_mamba_group_info"): "kv_cache_config",
+    (STATE, "MambaHybridModelState", "preprocess_state"): (
+        "input_batch block_tables kv_cache_config num_computed_tokens"
+    ),
+    (STATE, "MambaHybridModelState", "postprocess_state"): (
+        "idx_mapping num_sampled num_computed_tokens"
+    ),
+    (UTILS, "MambaSpecDecodeGPUContext", "run_fused_precopy"): (
+        "num_reqs state_idx_gpu src_col_gpu token_bias_gpu idx_mapping"
+    ),
+    (UTILS, "MambaSpecDecodeGPUContext", "run_fused_postprocess_align"): (
+        "num_reqs num_accepted_tokens_gpu state_idx_gpu new_num_computed_tokens_gpu idx_mapping"
+    ),
+    (UTILS, None, "preprocess_mamba_align_fused_kernel"): (
+        "idx_mapping_ptr state_idx_ptr num_computed_tokens_ptr query_start_loc_ptr "
+        "num_accepted_tokens_ptr src_col_ptr src_off_ptr num_reqs BLOCK_SIZE MAMBA_BLOCK_SIZE"
+    ),
+    (REGISTRY, "_ModelRegistry", "register_model"): "model_arch model_cls",
+    ("model_executor/layers/mamba/mamba_utils.py", None, "is_conv_state_dim_first"): "",
+    ("logger.py", None, "init_logger"): "name",
+    ("config/vllm.py", "VllmConfig", "use_v2_model_runner"): "",
+}
+"""Parameters, `self` left out; a release may have more behind them if those have defaults."""
+
+FIELDS = {
+    ("v1/worker/gpu/input_batch.py", "InputBatch"): (
+        "num_reqs idx_mapping idx_mapping_np num_scheduled_tokens num_draft_tokens_per_req "
+        "num_computed_tokens_np prefill_len_np query_start_loc"
+    ),
+    ("v1/core/sched/output.py", "NewRequestData"): "num_computed_tokens",
+    (UTILS, "MambaSpecDecodeGPUContext"): " ".join(check.PER_STATE),
+    (SPECS, "KVCacheConfig"): "kv_cache_groups",
+    (SPECS, "KVCacheGroupSpec"): "layer_names kv_cache_spec",
+    (SPECS, "KVCacheSpec"): "block_size",
+    (SPECS, "MambaSpec"): "mamba_type num_speculative_blocks",
+    ("v1/attention/backends/registry.py", "MambaAttentionBackendEnum"): "MAMBA1 MAMBA2 GDN_ATTN",
+    (REGISTRY, "_LazyRegisteredModel"): "module_name class_name",
+    ("config/vllm.py", "VllmConfig"): (
+        "cache_config parallel_config scheduler_config compilation_config speculative_config "
+        "kv_transfer_config"
+    ),
+    ("config/cache.py", "CacheConfig"): "block_size mamba_block_size mamba_cache_mode",
+    ("config/parallel.py", "ParallelConfig"): (
+        "rank pipeline_parallel_size prefill_context_parallel_size decode_context_parallel_size"
+    ),
+    ("config/scheduler.py", "SchedulerConfig"): "async_scheduling",
+    ("config/compilation.py", "CompilationConfig"): "static_forward_context",
+}
+
+ATTRIBUTES = {
+    (STATE, "MambaHybridModelState"): (
+        "cache_config num_accepted_tokens_gpu _mamba_state_idx_gpu _mamba_ctx"
+    ),
+    ("v1/worker/gpu/model_states/interface.py", "ModelState"): "vllm_config max_num_reqs",
+    ("v1/worker/gpu/block_table.py", "BlockTables"): "block_tables input_block_tables",
+    ("v1/worker/gpu/buffer_utils.py", "StagedWriteTensor"): "gpu",
+}
+
+NAMES = {
+    REGISTRY: "_VLLM_MODELS ModelRegistry",
+    "plugins/__init__.py": "DEFAULT_PLUGINS_GROUP load_general_plugins",
+    "__init__.py": "__version__",
+    "envs.py": "VLLM_LOG_STATS_INTERVAL",
+}
+
+CALLS = {
+    "the runner prepares the tables, then calls preprocess_state with the exact counts": (
+        RUNNER,
+        "execute_model",
+        "preprocess_state",
+        ["input_batch", "block_tables", "self.kv_cache_config",
+         "self.req_states.num_computed_tokens.gpu"],
+    ),
+    "the runner ends a step with its exact counts": (
+        RUNNER,
+        "postprocess_sampled",
+        "postprocess_state",
+        ["idx_mapping", "num_sampled", "self.req_states.num_computed_tokens.gpu"],
+    ),
+    "a step ends with the tensor of rows that it began with": (
+        RUNNER,
+        "sample_tokens",
+        "postprocess_sampled",
+        ["input_batch.idx_mapping"],
+    ),
+}  # fmt: skip

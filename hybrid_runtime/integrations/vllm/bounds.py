@@ -1,0 +1,122 @@
+"""What the host knows of each request's position while results are in flight, and which rows of a
+step may therefore have a state to move."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hybrid_runtime.state import align
+
+Rows = NDArray[np.intp]
+
+
+class Plan(NamedTuple):
+    """Rows of the batch: `moving` may need the pre-copy or a new running column, `crossing` may
+    leave a retained boundary behind. `first`: boundary that row retains whatever the interval."""
+
+    moving: Rows
+    crossing: Rows
+    first: NDArray[np.int32]
+
+
+class Bounds:
+    """Per slot, in tokens: `low <= computed <= high` before its next step, drafts that may still be
+    rejected, and bounds on the column that its last step ran in (-1: it has no state yet).
+
+    The scheduler's count assumes that drafts in flight are all accepted, so it is the upper bound;
+    with `asynchronous` scheduling one step of a request can be in flight, otherwise none. A count
+    outside what the steps so far allow is not explained away: the row is a candidate of everything
+    until its slot is taken again.
+
+    retained: None keeps a snapshot at every boundary of generated tokens, 0 at none, otherwise at
+    multiples of it; vLLM retains boundaries of the prompt by rules of its own, of which a step with
+    drafts can only reach the prompt's end.
+    """
+
+    LOW, HIGH, UNSETTLED, HELD_MIN, HELD_MAX = range(5)
+
+    def __init__(self, max_requests: int, block_size: int, asynchronous: bool) -> None:
+        self.resize(block_size)
+        self._asynchronous = asynchronous
+        # One line per slot, so that a step is one gather and one scatter.
+        self._known = np.zeros((max_requests, 5), np.int32)
+        self.low, self.high = self._known[:, self.LOW], self._known[:, self.HIGH]
+        self.lost = np.zeros(max_requests, bool)
+        self._any_lost = False
+
+    def resize(self, block_size: int) -> None:
+        """Set the block size, in tokens; only before requests are admitted."""
+        self.block_size = block_size
+        self.retain(None)
+
+    def retain(self, retained: int | None) -> None:
+        """Which boundaries of generated tokens are kept, from the next step on."""
+        self.retained = retained
+        self.every = self.block_size if retained is None else retained
+
+    def admit(self, slot: int, computed: int) -> None:
+        """A new, resumed or prefix-hit request with `computed` tokens of state takes `slot`."""
+        column = (computed - 1) // self.block_size
+        self._known[slot] = computed, computed, 0, column, column
+        self.lost[slot] = False
+
+    def plan(
+        self,
+        slot: NDArray[Any],
+        computed: NDArray[Any],
+        scheduled: NDArray[Any],
+        draft: NDArray[Any],
+        prompt: NDArray[Any],
+    ) -> Plan:
+        """Candidates of a step, and the bounds after it. All arguments `[rows]`.
+
+        computed: the scheduler's count. prompt: tokens that the request was admitted to prefill.
+        """
+        known = self._known.take(slot, axis=0, mode="wrap")
+        known_low, known_high, unsettled, held_min, held_max = known.T
+        impossible = (computed < known_low) | (computed > known_high)
+        if impossible.any():
+            self.distrust(slot[impossible])
+        end_low = np.maximum(known_low, computed - unsettled) + scheduled
+        end_high = computed + scheduled
+        certain_low = end_low - draft
+        column_low = align.running_column(end_low, self.block_size)
+        column_high = align.running_column(end_high, self.block_size)
+        moving = align.precopy_candidates(column_low, column_high, held_min, held_max, None)
+        # Nothing to copy, but the device has to learn the first running column.
+        moving |= held_max < 0
+        kept, first = self._retention(prompt, certain_low)
+        if kept is None:
+            crossing = np.zeros(len(slot), bool)
+        else:
+            crossing = align.postcopy_candidates(certain_low, end_high - draft, draft, kept)
+        if self._any_lost:
+            lost = self.lost[slot]
+            moving |= lost
+            crossing |= lost
+        after = np.empty_like(known)
+        after[:, self.LOW], after[:, self.HIGH] = certain_low, end_high
+        after[:, self.UNSETTLED] = draft if self._asynchronous else 0
+        after[:, self.HELD_MIN], after[:, self.HELD_MAX] = column_low, column_high
+        self._known[slot] = after
+        return Plan(moving.nonzero()[0], crossing.nonzero()[0], first)
+
+    def _retention(
+        self, prompt: NDArray[Any], certain: NDArray[Any]
+    ) -> tuple[align.Retention | None, NDArray[np.int32]]:
+        """The rule for this step's rows (None: nothing is kept), and its positions by row."""
+        if self.retained is None or (prompt < certain).all():
+            return align.Retention(self.every) if self.every else None, _NO_POSITIONS
+        first = np.where(prompt % self.block_size == 0, prompt, 0).astype(np.int32)
+        return align.Retention(self.every, first), first
+
+    def distrust(self, slots: NDArray[Any]) -> None:
+        """Steps of these slots were not planned here, or not as announced."""
+        self.lost[slots] = True
+        self._any_lost = True
+
+
+_NO_POSITIONS = np.zeros(0, np.int32)

@@ -1,0 +1,200 @@
+"""Check mode: after each launch, every byte of every state block against vLLM's own kernels.
+
+Before our launch the memory of the cache is copied, vLLM's kernels then run on the copy, from a
+copy of the counts, for all rows. This waits for the device in every step and needs as much memory
+again as the cache has. Compared are all bytes but one kind: in a block that has just been moved to,
+window positions behind the convolution's inputs, which vLLM copies along and nothing reads.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hybrid_runtime.integrations.vllm.decide import AFTER, BEFORE, Counts
+from hybrid_runtime.integrations.vllm.mover import Mover, Step
+from hybrid_runtime.kernels import advance as fields
+
+PER_STATE = (
+    "state_base_addrs",
+    "state_block_strides",
+    "state_elem_sizes",
+    "state_inner_sizes",
+    "state_conv_widths",
+    "state_group_indices",
+    "state_dim_row_count",
+    "state_dim_row_stride",
+)
+"""Tensors of vLLM's copy context with one entry per state tensor."""
+LOGGED = 10
+
+
+@dataclasses.dataclass(slots=True)
+class Found:
+    """checked_steps: compared. different: launches after which a byte or count differed, and
+    different_bytes. out_of_bounds: rows whose exact count lay outside the host's bounds.
+    vllm_races: windows that vLLM shifted in place with a result other than its own definition."""
+
+    checked_steps: int = 0
+    different: int = 0
+    different_bytes: int = 0
+    out_of_bounds: int = 0
+    vllm_races: int = 0
+
+
+class Checker:
+    """Runs a mover's launches and vLLM's side by side. context: what vLLM's kernels run from."""
+
+    def __init__(self, mover: Mover, context: Any, logger: Any) -> None:
+        self.found = Found()
+        self._mover, self._logger = mover, logger
+        states = mover.states
+        memory = {t.untyped_storage().data_ptr(): t for t in (*states.windows, *states.ssm)}
+        self._live = [_bytes(t) for t in memory.values()]
+        self._copy = [torch.empty_like(live) for live in self._live]
+        self._windows = [_twin(t, self._live, self._copy) for t in states.windows]
+        moved = [self._moved(address) for address in context.state_base_addrs.tolist()]
+        bases = torch.tensor(moved, dtype=torch.int64, device=context.state_base_addrs.device)
+        self._context = dataclasses.replace(context, state_base_addrs=bases)
+        # One launch per state: vLLM 0.25 resets the accepted count in place while the programs of
+        # other states read it, and a reference must not depend on who comes first.
+        sizes = {"num_states": 1} if hasattr(context, "num_states") else {}
+        if not sizes:
+            sizes = {"num_layers": 1, "num_state_types": 1}
+        self._single = [
+            dataclasses.replace(
+                self._context,
+                **sizes,
+                **{name: getattr(self._context, name)[i : i + 1].clone() for name in PER_STATE},
+            )
+            for i in range(len(moved))
+        ]
+
+    def statistics(self) -> dict[str, int]:
+        return dataclasses.asdict(self.found)
+
+    def before(self, batch: Any, step: Step, counts: Counts, bounds: Any) -> None:
+        from vllm.v1.worker.mamba_utils import (  # type: ignore[import-not-found]
+            preprocess_mamba_align_fused_kernel,
+        )
+
+        slot = batch.idx_mapping_np
+        computed = counts.computed.cpu().numpy()[slot]
+        end = computed + batch.num_scheduled_tokens
+        drafts = batch.num_draft_tokens_per_req
+        certain = end if drafts is None else end - drafts
+        outside = (certain < bounds.low[slot]) | (end > bounds.high[slot])
+        self.found.out_of_bounds += int((outside & ~bounds.lost[slot]).sum())
+
+        column, accepted, source, offset = (value.clone() for value in (*counts[:2], *counts[:2]))
+        self._snapshot()
+        self._mover.run(step, counts, BEFORE)
+        block, rows = 256, batch.num_reqs
+        preprocess_mamba_align_fused_kernel[((rows + block - 1) // block,)](
+            batch.idx_mapping,
+            column,
+            counts.computed,
+            batch.query_start_loc,
+            accepted,
+            source,
+            offset,
+            rows,
+            BLOCK_SIZE=block,
+            MAMBA_BLOCK_SIZE=bounds.block_size,
+        )
+        self._context.run_fused_precopy(rows, column, source, offset, batch.idx_mapping)
+        self._compare(step, BEFORE, counts, (column, accepted))
+        self.found.checked_steps += 1
+
+    def after(self, idx_mapping: Tensor, step: Step, counts: Counts) -> None:
+        accepted = [counts.accepted.clone() for _ in self._single]
+        self._snapshot()
+        self._mover.run(step, counts, AFTER)
+        shifted = self._shifted(step)
+        for context, own in zip(self._single, accepted, strict=True):
+            context.run_fused_postprocess_align(
+                idx_mapping.shape[0], own, counts.column, counts.computed, idx_mapping
+            )
+        for window, blocks, inputs in shifted:
+            taps = inputs.shape[1]
+            wrong = (window[blocks, :taps] != inputs).flatten(1).any(1)
+            self.found.vllm_races += int(wrong.sum())
+            window[blocks, :taps] = inputs
+        self._compare(step, AFTER, counts, (counts.column, accepted[0]))
+
+    def _snapshot(self) -> None:
+        for copy, live in zip(self._copy, self._live, strict=True):
+            copy.copy_(live)
+
+    def _targets(self, step: Step, phase: int) -> tuple[Tensor, Tensor]:
+        """Rows of the tables that acted in the launch just made, and their moves `[3, rows]`."""
+        count = step.before if phase == BEFORE else step.after
+        if not count or step.entries is None:
+            return torch.zeros(0, dtype=torch.long), torch.zeros((3, 0), dtype=torch.long)
+        first = 0 if phase == BEFORE else step.before
+        row = step.entries[first : first + count, fields.SLOT].long()
+        moves = self._mover.moves[:, :count].long()
+        acts = moves[2] >= 0
+        return row[acts], moves[:, acts]
+
+    def _shifted(self, step: Step) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """Per layer: the copy's windows, blocks shifted in place, and what must stand there."""
+        row, moves = self._targets(step, AFTER)
+        inside = moves[0] == moves[2]
+        row, (source, offset, _) = row[inside], moves[:, inside]
+        if not len(row):
+            return []
+        states, found = self._mover.states, []
+        tap = torch.arange(states.taps, device=row.device)
+        for window, table in zip(self._windows, states.tables, strict=True):
+            blocks = table[row, source].long()
+            found.append((window, blocks, window[blocks[:, None], offset[:, None] + tap].clone()))
+        return found
+
+    def _compare(self, step: Step, phase: int, counts: Counts, theirs: tuple[Tensor, ...]) -> None:
+        row, moves = self._targets(step, phase)
+        states = self._mover.states
+        if len(row):
+            layers = zip(self._windows, states.windows, states.tables, strict=True)
+            for copy, live, table in layers:
+                blocks = table[row, moves[2]].long()
+                copy[blocks, states.taps :] = live[blocks, states.taps :]
+        wrong = sum(
+            int((live != copy).sum()) if not torch.equal(live, copy) else 0
+            for live, copy in zip(self._live, self._copy, strict=True)
+        )
+        same = all(torch.equal(a, b) for a, b in zip(counts[:2], theirs, strict=True))
+        if wrong or not same:
+            self.found.different += 1
+            self.found.different_bytes += wrong
+            if self.found.different <= LOGGED:
+                self._logger.error(
+                    "hybrid-runtime differs from vLLM's kernels %s step %d: %d bytes, counts %s.",
+                    "before" if phase == BEFORE else "after",
+                    self.found.checked_steps,
+                    wrong,
+                    "equal" if same else "different",
+                )
+
+    def _moved(self, address: int) -> int:
+        for live, copy in zip(self._live, self._copy, strict=True):
+            if live.data_ptr() <= address < live.data_ptr() + live.numel():
+                return address - live.data_ptr() + copy.data_ptr()
+        raise ValueError(f"address is {address:#x}; it must lie in the memory of a bound state")
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """All memory of a tensor's storage."""
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+
+
+def _twin(tensor: Tensor, live: list[Tensor], copies: list[Tensor]) -> Tensor:
+    """The view of `tensor` in the copy of its storage."""
+    start = tensor.untyped_storage().data_ptr()
+    (copy,) = (c for a, c in zip(live, copies, strict=True) if a.data_ptr() == start)
+    return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(
+        copy.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride()
+    )

@@ -1,0 +1,147 @@
+"""Settles a step's candidates on vLLM's exact counts: which states move, and vLLM's bookkeeping.
+
+One launch before the forward pass or after the sampler, over the listed rows only. It does for
+them what vLLM's kernels do for the whole batch, and for a row that is not listed theirs would have
+changed nothing.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from hybrid_runtime.kernels import advance as fields
+from hybrid_runtime.kernels.backend import runs_triton
+
+REQUEST = fields.PREVIOUS
+"""Field of an entry with the request's slot; `SLOT` is the row of the block tables to use."""
+LINES = 128
+BEFORE, AFTER = range(2)
+
+
+class Counts(NamedTuple):
+    """vLLM's own tensors, int32 `[max_requests]` by slot: the running column, tokens accepted by
+    the last step (1 where the state is read at offset 0), and tokens computed."""
+
+    column: Tensor
+    accepted: Tensor
+    computed: Tensor
+
+
+def decide_reference(
+    entries: Tensor,
+    count: int,
+    counts: Counts,
+    moves: Tensor,
+    totals: Tensor,
+    block_size: int,
+    phase: int,
+) -> None:
+    """entries: int32 `[lines, ENTRY_FIELDS]`, `count` decided on. moves: int32 `[3, lines]`
+    (source column, offset, target column or -1), written. totals: int64 `[2]`, moves by phase.
+
+    BEFORE a step of `SCHEDULED` tokens: the running column follows cdiv(n + s, B) - 1; when it
+    changes, the state moves there and is read at offset 0 from then on. AFTER it: a retained
+    boundary among the accepted tokens gets its state into the column of that name.
+    """
+    line = entries[:count].long()
+    slot = line[:, REQUEST]
+    held, accepted, computed = (value[slot].long() for value in counts)
+    if phase == BEFORE:
+        target = (computed + line[:, fields.SCHEDULED] + block_size - 1) // block_size - 1
+        offset = (accepted - 1).clamp(min=0)
+        acts = (held >= 0) & (held != target)
+        counts.column[slot] = target.int()
+        rebased = acts
+    else:
+        boundary = computed // block_size * block_size
+        offset = boundary - (computed - accepted + 1)
+        target = boundary // block_size - 1
+        every = line[:, fields.EVERY]
+        kept = (every > 0) & (boundary % every.clamp(min=1) == 0)
+        kept |= (boundary == line[:, fields.FIRST]) | (boundary == line[:, fields.SECOND])
+        reached = (offset >= 0) & kept
+        acts = reached & ((offset > 0) | (target != held))
+        rebased = reached & (target == held)
+    counts.accepted[slot[rebased]] = 1
+    moves[:, :count] = torch.stack([held, offset, torch.where(acts, target, -1)]).int()
+    totals[phase] += acts.sum()
+
+
+@triton.jit(do_not_specialize=["count", "moves_stride"])
+def _decide_kernel(
+    entries,
+    count,
+    column,
+    accepted,
+    computed,
+    moves,
+    moves_stride,
+    totals,
+    BLOCK_SIZE: tl.constexpr,
+    FIELDS: tl.constexpr,
+    PHASE: tl.constexpr,
+    LINES: tl.constexpr,
+):
+    line = tl.program_id(0) * LINES + tl.arange(0, LINES)
+    here = line < count
+    entry = entries + line * FIELDS
+    slot = tl.load(entry + 3, mask=here, other=0)
+    held = tl.load(column + slot, mask=here, other=-1)
+    a = tl.load(accepted + slot, mask=here, other=1)
+    n = tl.load(computed + slot, mask=here, other=0)
+    if PHASE == 0:
+        scheduled = tl.load(entry + 1, mask=here, other=1)
+        target = (n + scheduled + BLOCK_SIZE - 1) // BLOCK_SIZE - 1
+        offset = tl.maximum(a - 1, 0)
+        acts = here & (held >= 0) & (held != target)
+        rebased = acts
+        tl.store(column + slot, target, mask=here)
+    else:
+        boundary = n // BLOCK_SIZE * BLOCK_SIZE
+        offset = boundary - (n - a + 1)
+        target = boundary // BLOCK_SIZE - 1
+        reached = here & (offset >= 0)
+        every = tl.load(entry + 8, mask=reached, other=0)
+        kept = (every > 0) & (boundary % tl.maximum(every, 1) == 0)
+        kept = kept | (boundary == tl.load(entry + 9, mask=reached, other=0))
+        kept = kept | (boundary == tl.load(entry + 10, mask=reached, other=0))
+        reached = reached & kept
+        acts = reached & ((offset > 0) | (target != held))
+        rebased = reached & (target == held)
+    tl.store(accepted + slot, 1, mask=rebased)
+    tl.store(moves + line, held, mask=here)
+    tl.store(moves + moves_stride + line, offset, mask=here)
+    tl.store(moves + 2 * moves_stride + line, tl.where(acts, target, -1), mask=here)
+    tl.atomic_add(totals + PHASE, tl.sum(acts.to(tl.int64), axis=0))
+
+
+def decide(
+    entries: Tensor,
+    count: int,
+    counts: Counts,
+    moves: Tensor,
+    totals: Tensor,
+    block_size: int,
+    phase: int,
+) -> None:
+    """`decide_reference` by one launch where Triton runs."""
+    if not runs_triton(entries):
+        decide_reference(entries, count, counts, moves, totals, block_size, phase)
+        return
+    _decide_kernel[(triton.cdiv(count, LINES),)](
+        entries,
+        count,
+        *counts,
+        moves,
+        moves.stride(0),
+        totals,
+        BLOCK_SIZE=block_size,
+        FIELDS=fields.ENTRY_FIELDS,
+        PHASE=phase,
+        LINES=LINES,
+    )

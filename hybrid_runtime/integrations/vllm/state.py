@@ -1,0 +1,214 @@
+"""Our model state for vLLM's V2 runner: `MambaHybridModelState` with the two state copies replaced.
+
+`preprocess_state` and `postprocess_state` are the only steps of vLLM that change. vLLM's own
+post-processing still runs, but is handed no counts, upon which it notes the accepted tokens (which
+the next forward pass reads) and copies nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from torch import Tensor
+
+from hybrid_runtime.integrations.vllm import plugin, versions
+from hybrid_runtime.integrations.vllm.binding import Unhandled, bind
+from hybrid_runtime.integrations.vllm.bounds import Bounds
+from hybrid_runtime.integrations.vllm.counters import Counters, Reporter
+from hybrid_runtime.integrations.vllm.decide import AFTER, BEFORE, Counts
+from hybrid_runtime.integrations.vllm.mover import Mover, Step
+
+if TYPE_CHECKING:
+    Base = Any
+else:
+    Base = object
+
+
+class AlignedStates(Base):
+    """Mixed in before vLLM's class, whose attributes it reads: `vllm_config`, `cache_config`,
+    `max_num_reqs`, `num_accepted_tokens_gpu`, `_mamba_state_idx_gpu`, `_mamba_ctx`."""
+
+    ours = True
+    """Set to False to hand all steps from now on to vLLM, as a comparison in one engine does."""
+
+    def __init__(self, vllm_config: Any, model: Any, encoder_cache: Any, device: Any) -> None:
+        super().__init__(vllm_config, model, encoder_cache, device)
+        parallel = vllm_config.parallel_config
+        self._depth = parallel.pipeline_parallel_size + 2
+        self.bounds = Bounds(
+            self.max_num_reqs,
+            1,
+            vllm_config.scheduler_config.async_scheduling is not False
+            or parallel.pipeline_parallel_size > 1,
+        )
+        self.counters = Counters()
+        self.checker: Any = None
+        self.mover: Mover | None = None
+        self._slot_tables: Any = None
+        self._bound_to: Any = None
+        self._open: deque[Step] = deque(maxlen=self._depth)
+        self._no_drafts = np.zeros(self.max_num_reqs, np.int32)
+        self._reporter = self._make_reporter(parallel)
+
+    def add_request(self, req_index: int, new_req_data: Any) -> None:
+        super().add_request(req_index, new_req_data)
+        # Settled by vLLM only after it has loaded the model and made this object.
+        block = versions.seed_block_size(self.cache_config, self._slot_tables)
+        if block != self.bounds.block_size:
+            self.bounds.resize(block)
+        self.bounds.admit(req_index, new_req_data.num_computed_tokens)
+
+    def initialize_kv_cache(self, kv_cache_config: Any, block_tables: Any) -> None:
+        """Called from vLLM 0.33 on, and again when a cache made for profiling is replaced."""
+        super().initialize_kv_cache(kv_cache_config, block_tables)
+        self._slot_tables = block_tables
+        self._bound_to = None
+
+    def preprocess_state(
+        self,
+        input_batch: Any,
+        block_tables: tuple[Tensor, ...],
+        kv_cache_config: Any,
+        num_computed_tokens: Tensor,
+    ) -> None:
+        if self._bound_to is not kv_cache_config:
+            self._bind(kv_cache_config, block_tables)
+        mover = self.mover
+        if mover is None or not self.ours or not input_batch.num_reqs:
+            if input_batch.num_reqs:
+                self.bounds.distrust(input_batch.idx_mapping_np)
+                self.counters.handed_back += 1
+            super().preprocess_state(
+                input_batch, block_tables, kv_cache_config, num_computed_tokens
+            )
+            return
+        draft = input_batch.num_draft_tokens_per_req
+        if draft is None:
+            draft = self._no_drafts[: input_batch.num_reqs]
+        slot, scheduled = input_batch.idx_mapping_np, input_batch.num_scheduled_tokens
+        plan = self.bounds.plan(
+            slot, input_batch.num_computed_tokens_np, scheduled, draft, input_batch.prefill_len_np
+        )
+        step = mover.stage(input_batch.idx_mapping, plan, slot, scheduled)
+        self._open.append(step)
+        counts = self._counts(num_computed_tokens)
+        if self.checker is not None:
+            self.checker.before(input_batch, step, counts, self.bounds)
+        else:
+            mover.run(step, counts, BEFORE)
+        self.counters.add(step.before, step.after)
+        if self._reporter is not None:
+            self._reporter.tick(self.counters, mover.totals)
+
+    def postprocess_state(
+        self,
+        idx_mapping: Tensor,
+        num_sampled: Tensor | int,
+        num_computed_tokens: Tensor | None = None,
+    ) -> None:
+        if self.mover is None or num_computed_tokens is None:
+            super().postprocess_state(idx_mapping, num_sampled, num_computed_tokens)
+            return
+        step = self._close(idx_mapping)
+        if step is None:
+            # Not a step that was planned as it ends here: a pipeline rank that filtered its rows,
+            # or a step begun by vLLM. Its own kernel looks at every row.
+            self.counters.handed_back += 1
+            super().postprocess_state(idx_mapping, num_sampled, num_computed_tokens)
+            return
+        super().postprocess_state(idx_mapping, num_sampled, None)
+        counts = self._counts(num_computed_tokens)
+        if self.checker is not None:
+            self.checker.after(idx_mapping, step, counts)
+        else:
+            self.mover.run(step, counts, AFTER)
+
+    def statistics(self) -> dict[str, int]:
+        """The counters, copies included (waits for the device)."""
+        names = ("steps", "skipped", "candidates", "handed_back")
+        found = {name: int(getattr(self.counters, name)) for name in names}
+        if self.mover is not None:
+            moved = self.mover.totals.tolist()
+            found |= {"precopied": moved[BEFORE], "postcopied": moved[AFTER]}
+            found |= {"lost": int(self.bounds.lost.sum()), "waits": self.mover.waits.count}
+        if self.checker is not None:
+            found |= self.checker.statistics()
+        return found
+
+    def _counts(self, computed: Tensor) -> Counts:
+        return Counts(self._mamba_state_idx_gpu, self.num_accepted_tokens_gpu, computed)
+
+    def _close(self, idx_mapping: Tensor) -> Step | None:
+        """The open step of these rows, which vLLM passes as the very tensor it began with."""
+        for step in self._open:
+            if step.rows is idx_mapping:
+                self._open.remove(step)
+                return step
+        return None
+
+    def _bind(self, kv_cache_config: Any, block_tables: tuple[Tensor, ...]) -> None:
+        """Find the states and tables of a new cache; without them, vLLM's own path runs."""
+        self._bound_to, self.mover = kv_cache_config, None
+        self._open.clear()
+        try:
+            self.mover = self._make_mover(kv_cache_config, block_tables)
+        except Unhandled as why:
+            plugin.left_to_vllm(str(why))
+
+    def _make_mover(self, kv_cache_config: Any, block_tables: tuple[Tensor, ...]) -> Mover:
+        from vllm.model_executor.layers.mamba.mamba_utils import (  # type: ignore[import-not-found]
+            is_conv_state_dim_first,
+        )
+
+        groups, spec = self._get_mamba_group_info(kv_cache_config)
+        block = spec.block_size
+        if why := versions.pipeline_unhandled(self.vllm_config, self._slot_tables):
+            raise Unhandled(why)
+        if block != self.bounds.block_size:
+            raise Unhandled(
+                f"its Mamba blocks hold {block} tokens, other blocks {self.bounds.block_size}"
+            )
+        if block <= spec.num_speculative_blocks:
+            raise Unhandled(f"its Mamba blocks hold {block} tokens, no more than a step's drafts")
+        if self._slot_tables is None:
+            tables = [block_tables[group] for group in groups]
+        else:
+            tables = [self._slot_tables.block_tables[group].gpu for group in groups]
+        context = self.vllm_config.compilation_config.static_forward_context
+        states = bind(kv_cache_config, groups, context, tables, is_conv_state_dim_first())
+        copies = versions.copy_context(self, kv_cache_config, groups, block_tables)
+        checks = plugin.switch() == "check"
+        # Checked against kernels that know nothing of retention.
+        self.bounds.retain(None if checks else versions.retained(kv_cache_config))
+        mover = Mover(
+            states, self.bounds, self.max_num_reqs, self._slot_tables is not None, self._depth + 1
+        )
+        mover.warm_up(self._counts(self.num_accepted_tokens_gpu))
+        if checks:
+            from hybrid_runtime.integrations.vllm.check import Checker
+
+            self.checker = Checker(mover, copies, plugin.logger())
+        return mover
+
+    def _make_reporter(self, parallel: Any) -> Reporter | None:
+        import vllm.envs as envs  # type: ignore[import-not-found]
+
+        if parallel.rank:
+            return None
+        return Reporter(envs.VLLM_LOG_STATS_INTERVAL, plugin.logger().info)
+
+
+@functools.cache
+def model_state_class(ours: bool) -> type:
+    """The class for vLLM to instantiate: with our copies, or just vLLM's own."""
+    from vllm.v1.worker.gpu.model_states.mamba_hybrid import (  # type: ignore[import-not-found]
+        MambaHybridModelState,
+    )
+
+    base: type = MambaHybridModelState
+    if not ours:
+        return base
+    return type("HybridRuntimeModelState", (AlignedStates, base), {})

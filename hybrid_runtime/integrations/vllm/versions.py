@@ -1,0 +1,100 @@
+"""All that differs between vLLM releases, and the configurations that are left to vLLM."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+OLDEST, NEWEST = (0, 25, 1), (0, 33, 0)
+
+ARCHITECTURES = (
+    "AliceAIForCausalLM",
+    "FalconH1ForCausalLM",
+    "GraniteMoeHybridForCausalLM",
+    "JambaForCausalLM",
+    "NemotronHForCausalLM",
+    "NemotronHPuzzleForCausalLM",
+    "NemotronH_Nano_Omni_Reasoning_V3",
+    "NemotronH_Nano_VL_V2",
+    "NemotronH_Omni_Reasoning_V3",
+    "NemotronH_Super_Omni_Reasoning_V3",
+    "OlmoHybridForCausalLM",
+    "Qwen3NextForCausalLM",
+    "Qwen3_5ForCausalLM",
+    "Qwen3_5ForConditionalGeneration",
+    "Qwen3_5MoeForCausalLM",
+    "Qwen3_5MoeForConditionalGeneration",
+    "Zamba2ForCausalLM",
+)
+"""Hybrid models with one window and one state per layer; a release knows some of them."""
+
+
+def parsed(version: str) -> tuple[int, ...]:
+    """The leading numbers of a version: `0.25.1+cu129` is (0, 25, 1)."""
+    return tuple(int(part) for part in re.findall(r"\d+", version.split("+")[0])[:3])
+
+
+def supported(version: str) -> bool:
+    """Whether this file knows the release; one before its own release (dev, rc) counts as not."""
+    released = re.fullmatch(r"\d+\.\d+\.\d+(\.post\d+)?", version.split("+")[0])
+    return released is not None and OLDEST <= parsed(version) <= NEWEST
+
+
+def unhandled(vllm_config: Any) -> str | None:
+    """Why this configuration is left to vLLM, or None when it is ours."""
+    cache, parallel = vllm_config.cache_config, vllm_config.parallel_config
+    speculative = vllm_config.speculative_config
+    if not vllm_config.use_v2_model_runner:
+        return "it runs the V1 model runner (VLLM_USE_V2_MODEL_RUNNER=1 selects V2)"
+    if cache.mamba_cache_mode != "align":
+        return (
+            f"mamba_cache_mode is {cache.mamba_cache_mode!r}; states are saved and moved in "
+            "'align' only (--enable-prefix-caching --mamba-cache-mode align)"
+        )
+    if vllm_config.kv_transfer_config is not None:
+        return "a KV connector may change what has been computed"
+    if parallel.prefill_context_parallel_size > 1 or parallel.decode_context_parallel_size > 1:
+        return "context parallelism splits its batches"
+    # From 0.29 on.
+    if getattr(cache, "use_kda_recoverssm", False):
+        return "RecoverSSM keeps other states"
+    # From 0.31 on: how many drafts a row runs is then known to the device alone.
+    if getattr(speculative, "enable_adaptive_verification", False):
+        return "adaptive verification splits the drafts on the device"
+    return None
+
+
+def pipeline_unhandled(vllm_config: Any, slot_tables: Any) -> str | None:
+    """Up to 0.31 vLLM hands over block tables in batch order only, which later steps overwrite
+    before a pipeline's earlier step ends."""
+    if vllm_config.parallel_config.pipeline_parallel_size > 1 and slot_tables is None:
+        return "pipeline parallelism before vLLM 0.33"
+    return None
+
+
+def seed_block_size(cache_config: Any, slot_tables: Any) -> int:
+    """Tokens by which `add_request` divides for a request's first column: up to 0.31 not always
+    the Mamba block size."""
+    size: int = cache_config.block_size if slot_tables is None else cache_config.mamba_block_size
+    return size
+
+
+def retained(kv_cache_config: Any) -> int | None:
+    """Interval at which boundaries of generated tokens are kept: None all, 0 none."""
+    # From 0.29 on in the configuration, before in the environment.
+    if hasattr(kv_cache_config, "prefix_cache_retention_interval"):
+        interval: int | None = kv_cache_config.prefix_cache_retention_interval
+        return interval
+    import vllm.envs as envs  # type: ignore[import-not-found]
+
+    older: int | None = envs.VLLM_PREFIX_CACHE_RETENTION_INTERVAL
+    return older
+
+
+def copy_context(
+    state: Any, kv_cache_config: Any, groups: list[int], block_tables: tuple[Any, ...]
+) -> Any:
+    """The context that vLLM's own copy kernels run from; made on first use up to 0.31."""
+    if hasattr(state, "_ensure_align_ctx"):
+        return state._ensure_align_ctx(kv_cache_config, groups, block_tables)
+    return state._mamba_ctx
