@@ -55,6 +55,9 @@ def scan_tiling(dim: int, state: int, dtype: torch.dtype) -> ScanTiling:
     if dtype == torch.float32:  # products without matrix units: small tiles
         warps = 4 if dim <= 64 else 8
         return ScanTiling(64, 32, 32, 1, 16, warps, 1, warps, 1)
+    if min(dim, state) < 64:
+        # Triton 3.6 multiplies 64 x 16 outputs of matrix units wrongly: stay below their 64 rows.
+        return ScanTiling(128, 64, 32, 8)
     if state > 128:
         return ScanTiling(64, 64, 64, 4, 256, 8, 2, 8, 1)
     if dim > 64:

@@ -79,7 +79,7 @@ def _pick(values, chosen):
     return tl.sum(tl.where(chosen, values, 0), axis=0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count", "step_stride"], do_not_specialize_on_alignment=["accepted"])
 def _move_kernel(
     entries,
     step,
@@ -276,3 +276,17 @@ def precopy(states: StateTable, entries: Tensor, moves: Tensor, count: int) -> N
         precopy_reference(states, entries, moves, count)
         return
     _launch(states, entries, moves, moves, count, post=False, every_row=False, block_size=1)
+
+
+def compile_moves(states: StateTable, max_rows: int, block_size: int, in_place: bool) -> None:
+    """Launch every variant of the kernel on rows that move nothing, so that none is compiled in
+    the step that first crosses a boundary."""
+    device = states.addresses.device
+    entries = torch.zeros((max_rows, fields.ENTRY_FIELDS), dtype=torch.int32, device=device)
+    nothing = torch.full((4, max_rows), -1, dtype=torch.int32, device=device)
+    for power in range(4, max(max_rows - 1, 15).bit_length() + 1):
+        count = min(1 << power, max_rows)
+        for every_row in (False, True):
+            postcopy(states, entries, nothing, nothing[0], count, every_row, block_size)
+        if in_place:
+            precopy(states, entries, nothing, count)

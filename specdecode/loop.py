@@ -108,7 +108,7 @@ class SpeculativeLoop:
                 frame = self._eager(rows, num_update_rows)
             else:
                 frame = self._captured(graphs, padded(n, state.max_requests), accept)
-            self._place_rows(step.entries, n, frame)
+            self._place_rows(step.entries, n, frame, pad=self.width)
             if graphs is None:
                 self._verify(frame, accept)
             else:
@@ -137,11 +137,18 @@ class SpeculativeLoop:
 
     @torch.inference_mode()
     def capture(self, accept: Acceptance = greedy) -> None:
-        """Capture the graphs of all padded sizes now, largest first, with rows that touch
-        nothing."""
+        """Capture the graphs of all padded sizes now, largest first, and compile what steps with
+        prompts need, with rows that touch nothing."""
         if self._graphs is None:
             return
         most = self.manager.max_requests
+        nobody = torch.zeros((1, 1), dtype=torch.int32, device=self.manager.device)
+        for length in (1, 8, 64, self._place.tokens.shape[0]):
+            frame = self._frame(1, length, 0, length, length)
+            self._place_rows(nobody, 0, frame, pad=length)
+            self._verify(frame, accept)
+            if self.drafter is not None:
+                self._draft(frame)
         for size in sorted({padded(n, most) for n in range(1, most + 1)}, reverse=True):
             self._captured(self._graphs, size, accept)
 
@@ -157,14 +164,14 @@ class SpeculativeLoop:
         frame = self._frame(size, size * self.width, size, self.width, most)
         frame.key = key
         nobody = torch.zeros((1, 1), dtype=torch.int32, device=self.manager.device)
-        self._place_rows(nobody, 0, frame)
+        self._place_rows(nobody, 0, frame, pad=self.width)
         graphs.capture(("verify", key), lambda: self._verify(frame, accept))
         if self.drafter is not None:
             graphs.capture(("draft", key), lambda: self._draft(frame))
         self._frames[key] = frame
         return frame
 
-    def _place_rows(self, entries: Tensor, num_rows: int, frame: Frame) -> None:
+    def _place_rows(self, entries: Tensor, num_rows: int, frame: Frame, pad: int) -> None:
         """Where everything is, from the exact counts that only the device has."""
         text = self.sequences
         place(
@@ -176,7 +183,7 @@ class SpeculativeLoop:
             text.length,
             frame.place,
             frame.batch.max_scheduled,
-            pad=self.width if frame.uniform else 0,
+            pad,
         )
 
     def _verify(self, frame: Frame, accept: Acceptance) -> None:

@@ -239,7 +239,7 @@ def test_chunk_scan_fits_into_registers(
 
 
 @pytest.mark.parametrize("changed", [{}, {"bias": None, "TAPS": 2, "LENGTH": 1}, {"CHANNELS": 10}])
-def test_long_convolution_moves_16_bytes_at_once(changed: dict[str, Any], tmp_path: Path) -> None:
+def test_long_convolution_moves_8_bytes_at_once(changed: dict[str, Any], tmp_path: Path) -> None:
     kernel = causal_conv_scan._causal_conv_scan_kernel
     if not isinstance(kernel, JITFunction):
         pytest.skip("the interpreter is on")
@@ -249,7 +249,7 @@ def test_long_convolution_moves_16_bytes_at_once(changed: dict[str, Any], tmp_pa
     code = compiled(kernel, constants, aligned(kernel, constants), options, rows="i32")
     assert spilled(code, tmp_path) == 0
     if constants["CHANNELS"] % 16 == 0:
-        assert code.asm["ptx"].count("ld.global.v4") >= shape.tokens
+        assert len(re.findall(r"ld\.global\.(v2\.b32|v4\.b16)", code.asm["ptx"])) >= shape.tokens
 
 
 PRODUCT: dict[str, Any] = {

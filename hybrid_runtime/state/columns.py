@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hybrid_runtime.kernels import advance as fields
 from hybrid_runtime.kernels.advance import Positions, SlotState, advance
-from hybrid_runtime.kernels.state_move import postcopy, precopy
+from hybrid_runtime.kernels.state_move import compile_moves, postcopy, precopy
 from hybrid_runtime.kernels.state_table import StateTable
 from hybrid_runtime.state import align
 from hybrid_runtime.state.layout import StateLayout
@@ -43,7 +43,7 @@ class Columns:
             return torch.full(shape, -1, dtype=torch.int32, device=device)
 
         n = max_requests
-        self.layout, self.in_place = layout, in_place
+        self.layout, self.in_place, self._max_requests = layout, in_place, n
         self.slots = SlotState(ints(n), ints(n), ints(n))
         self.outputs = self.positions = Positions(ints(n), ints(n), ints(n))
         self.nowhere = Positions(ints(n), ints(n), ints(n))
@@ -54,6 +54,8 @@ class Columns:
 
     def bind(self, states: StateTable, columns: int) -> None:
         self._states, self.columns = states, columns
+        if states.addresses.is_cuda:
+            compile_moves(states, self._max_requests, self.layout.block_size, self.in_place)
 
     def needed(self, rows: StepRows) -> tuple[align.Ints, align.Ints]:
         held = np.where(rows.slot >= 0, self._book.known[rows.slot, SlotBook.HELD_MIN], -1)
