@@ -25,6 +25,7 @@ def peer() -> str | None:
         lines.append(
             [
                 str(row["batch"]),
+                row["state_layout"],
                 row["lengths"],
                 _ms(row["step_ms"]),
                 *(_ms(theirs.get(runner, {}).get("step_ms")) for runner in ("v1", "v2")),
@@ -38,7 +39,7 @@ def peer() -> str | None:
             ]
         )
     header = [
-        "rows", "lengths", "step, ms", "vLLM V1", "V2", "÷ V1", "÷ V2", "ITL, ms", "p99",
+        "rows", "state", "lengths", "step, ms", "vLLM V1", "V2", "÷ V1", "÷ V2", "ITL, ms", "p99",
         "tokens/s", "idle", "GPU operations", "÷ floor",
     ]  # fmt: skip
     return _markdown(header, lines) + "\n\n" + _note(result, rows[0])
@@ -51,6 +52,8 @@ def strategies() -> str | None:
         result = _load(shape)
         by_case: dict[tuple[int, str], dict[str, Row]] = {}
         for row in _main(result) if result else []:
+            if row["state_layout"] == "replay":
+                continue
             by_case.setdefault((row["batch"], row["lengths"]), {})[row["strategy"]] = row
         for (batch, lengths), rows in by_case.items():
             if result is None or not {"auto", *OTHERS} <= rows.keys():
@@ -88,6 +91,7 @@ def shapes() -> str | None:
                     result["name"],
                     "all" if depth == whole else f"{depth} of {whole}",
                     str(row["batch"]),
+                    row["state_layout"],
                     _ms(row["step_ms"]),
                     _ms(row["itl_ms"]),
                     _ms(row["itl_ms_p99"]),
@@ -98,7 +102,7 @@ def shapes() -> str | None:
             )
     if not lines:
         return None
-    header = ["shape", "layers", "rows", "step, ms", "ITL, ms", "p99", "tokens/s", "idle"]
+    header = ["shape", "layers", "rows", "state", "step, ms", "ITL, ms", "p99", "tokens/s", "idle"]
     return _markdown([*header, "÷ floor"], lines)
 
 
@@ -119,7 +123,7 @@ def _main(result: Row) -> list[Row]:
             key = tuple(row[k] for k in ("drafts", "isl", "osl", "ssm_dtype", "acceptance"))
             loads.setdefault(key, []).append(row)
     rows = max(loads.values(), key=len, default=[])
-    return sorted(rows, key=lambda r: (r["batch"], r["lengths"]))
+    return sorted(rows, key=lambda r: (r["batch"], r["lengths"], r["state_layout"]))
 
 
 def _note(result: Row, row: Row) -> str:

@@ -25,7 +25,17 @@ ENGINE = (
     "vllm", "torch", "gpu", "attn", "mode", "eager", "async_scheduling", "mamba_block_size",
     "block_size", "max_model_len", "cudagraph_mode", "pattern", "mtp_pattern", "hidden",
 )  # fmt: skip
-_ROW_KEY = ("strategy", "lengths", "batch", "drafts", "isl", "osl", "ssm_dtype", "acceptance")
+_ROW_KEY = (
+    "strategy",
+    "lengths",
+    "batch",
+    "drafts",
+    "isl",
+    "osl",
+    "ssm_dtype",
+    "state_layout",
+    "acceptance",
+)
 _PEER_KEY = ("runner", "batch", "drafts", "isl", "osl", "ssm_dtype", "acceptance")
 
 

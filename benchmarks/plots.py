@@ -20,6 +20,7 @@ Row = dict[str, Any]
 # readers who see few colours.
 COLOURS = {
     "auto": "#0072b2", "always": "#e69f00", "defer": "#009e73", "blocking": "#d55e00",
+    "replay": "#cc79a7",
     "v1": "#555555", "v2": "#999999",
 }  # fmt: skip
 KINDS = {
@@ -53,15 +54,20 @@ def _decoding(result: Row, lengths: str) -> list[Row]:
     return [r for r in rows if all(r[k] == rows[0][k] for k in key)]
 
 
+def _name(row: Row) -> str:
+    """The strategy, or the replay layout, in which strategies differ little."""
+    return "replay" if row["state_layout"] == "replay" else row["strategy"]
+
+
 def _over_batch(result: Row, rows: list[Row], lengths: str) -> Figure:
     figure, panels = plt.subplots(1, 2, figsize=(8, 3.2), layout="constrained")
     for panel, title, ours, theirs in (
         (panels[0], "ITL, ms per token", "itl_ms", lambda p: p["itl_ms"]),
         (panels[1], "decode tokens/s", "decode_tok_s", None),
     ):
-        for strategy in dict.fromkeys(r["strategy"] for r in rows):
-            line = sorted((r["batch"], r[ours]) for r in rows if r["strategy"] == strategy)
-            _line(panel, line, strategy, COLOURS[strategy])
+        for name in dict.fromkeys(_name(r) for r in rows):
+            line = sorted((r["batch"], r[ours]) for r in rows if _name(r) == name)
+            _line(panel, line, name, COLOURS[name])
         _peers(panel, rows, theirs)
         panel.set(title=title, xlabel="requests at once", xscale="log", ylim=(0, None))
         batches = sorted({r["batch"] for r in rows})

@@ -1,9 +1,11 @@
 """What one forward pass runs on: rows of tokens, state positions, caches."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
+
+from hybrid_runtime.kernels.replay import Records, Replay
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,12 +111,15 @@ class StatePositions:
         read_column: int32 [rows], column of state_block_table[slot]; -1 = zero initial state.
         read_offset: int32 [rows], columns further (SSM) or inputs into the window (convolution).
         write_column: int32 [rows]; -1 = padded row, nothing is written.
+        replay: the same and more for the replay layout, whose update rows fold guesses in; None in
+            the columns layout.
     """
 
     draft: Tensor
     read_column: Tensor
     read_offset: Tensor
     write_column: Tensor
+    replay: Replay | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,9 +133,11 @@ class Caches:
             ssm [blocks, H, P, N]).
         kv_block_table: int32 [slots, columns] of physical blocks of kv.
         state_block_table: int32 [slots, columns] of physical blocks of states.
+        records: layer index to the guesses recorded there; empty in the columns layout.
     """
 
     kv: Mapping[int, tuple[Tensor, Tensor]]
     states: Mapping[int, tuple[Tensor, Tensor]]
     kv_block_table: Tensor
     state_block_table: Tensor
+    records: Mapping[int, Records] = field(default_factory=dict)

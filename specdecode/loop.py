@@ -13,6 +13,7 @@ from torch import Tensor
 
 from hybrid_runtime.kernels.emission import DraftInputs, emit
 from hybrid_runtime.kernels.place import Placement, place
+from hybrid_runtime.kernels.replay import Replay
 from hybrid_runtime.specdecode.acceptance import Acceptance, greedy
 from hybrid_runtime.specdecode.batch import Caches, RowBatch, StatePositions
 from hybrid_runtime.specdecode.drafter import Drafter, Verified
@@ -246,7 +247,9 @@ class SpeculativeLoop:
         self, rows: int, tokens: int, num_update_rows: int, max_scheduled: int, max_context: int
     ) -> Frame:
         place = self._place.first(rows, tokens)
-        state = self.manager.positions
+        state, replay = self.manager.positions, None
+        if self.manager.layout.replays:
+            replay = Replay(*(field[:rows] for field in self.manager.replay[: len(Replay._fields)]))
         return Frame(
             batch=RowBatch(
                 slot=place.slot,
@@ -264,6 +267,7 @@ class SpeculativeLoop:
                 state.read_column[:rows],
                 state.read_offset[:rows],
                 state.write_column[:rows],
+                replay,
             ),
             drafting=self._drafting.first(rows, tokens),
             emitted=self._emitted[:rows],

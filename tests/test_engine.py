@@ -126,6 +126,20 @@ ROWS = [
             {"num_blocks": (20, 14)},
         )
     ),
+    *(
+        {"drafter": "mtp", "num_speculative_tokens": 3, "block_size": 8, "state_layout": "replay"}
+        | more
+        for more in (
+            {},
+            {"steps_ahead": 1},
+            {"strategy": "blocking"},
+            {"max_requests": 2, "steps_ahead": 1},
+            {"max_tokens_per_step": 9},
+            {"num_speculative_tokens": 5, "steps_ahead": 1},
+            {"num_speculative_tokens": 1},
+            {"num_blocks": (30, 12)},
+        )
+    ),
 ]
 
 
@@ -177,6 +191,7 @@ class Script:
 @pytest.mark.parametrize(
     ("k", "block_size", "steps_ahead"), [(1, 8, 0), (3, 8, 0), (3, 8, 1), (3, 16, 0), (5, 8, 1)]
 )
+@pytest.mark.parametrize("state_layout", ["columns", "replay"])
 def test_any_mix_of_acceptances_keeps_the_text(
     hf: NemotronHForCausalLM,
     tokenizer: Tokenizer,
@@ -186,10 +201,11 @@ def test_any_mix_of_acceptances_keeps_the_text(
     k: int,
     block_size: int,
     steps_ahead: int,
+    state_layout: str,
 ) -> None:
     runs = engine(
         hf, tokenizer, drafter="ngram", num_speculative_tokens=k, block_size=block_size,
-        strategy=strategy, steps_ahead=steps_ahead,
+        strategy=strategy, steps_ahead=steps_ahead, state_layout=state_layout,
     )  # fmt: skip
     texts = [p + w for p, w in zip(prompts, wanted, strict=True)]
     runs.loop.drafter = Script(texts, k, [k, 0, k + 1, 1, k, k - 1, 0, k + 1, k])

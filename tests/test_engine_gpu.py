@@ -63,6 +63,16 @@ ROWS = [
     {"steps_ahead": 0},
     {"conv_layout": "DS"},
     {"max_tokens_per_step": 40},
+    *(
+        {"state_layout": "replay"} | more
+        for more in (
+            {},
+            {"graphs": 0},
+            {"num_speculative_tokens": 5},
+            {"max_requests": 3},
+            {"block_size": 16, "strategy": "blocking"},
+        )
+    ),
 ]
 
 
@@ -93,10 +103,12 @@ def test_seeded_sampling_is_the_same_with_graphs() -> None:
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize("strategy", ["auto", "always"])
-def test_300_steps_of_mixed_load_never_wait_unseen(strategy: str) -> None:
+@pytest.mark.parametrize(
+    "options", [{"strategy": "auto"}, {"strategy": "always"}, {"state_layout": "replay"}], ids=str
+)
+def test_300_steps_of_mixed_load_never_wait_unseen(options: dict[str, Any]) -> None:
     """Prefill and decode, sampled and greedy, arrivals, aborts and ends of all kinds."""
-    runs = build("cuda", max_requests=6, max_model_len=512, strategy=strategy)
+    runs = build("cuda", max_requests=6, max_model_len=512, **options)
     runs.capture()
     rng = np.random.default_rng(0)
     live: list[Request] = []

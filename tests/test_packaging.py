@@ -30,7 +30,8 @@ names = ["hybrid_runtime", "kernels"] + [
     if not module.name.endswith(".__main__")
 ]
 files = {name: importlib.import_module(name).__file__ for name in names}
-(script,) = importlib.metadata.distribution("hybrid-runtime").entry_points.select(group="console_scripts")
+entries = importlib.metadata.distribution("hybrid-runtime").entry_points
+(script,) = entries.select(group="console_scripts")
 print(json.dumps({
     "files": files,
     "kernels": importlib.metadata.version("kernels"),

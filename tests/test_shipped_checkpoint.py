@@ -43,6 +43,7 @@ def wanted(hf: NemotronHForCausalLM) -> list[list[int]]:
         ("ngram", 3, "auto", 1.2),
     ],
 )
+@pytest.mark.parametrize("state_layout", ["columns", "replay"])
 def test_greedy_text_is_that_of_transformers(
     hf: NemotronHForCausalLM,
     wanted: list[list[int]],
@@ -50,6 +51,7 @@ def test_greedy_text_is_that_of_transformers(
     drafts: int,
     strategy: str,
     least: float | None,
+    state_layout: str,
 ) -> None:
     engine = Engine.from_pretrained(
         SHIPPED,
@@ -57,6 +59,7 @@ def test_greedy_text_is_that_of_transformers(
         num_speculative_tokens=drafts,
         strategy=strategy,
         block_size=32,
+        state_layout=state_layout,  # type: ignore[arg-type]
     )
     answers = engine.generate(PROMPTS, SamplingParams(max_tokens=TOKENS, ignore_eos=True))
     for prompt, answer, want in zip(PROMPTS, answers, wanted, strict=True):

@@ -19,23 +19,8 @@ from hybrid_runtime.state.layout import StateLayout
 @dataclass(frozen=True, slots=True)
 class StepBytes:
     """Of one step: `weights` of the verify pass, `draft` of the draft passes with the output head
-    in each, `state` and `window` (one read, drafts + 1 states written per row), `kv` read and
-    written by verify and drafts."""
-
-    weights: float
-    draft: float
-    state: float
-    window: float
-    kv: float
-
-    @property
-    def total(self) -> float:
-        return sum(asdict(self).values())
-
-
-def step_bytes(
-    model: NemotronH, head: MTPHead | None, layout: StateLayout, rows: int, context: float
-) -> StepBytes:
+    in each, `state` and `window` (one read and drafts + 1 states written per row; in the replay
+    layout one written, and the guesses' records), `kv` read and written by verify and drafts.
     """For `rows` decode rows with `context` tokens each; drafts as `layout` has them.
 
     Experts count as far as uniformly spread routing would touch them.
@@ -54,6 +39,8 @@ def step_bytes(
     channel = layout.conv_channels * window.dtype.itemsize
     read = layout.conv_width - 1
     layers = len(model.state_layers)
+    # Of the records one half is read and the other written: together their size.
+    moved = 2 if layout.replays else drafts + 2
     per_token = 2 * model.kv_shape[0] * model.kv_shape[1] * model.dtype.itemsize
     kv = len(model.kv_layers) * (rows * context + tokens)
     if head is not None:
@@ -61,7 +48,7 @@ def step_bytes(
     return StepBytes(
         weights=body,
         draft=draft,
-        state=rows * layers * (drafts + 2) * ssm.nbytes,
+        state=rows * layers * (moved * ssm.nbytes + layout.record_bytes),
         window=rows * layers * (read + read + drafts) * channel,
         kv=kv * per_token,
     )

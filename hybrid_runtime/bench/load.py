@@ -11,7 +11,7 @@ import torch
 
 from hybrid_runtime.engine.scheduler import overshoot
 from hybrid_runtime.models.config import NemotronHConfig
-from hybrid_runtime.state.layout import StateLayout
+from hybrid_runtime.state.layout import LayoutKind, StateLayout
 from hybrid_runtime.state.manager import Strategy
 
 Lengths = Literal["equal", "staggered"]
@@ -48,6 +48,7 @@ class Load:
     max_model_len: int = 8192
     max_tokens_per_step: int = 8192
     graphs: bool | None = None
+    state_layout: LayoutKind = "columns"
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -81,6 +82,7 @@ class Load:
             "isl": self.isl,
             "osl": self.osl,
             "ssm_dtype": self.ssm_dtype,
+            "state_layout": self.state_layout if self.drafts else "columns",
             "acceptance": "real" if self.synthetic_length is None else self.synthetic_length,
         }
 
@@ -103,6 +105,7 @@ class Load:
             getattr(torch, self.ssm_dtype),
             conv_dtype=dtype,
             block_size=self.block_size,
+            kind=self.state_layout if self.drafts else "columns",
         )
 
     def prompt_lengths(self, lengths: Lengths, block_size: int) -> list[int]:
@@ -139,7 +142,8 @@ class Load:
     def blocks(self, block_size: int) -> tuple[int, int]:
         """KV and state blocks that this load needs, whatever the engine is made for."""
         columns = -(-(self.longest(block_size) + overshoot(self.drafts, 1)) // block_size)
-        return self.batch * columns, self.batch * (self.drafts + 4)
+        state = 4 if self.state_layout == "replay" and self.drafts else self.drafts + 4
+        return self.batch * columns, self.batch * state
 
 
 def sweep(
@@ -149,9 +153,10 @@ def sweep(
     isls: list[int],
     osls: list[int],
     ssm_dtypes: list[str],
+    state_layouts: list[LayoutKind],
 ) -> list[Load]:
     """Every combination, the batch varying fastest."""
     return [
-        replace(base, batch=b, drafts=k, isl=i, osl=o, ssm_dtype=s)
-        for k, s, i, o, b in product(drafts, ssm_dtypes, isls, osls, batches)
+        replace(base, batch=b, drafts=k, isl=i, osl=o, ssm_dtype=s, state_layout=kind)
+        for k, s, i, o, kind, b in product(drafts, ssm_dtypes, isls, osls, state_layouts, batches)
     ]

@@ -119,6 +119,7 @@ class Engines:
             ssm_dtype=getattr(torch, load.ssm_dtype),
             synthetic_length=load.synthetic_length,
             graphs=load.graphs,
+            state_layout=load.state_layout,
         )
 
     def _warm_up(self, engine: Engine) -> None:

@@ -14,6 +14,7 @@ from hybrid_runtime.bench.load import SSM_DTYPES, Lengths, Load, sweep
 from hybrid_runtime.bench.measure import Row, measure
 from hybrid_runtime.models.mtp import MTPHead
 from hybrid_runtime.models.nemotron_h import NemotronH
+from hybrid_runtime.state.layout import LayoutKind
 from hybrid_runtime.state.manager import Strategy
 
 
@@ -26,6 +27,7 @@ def add_options(parser: argparse.ArgumentParser, repeats: int) -> None:
     add("--osl", type=_ints, default=[256], help="output tokens")
     add("--lengths", type=_words(Lengths), default=("equal",), help="equal, staggered")
     add("--strategies", type=_words(Strategy), default=("auto",), help="or all, interleaved")
+    add("--layouts", type=_words(LayoutKind), default=("columns",), help="columns, replay")
     add("--ssm-dtype", type=lambda s: s.split(","), default=["float32"], help=", ".join(SSM_DTYPES))
     add(
         "--acceptance",
@@ -59,7 +61,7 @@ def loads(args: argparse.Namespace) -> list[Load]:
         graphs=False if args.no_graphs else None,
         seed=args.seed,
     )
-    return sweep(base, args.batches, args.drafts, args.isl, args.osl, args.ssm_dtype)
+    return sweep(base, args.batches, args.drafts, args.isl, args.osl, args.ssm_dtype, args.layouts)
 
 
 def run(

@@ -23,7 +23,17 @@ def show(title: str, rows: list[dict[str, Any]]) -> None:
 
 def table(title: str, rows: list[Row]) -> None:
     """Print the main figures; those that differ between no rows stand in the title."""
-    names = ("batch", "drafts", "isl", "osl", "ssm_dtype", "acceptance", "lengths", "strategy")
+    names = (
+        "batch",
+        "drafts",
+        "isl",
+        "osl",
+        "ssm_dtype",
+        "acceptance",
+        "lengths",
+        "state_layout",
+        "strategy",
+    )
     same = {n: rows[0][n] for n in names if len({str(r[n]) for r in rows}) == 1}
     peer = any(r.get("peer_ratio") for r in rows)
     lines = []

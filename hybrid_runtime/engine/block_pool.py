@@ -57,7 +57,8 @@ class BlockTable:
     """int32 `[slots, columns]` on the device, -1 where a slot owns no block, and its host copy.
 
     `device_table` never moves; `upload` copies what the host changed, in stream order. `depth`
-    pinned buffers are used in turn, one for each upload that may not have run yet.
+    pinned buffers are used in turn, one for each upload that may not have run yet. `always`: a
+    column that every slot owns from its first step to its end.
     """
 
     def __init__(
@@ -68,9 +69,10 @@ class BlockTable:
         device: torch.device,
         depth: int,
         waits: Waits,
+        always: int | None = None,
     ) -> None:
         self.pool = pool
-        self.columns = columns
+        self.columns, self._always = columns, always
         self._staging = Staging(slots, columns, depth, device, waits)
         self._view: NDArray[np.int32] = np.full((slots, columns), FREE, np.int32)
         self.device_table: Tensor = torch.full(
@@ -89,9 +91,12 @@ class BlockTable:
         for i in changed:
             slot, row = int(slots[i]), self._view[slots[i]]
             for column in np.flatnonzero(row != FREE):
-                if not first[i] <= column <= last[i]:
+                if not first[i] <= column <= last[i] and column != self._always:
                     self._drop(slot, int(column))
-            for column in fresh[i] + np.flatnonzero(row[fresh[i] : last[i] + 1] == FREE):
+            missing = list(fresh[i] + np.flatnonzero(row[fresh[i] : last[i] + 1] == FREE))
+            if self._always is not None and row[self._always] == FREE:
+                missing.append(self._always)
+            for column in missing:
                 row[column] = self.pool.take()
                 taken.append(int(row[column]))
         self._held[slots[changed]] = wanted[changed]

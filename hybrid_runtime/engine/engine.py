@@ -18,6 +18,7 @@ from tokenizers.decoders import DecodeStream
 from hybrid_runtime.engine.block_pool import BlockPool, BlockTable
 from hybrid_runtime.engine.request import Completion, FinishReason, Request
 from hybrid_runtime.engine.scheduler import Schedule, Scheduler, overshoot
+from hybrid_runtime.kernels.replay import Records
 from hybrid_runtime.models.checkpoint import load_eagle, load_mtp, load_nemotron_h, resolve
 from hybrid_runtime.models.nemotron_h import NemotronH
 from hybrid_runtime.specdecode.acceptance import (
@@ -33,7 +34,7 @@ from hybrid_runtime.specdecode.loop import SpeculativeLoop
 from hybrid_runtime.specdecode.sampling import SamplingParams
 from hybrid_runtime.specdecode.sequences import Sequences
 from hybrid_runtime.state.guard import Waits, allowed
-from hybrid_runtime.state.layout import ConvLayout, StateLayout
+from hybrid_runtime.state.layout import ConvLayout, LayoutKind, StateLayout
 from hybrid_runtime.state.manager import HybridStateManager, Strategy
 from hybrid_runtime.state.stats import Stats
 from hybrid_runtime.state.step import Step
@@ -66,6 +67,8 @@ class Engine:
     graphs: replay CUDA graphs where all rows decode; None: on a GPU.
     steps_ahead: steps queued before the results of the first are read, 0 or 1; None: 1 on a GPU,
     where the host then never keeps it waiting.
+    state_layout: "columns" keeps a state for every guess; "replay" one per request, into which the
+    next step folds what was accepted (without drafts both are the same, and "columns" is used).
     """
 
     def __init__(
@@ -89,6 +92,7 @@ class Engine:
         sampled_drafts: bool = False,
         graphs: bool | None = None,
         steps_ahead: int | None = None,
+        state_layout: LayoutKind = "columns",
     ) -> None:
         k = num_speculative_tokens
         if drafter is not None and drafter not in get_args(DrafterName):
@@ -120,13 +124,14 @@ class Engine:
             forced = synthetic_acceptance(synthetic_rates(synthetic_length, k), device)
             self._greedy_only = self._sampling = forced
         layout = StateLayout.from_config(
-            model.config, k, ssm_dtype, conv_layout, conv_dtype=dtype, block_size=block_size
-        )
+            model.config, k, ssm_dtype, conv_layout, conv_dtype=dtype, block_size=block_size,
+            kind=state_layout if k else "columns",
+        )  # fmt: skip
         block = layout.block_size
         longest = max_model_len + overshoot(k, ahead)
         columns = -(-longest // block)
         if num_blocks is None:
-            num_blocks = (max_requests * columns, max_requests * (k + 4))
+            num_blocks = (max_requests * columns, max_requests * (4 if layout.replays else k + 4))
         host_decides = strategy in ("blocking", "defer")
         self.manager = HybridStateManager(
             layout, max_requests, k, device, strategy, steps_in_flight=ahead, readback=host_decides
@@ -134,8 +139,15 @@ class Engine:
         self.waits = Waits()
         depth = ahead + 2
         kv = BlockTable(max_requests, columns, BlockPool(num_blocks[0]), device, depth, self.waits)
+        live = columns if layout.replays else None
         state = BlockTable(
-            max_requests, columns + k + 1, BlockPool(num_blocks[1]), device, depth, self.waits
+            max_requests,
+            columns + 1 + (0 if layout.replays else k),
+            BlockPool(num_blocks[1]),
+            device,
+            depth,
+            self.waits,
+            always=live,
         )
 
         def kv_cache(shape: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -154,6 +166,7 @@ class Engine:
             states={i: (layout.positions_first(w), s) for i, (w, s) in blocks.items()},
             kv_block_table=kv.device_table,
             state_block_table=state.device_table,
+            records=_records(model, layout, max_requests) if layout.replays else {},
         )
         self.scheduler = Scheduler(
             self.manager, kv, state, max_requests, max_tokens_per_step, max_model_len, ahead
@@ -403,6 +416,14 @@ def _drafter(
     if head is None:
         raise ValueError(f"head is None; drafter {name!r} needs its network")
     return HeadDrafter(head, caches, k, sampled)
+
+
+def _records(model: NemotronH, layout: StateLayout, slots: int) -> dict[int, Records]:
+    stacked = Records.allocate(
+        len(model.state_layers), slots, layout.num_speculative_tokens, layout.ssm_shape,
+        model.config.n_groups, model.dtype, model.device,
+    )  # fmt: skip
+    return {layer: stacked.layer(i) for i, layer in enumerate(model.state_layers)}
 
 
 def _held(text: str, stop: tuple[str, ...]) -> int:

@@ -52,10 +52,14 @@ class Scheduler:
         """The most KV blocks and state blocks that such a request can own at once."""
         longest = min(prompt_tokens + max_tokens, self.max_length)
         longest += overshoot(self.num_draft, self.steps_ahead)
-        # Running column and drafts, one column below for a snapshot's copy, one for the step in
-        # which the running column has moved on but the previous one is still read, and one where
-        # guesses in flight leave open which column it is.
-        state = self.num_draft + 3 + (self.steps_ahead > 0 and self.num_draft > 0)
+        if self.manager.layout.replays:
+            # The live state, a snapshot that is read, and one or two that may be stored.
+            state = 3 + (self.steps_ahead > 0)
+        else:
+            # Running column and drafts, one column below for a snapshot's copy, one for the step in
+            # which the running column has moved on but the previous one is still read, and one
+            # where guesses in flight leave open which column it is.
+            state = self.num_draft + 3 + (self.steps_ahead > 0 and self.num_draft > 0)
         return -(-longest // self.block_size), state
 
     def add(self, request: Request) -> None:
@@ -160,11 +164,14 @@ class Scheduler:
 
     def _hand_out(self, rows: StepRows) -> None:
         first, last = self.manager.columns_needed(rows)
-        # A row without drafts runs in one column; one that runs through several blocks at once
-        # reads the column that it ran in last and skips those between.
-        last = last - self.num_draft + rows.draft
-        running = (rows.computed_min + rows.scheduled - 1) // self.block_size
-        fresh = self.state.hold(rows.slot, first, np.maximum(first, running - 1), last)
+        # A row that runs through several blocks at once reads the column that it ran in last, and
+        # those between stay empty.
+        if self.manager.layout.replays:
+            begins = last - (rows.draft > 0)
+        else:
+            last = last - self.num_draft + rows.draft  # a row without guesses writes one column
+            begins = (rows.computed_min + rows.scheduled - 1) // self.block_size - 1
+        fresh = self.state.hold(rows.slot, first, np.maximum(first, begins), last)
         # The drafter's own passes look K - 1 tokens further than the step.
         end = rows.computed_max + rows.scheduled + max(self.num_draft - 1, 0)
         zero = np.zeros(len(rows), np.int64)

@@ -5,6 +5,9 @@ from torch import Tensor, nn
 
 from hybrid_runtime.kernels.causal_conv_scan import causal_conv_scan
 from hybrid_runtime.kernels.causal_conv_update import causal_conv_update
+from hybrid_runtime.kernels.replay import Replay
+from hybrid_runtime.kernels.replay_update import replay_update
+from hybrid_runtime.kernels.replay_window import replay_window_update
 from hybrid_runtime.kernels.ssm_scan import ssm_chunk_scan
 from hybrid_runtime.kernels.ssm_update import ssm_update
 from hybrid_runtime.models.config import NemotronHConfig
@@ -76,30 +79,32 @@ class Mamba2Mixer(nn.Module):
             [inner, config.conv_dim, config.mamba_num_heads], dim=-1
         )
         windows, states = caches.states[layer]
+        low, high = config.time_step_limit
         outputs = []
         for part in batch.parts(x.shape[0]):
-            draft = part.rows(positions.draft)
-            read_column = part.rows(positions.read_column)
-            read_offset = part.rows(positions.read_offset)
-            write_column = part.rows(positions.write_column)
-            slot, row_start = part.rows(batch.slot), part.row_start
-            convolve = causal_conv_update if part.update else causal_conv_scan
-            convolved = convolve(
-                part.tokens(mixed),
-                self.conv1d.weight[:, 0],
-                self.conv1d.bias,
-                windows,
+            where = (
                 caches.state_block_table,
-                slot,
-                row_start,
-                draft,
-                read_column,
-                read_offset,
-                write_column,
-                part.max_scheduled,
+                part.rows(batch.slot),
+                part.row_start,
+                part.rows(positions.draft),
             )
+            place = (
+                part.rows(positions.read_column),
+                part.rows(positions.read_offset),
+                part.rows(positions.write_column),
+            )
+            replay = None
+            if part.update and positions.replay is not None:
+                replay = Replay(*(part.rows(field) for field in positions.replay))
+
+            inputs = (part.tokens(mixed), self.conv1d.weight[:, 0], self.conv1d.bias, windows)
+            if replay is not None:
+                convolved = replay_window_update(*inputs, *where, replay, part.max_scheduled)
+            else:
+                convolve = causal_conv_update if part.update else causal_conv_scan
+                convolved = convolve(*inputs, *where, *place, part.max_scheduled)
             heads, B, C = convolved.split([inner, state, state], dim=-1)
-            arguments = (
+            operands = (
                 heads.unflatten(-1, (config.mamba_num_heads, config.mamba_head_dim)),
                 part.tokens(dt),
                 self.A_log,
@@ -108,21 +113,17 @@ class Mamba2Mixer(nn.Module):
                 self.D,
                 self.dt_bias,
                 states,
-                caches.state_block_table,
-                slot,
-                row_start,
-                draft,
-                read_column,
-                read_offset,
-                write_column,
-                part.max_scheduled,
             )
-            low, high = config.time_step_limit
-            if part.update:
-                y = ssm_update(*arguments, dt_min=low, dt_max=high)
+            if replay is not None:
+                records = caches.records[layer]
+                y = replay_update(
+                    *operands, records, *where, replay, part.max_scheduled, None, low, high
+                )
+            elif part.update:
+                y = ssm_update(*operands, *where, *place, part.max_scheduled, low, high)
             else:
                 y = ssm_chunk_scan(
-                    *arguments, chunk_size=config.chunk_size, dt_min=low, dt_max=high
+                    *operands, *where, *place, part.max_scheduled, config.chunk_size, low, high
                 )
             outputs.append(y.flatten(-2))
         if not outputs:
