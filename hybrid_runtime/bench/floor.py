@@ -20,7 +20,22 @@ from hybrid_runtime.state.layout import StateLayout
 class StepBytes:
     """Of one step: `weights` of the verify pass, `draft` of the draft passes with the output head
     in each, `state` and `window` (one read and drafts + 1 states written per row; in the replay
-    layout one written, and the guesses' records), `kv` read and written by verify and drafts.
+    layout one written, and the guesses' records), `kv` read and written by verify and drafts."""
+
+    weights: float
+    draft: float
+    state: float
+    window: float
+    kv: float
+
+    @property
+    def total(self) -> float:
+        return sum(asdict(self).values())
+
+
+def step_bytes(
+    model: NemotronH, head: MTPHead | None, layout: StateLayout, rows: int, context: float
+) -> StepBytes:
     """For `rows` decode rows with `context` tokens each; drafts as `layout` has them.
 
     Experts count as far as uniformly spread routing would touch them.
