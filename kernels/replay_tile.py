@@ -38,6 +38,23 @@ def load_parts(
 
 
 @triton.jit
+def load_tile(source, elements, insides, live, SPLIT: tl.constexpr):
+    """The parts of a tile, 0 unless `live`."""
+    parts = ()
+    for s in tl.static_range(SPLIT):
+        parts += (tl.load(source + elements[s], mask=insides[s] & live, other=0.0),)
+    return parts
+
+
+@triton.jit
+def to_float(parts, SPLIT: tl.constexpr):
+    floats = ()
+    for s in tl.static_range(SPLIT):
+        floats += (parts[s].to(tl.float32),)
+    return floats
+
+
+@triton.jit
 def load_records(
     x, B, dt, count, n, in_dim,
     HEADS: tl.constexpr, DIM: tl.constexpr, GROUPS: tl.constexpr, STATE: tl.constexpr,
