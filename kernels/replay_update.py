@@ -266,12 +266,12 @@ def _replay_update_kernel(
                     y = carry * tl.sum(product, axis=1) + skip * new_x[i].to(tl.float32)
                     decay = rate * 0 + 1.0
                     for back in tl.static_range(i):
-                        j: tl.constexpr = i - back
-                        # Of guess 1 in the outputs of tokens 1 .., then of guess 2 in 2 .., ...
-                        weight = new_steps[j] * decay
-                        weight *= overlaps[(j - 1) * (2 * TOKENS - j) // 2 + i - j]
-                        y += weight * new_x[j].to(tl.float32)
-                        decay *= tl.exp(new_steps[j] * rate)
+                        # From guess i back to 1. Of guess j in the outputs of tokens j .. there are
+                        # TOKENS - j overlaps, behind those of the guesses before it.
+                        weight = new_steps[i - back] * decay
+                        weight *= overlaps[(i - back - 1) * (2 * TOKENS - i + back) // 2 + back]
+                        y += weight * new_x[i - back].to(tl.float32)
+                        decay *= tl.exp(new_steps[i - back] * rate)
                     written = out + (begin + i) * (HEADS * DIM) + across + p
                     tl.store(written, y.to(out_type), mask=in_dim & (i < scheduled))
                 for s in tl.static_range(SPLIT):
