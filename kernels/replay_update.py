@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hybrid_runtime.kernels.backend import runs_triton
+from hybrid_runtime.kernels.backend import num_programs, runs_triton
 from hybrid_runtime.kernels.replay import (
     LAST_PLACE,
     Records,
@@ -47,7 +47,7 @@ MAX_RECORDS = 7
 
 class Shape(NamedTuple):
     """Of a launch: rows of a head's state per program, warps, columns per part of a tile, a bound
-    on the registers of a thread, and heads that a program takes one after another."""
+    on the registers of a thread, and heads that a program takes one after another, at most."""
 
     tile: int
     warps: int
@@ -405,8 +405,11 @@ def replay_update(
     shape = shape_of(dim, state, states.element_size())
     narrow = rounding is not None and states.element_size() < 4
     digits, least = LAST_PLACE.get(states.dtype, (0, 0))
-    run = math.gcd(shape.run if rows >= MANY_ROWS else 1, heads // groups)
-    _replay_update_kernel[(heads // run * triton.cdiv(dim, shape.tile), rows)](
+    tiles = triton.cdiv(dim, shape.tile)
+    run = math.gcd(shape.run, heads // groups)
+    while run > 1 and rows * tiles * heads // run < num_programs(x, PROGRAMS):
+        run //= 2
+    _replay_update_kernel[(heads // run * tiles, rows)](
         x,
         dt,
         A_log,
@@ -452,7 +455,7 @@ def replay_update(
     return out
 
 
-# By the bytes of a state's element.
-SHAPES = {4: Shape(64, 4, 32, 168, 4), 2: Shape(32, 2, 32, 168, 4)}
-MANY_ROWS = 8
-"""Rows from which programs take several heads: before, there are too few of them."""
+# By the bytes of a state's element; swept on an H200.
+SHAPES = {4: Shape(16, 2, 32, 128, 16), 2: Shape(32, 2, 32, 168, 1)}
+PROGRAMS = 15
+"""Programs per multiprocessor below which a program takes fewer heads."""
