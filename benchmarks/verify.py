@@ -1,8 +1,9 @@
 """GPU time of the Mamba state update of decode and verify rows, and the floor of what it must move.
 
 128 heads x 64 x 128, 8 groups, bf16 inputs, as in Nemotron-3-Super and Nemotron-H-8B: a row of T
-tokens reads one state and writes T. Launches rotate over the state of at least 12 layers, more of
-it than four times the L2 cache.
+tokens reads one state and writes T in the columns layout; in the replay layout it folds the guesses
+of the last step in (all accepted) and writes one. Launches rotate over the state of at least 12
+layers, more of it than four times the L2 cache.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ import torch
 from record import copy_bandwidth, graph_us, save, show
 
 from hybrid_runtime.kernels.causal_conv_update import causal_conv_update
+from hybrid_runtime.kernels.replay import Records, Replay
+from hybrid_runtime.kernels.replay_update import replay_update
 from hybrid_runtime.kernels.ssm_update import ssm_update
 from hybrid_runtime.state import StateLayout
 
@@ -57,17 +60,42 @@ class Bench:
         }
         self.vectors = torch.randn(3, HEADS, device="cuda")
         small = 2 * count * (2 * INNER + 2 * OUTER + HEADS)
+        self.shape = rows, tokens
+        self.replay_bytes = 2 * rows * state + small
         self.ssm_bytes = rows * (1 + tokens) * state + small
         self.conv_bytes = 2 * CHANNELS * (rows * (2 * (TAPS - 1) + tokens - 1) + 2 * count)
 
-    def ssm(self) -> list[Callable[[], object]]:
+    def inputs(self) -> tuple[torch.Tensor, ...]:
         x, B, C, dt = self.mixed.split([INNER, OUTER, OUTER, HEADS], dim=1)
         A_log, D, dt_bias = self.vectors
-        inputs = (
+        return (
             x.unflatten(1, (HEADS, DIM)), dt, A_log, B.unflatten(1, (GROUPS, STATE)),
             C.unflatten(1, (GROUPS, STATE)), D, dt_bias,
         )  # fmt: skip
+
+    def ssm(self) -> list[Callable[[], object]]:
+        inputs = self.inputs()
         return [lambda s=s: ssm_update(*inputs, s, **self.rows) for _, s in self.layers]
+
+    def replay(self) -> list[Callable[[], object]]:
+        """Each column of the block tables is the live one in turn: as much state as `ssm` has."""
+        rows, tokens = self.shape
+        records = Records.allocate(
+            1, rows, tokens - 1, (HEADS, DIM, STATE), GROUPS, torch.bfloat16, "cuda"
+        ).layer(0)
+        for part in records:
+            part.uniform_(0.001, 0.1)
+        zero = torch.zeros(rows, dtype=torch.int32, device="cuda")
+        table, slot, start, draft, *_ = self.rows.values()
+        inputs = self.inputs()
+        return [
+            lambda s=s, live=zero + column: replay_update(
+                *inputs, s, records, table, slot, start, draft,
+                Replay(live, draft, zero, live, zero - 1, zero), tokens,
+            )
+            for _, s in self.layers
+            for column in range(tokens)
+        ]  # fmt: skip
 
     def conv(self) -> list[Callable[[], object]]:
         x = self.mixed[:, :CHANNELS]
@@ -77,12 +105,12 @@ class Bench:
         ]
 
 
-def measure(repeats: int) -> list[dict[str, Any]]:
+def measure(repeats: int, lengths: list[int]) -> list[dict[str, Any]]:
     bandwidth = copy_bandwidth()
     results = []
     for dtype in (torch.float32, torch.float16):
         for rows in (1, 16, 64, 128):
-            for tokens in range(1, 7):
+            for tokens in lengths:
                 bench = Bench(rows, tokens, dtype)
                 times = graph_us(bench.ssm(), repeats=repeats)
                 conv = graph_us(bench.conv(), repeats=repeats)
@@ -97,9 +125,15 @@ def measure(repeats: int) -> list[dict[str, Any]]:
                 row["TB/s"] = bench.ssm_bytes / row["update"] / 1e6
                 row["conv floor"] = bench.conv_bytes / bandwidth * 1e6
                 row["conv"] = statistics.median(conv)
-                results.append(
-                    row | {"repeats": times, "conv repeats": conv, "bandwidth": bandwidth}
-                )
+                hidden = {"repeats": times, "conv repeats": conv, "bandwidth": bandwidth}
+                if tokens > 1:  # without guesses the layouts are one
+                    replay = graph_us(bench.replay(), repeats=repeats)
+                    row["replay floor"] = bench.replay_bytes / bandwidth * 1e6
+                    row["replay"] = statistics.median(replay)
+                    row["replay ÷ update"] = row["replay"] / row["update"]
+                    row["replay TB/s"] = bench.replay_bytes / row["replay"] / 1e6
+                    hidden["replay repeats"] = replay
+                results.append(row | hidden)
                 del bench
                 torch.cuda.empty_cache()
     return results
@@ -108,10 +142,13 @@ def measure(repeats: int) -> list[dict[str, Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument(
+        "--tokens", type=lambda s: [int(t) for t in s.split(",")], default=list(range(1, 7))
+    )
     parser.add_argument("--out", type=Path, help="JSON file; default under benchmarks/results/")
     args = parser.parse_args()
-    results = measure(args.repeats)
-    hidden = ("repeats", "conv repeats", "bandwidth")
+    results = measure(args.repeats, args.tokens)
+    hidden = ("repeats", "conv repeats", "replay repeats", "bandwidth")
     rows = [{k: v for k, v in row.items() if k not in hidden} for row in results]
     show("state update of decode and verify rows, GPU us per layer", rows)
     shape = [HEADS, DIM, STATE]

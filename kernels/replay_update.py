@@ -31,8 +31,8 @@ from hybrid_runtime.kernels.replay import (
 )
 from hybrid_runtime.kernels.replay_tile import (
     fold_part,
+    load_inputs,
     load_parts,
-    load_records,
     load_tile,
     rounding_key,
     step_parts,
@@ -217,37 +217,49 @@ def _replay_update_kernel(
                     for s in tl.static_range(SPLIT):
                         overlap += Ci[s].to(tl.float32) * Bj[s].to(tl.float32)
                     overlaps += (tl.sum(overlap, axis=0),)
-                if keeps_B & (j < scheduled):
-                    for s in tl.static_range(SPLIT):
-                        part = n + s * LOW
-                        tl.store(next_B + (j - 1) * (groups * STATE) + part, Bj[s], part < STATE)
 
+            row_x = x + begin * x_token + first * x_head + p * x_dim
+            row_dt = dt + begin * dt_token + first * dt_head
+            inputs = load_inputs(
+                past_x + first * DIM, past_dt + first, row_x, row_dt, dt_bias + first,
+                A_log + first, D + first, count, scheduled, in_dim,
+                HEADS, DIM, RECORDS, TOKENS, x_token, dt_token,
+            )  # fmt: skip
             for r in range(RUN):
                 head = first + r
                 across = head * DIM
                 current = held
+                mine = inputs
                 if RUN > 1:  # the next head's tile is on its way while this one is computed
                     ahead = reads & (r + 1 < RUN)
                     held = load_tile(
                         taken + (r + 1) * (DIM * STATE), elements, insides, ahead, SPLIT
                     )
-                bias = tl.load(dt_bias + head).to(tl.float32)
-                rate = -tl.exp(tl.load(A_log + head).to(tl.float32))
-                skip = tl.load(D + head).to(tl.float32)
-                xs, Bs, steps = load_records(
-                    past_x + across, past_B, past_dt + head, count, n, in_dim,
-                    HEADS, DIM, groups, STATE, RECORDS, SPLIT, LOW,
-                )  # fmt: skip
+                    beyond = tl.minimum(head + 1, HEADS - 1)
+                    inputs = load_inputs(
+                        past_x + beyond * DIM, past_dt + beyond,
+                        row_x + (beyond - first) * x_head, row_dt + (beyond - first) * dt_head,
+                        dt_bias + beyond, A_log + beyond, D + beyond, count, scheduled, in_dim,
+                        HEADS, DIM, RECORDS, TOKENS, x_token, dt_token,
+                    )  # fmt: skip
+                bias = mine[2 * RECORDS + 2 * TOKENS].to(tl.float32)
+                rate = -tl.exp(mine[2 * RECORDS + 2 * TOKENS + 1].to(tl.float32))
+                skip = mine[2 * RECORDS + 2 * TOKENS + 2].to(tl.float32)
+                xs = ()
+                Bs = ()
+                steps = ()
+                for j in tl.static_range(RECORDS):
+                    xs += (mine[j],)
+                    steps += (mine[RECORDS + j],)
+                    at = past_B + j * (groups * STATE)
+                    Bs += (load_parts(at, n, 1, j < count, STATE, SPLIT, LOW, 0.0),)
                 # What lies beyond the row's end is undefined: nothing that is stored depends on it.
                 new_x = ()
                 new_steps = ()
-                row_x = x + begin * x_token + head * x_head + p * x_dim
-                row_dt = dt + begin * dt_token + head * dt_head
                 for i in tl.static_range(TOKENS):
-                    live = i < scheduled
-                    raw = tl.load(row_dt + i * dt_token, mask=live, other=0.0).to(tl.float32)
+                    raw = mine[2 * RECORDS + TOKENS + i].to(tl.float32)
                     new_steps += (time_step(raw + bias, dt_min, dt_max),)
-                    new_x += (tl.load(row_x + i * x_token, mask=in_dim & live),)
+                    new_x += (mine[2 * RECORDS + i],)
                 xs += (new_x[0],)
                 Bs += (load_parts(B, n, B_state, True, STATE, SPLIT, LOW),)
                 steps += (new_steps[0],)
@@ -282,6 +294,12 @@ def _replay_update_kernel(
                         tl.store(next_x + across + (j - 1) * (HEADS * DIM), new_x[j], mask=in_dim)
                         if keeps_dt:
                             tl.store(next_dt + head + (j - 1) * HEADS, new_steps[j])
+            for j in tl.static_range(1, TOKENS):
+                if keeps_B & (j < scheduled):
+                    Bj = load_parts(B + j * B_token, n, B_state, True, STATE, SPLIT, LOW)
+                    for s in tl.static_range(SPLIT):
+                        part = n + s * LOW
+                        tl.store(next_B + (j - 1) * (groups * STATE) + part, Bj[s], part < STATE)
         else:
             # Few rows: they need states in between, and are stepped token by token.
             keeps = kept >= 0
