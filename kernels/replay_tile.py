@@ -23,56 +23,18 @@ def time_step(raw, dt_min, dt_max):
 @triton.jit
 def load_parts(
     source, n, stride: tl.constexpr, live, STATE: tl.constexpr, SPLIT: tl.constexpr,
-    LOW: tl.constexpr, other: tl.constexpr = None,
+    LOW: tl.constexpr,
 ):  # fmt: skip
-    """A vector `[STATE]` as SPLIT parts `[LOW]`, 0 beyond it; `other` unless `live`."""
+    """A vector `[STATE]` as SPLIT parts `[LOW]`, 0 beyond it; anything unless `live`."""
     parts = ()
     for s in tl.static_range(SPLIT):
         part = n + s * LOW
         if STATE == SPLIT * LOW:
-            parts += (tl.load(source + part * stride, mask=live, other=other),)
+            parts += (tl.load(source + part * stride, mask=live),)
         else:
             inside = (part < STATE) & live
             parts += (tl.load(source + part * stride, mask=inside, other=0.0),)
     return parts
-
-
-@triton.jit
-def load_tile(source, elements, insides, live, SPLIT: tl.constexpr):
-    """The parts of a tile, 0 unless `live`."""
-    parts = ()
-    for s in tl.static_range(SPLIT):
-        parts += (tl.load(source + elements[s], mask=insides[s] & live, other=0.0),)
-    return parts
-
-
-@triton.jit
-def to_float(parts, SPLIT: tl.constexpr):
-    floats = ()
-    for s in tl.static_range(SPLIT):
-        floats += (parts[s].to(tl.float32),)
-    return floats
-
-
-@triton.jit
-def load_inputs(
-    past_x, past_dt, x, dt, dt_bias, A_log, D, count, scheduled, in_dim,
-    HEADS: tl.constexpr, DIM: tl.constexpr, RECORDS: tl.constexpr, TOKENS: tl.constexpr,
-    x_token: tl.constexpr, dt_token: tl.constexpr,
-):  # fmt: skip
-    """What one head needs beside its state, in one flat tuple that a loop can carry: x and time
-    step of each record, x and raw time step of each token, bias, A_log and D."""
-    loaded = ()
-    for j in tl.static_range(RECORDS):
-        loaded += (tl.load(past_x + j * (HEADS * DIM), mask=in_dim & (j < count), other=0.0),)
-    for j in tl.static_range(RECORDS):
-        loaded += (tl.load(past_dt + j * HEADS, mask=j < count, other=0.0),)
-    for i in tl.static_range(TOKENS):
-        loaded += (tl.load(x + i * x_token, mask=in_dim & (i < scheduled)),)
-    for i in tl.static_range(TOKENS):
-        loaded += (tl.load(dt + i * dt_token, mask=i < scheduled, other=0.0),)
-    loaded += (tl.load(dt_bias), tl.load(A_log), tl.load(D))
-    return loaded
 
 
 @triton.jit

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hybrid_runtime.kernels.backend import num_programs, runs_triton
+from hybrid_runtime.kernels.backend import runs_triton
 from hybrid_runtime.kernels.replay import (
     LAST_PLACE,
     Records,
@@ -31,14 +31,12 @@ from hybrid_runtime.kernels.replay import (
 )
 from hybrid_runtime.kernels.replay_tile import (
     fold_part,
-    load_inputs,
     load_parts,
-    load_tile,
+    load_records,
     rounding_key,
     step_parts,
     store_part,
     time_step,
-    to_float,
 )
 
 MAX_RECORDS = 7
@@ -46,14 +44,13 @@ MAX_RECORDS = 7
 
 
 class Shape(NamedTuple):
-    """Of a launch: rows of a head's state per program, warps, columns per part of a tile, a bound
-    on the registers of a thread, and heads that a program takes one after another, at most."""
+    """Of a launch: rows of a head's state per program, warps, columns per part of a tile, and a
+    bound on the registers of a thread."""
 
     tile: int
     warps: int
     low: int
     registers: int | None = None
-    run: int = 1
 
 
 def shape_of(dim: int, state: int, itemsize: int) -> Shape:
@@ -122,7 +119,6 @@ def _replay_update_kernel(
     STATE: tl.constexpr,
     TOKENS: tl.constexpr,
     RECORDS: tl.constexpr,
-    RUN: tl.constexpr,
     TILE: tl.constexpr,
     SPLIT: tl.constexpr,
     LOW: tl.constexpr,
@@ -134,12 +130,14 @@ def _replay_update_kernel(
     groups: tl.constexpr = HEADS // HEADS_PER_GROUP
     item = tl.program_id(0)
     row = tl.program_id(1)
-    first = item // tiles * RUN
-    group = first // HEADS_PER_GROUP
+    head = item // tiles
+    group = head // HEADS_PER_GROUP
     p = item % tiles * TILE + tl.arange(0, TILE)
     n = tl.arange(0, LOW)
     in_dim = p < DIM
+    across = head * DIM + p
     out_type = out.dtype.element_ty
+    given = out + across
 
     row_slot = tl.load(slot + row)
     start = tl.load(row_start + row)
@@ -154,18 +152,14 @@ def _replay_update_kernel(
     active = (row_slot >= 0) & (target >= 0)
 
     # What nobody computes is 0: tokens of a padded row, and those before and behind all rows.
-    nothing = tl.zeros_like(p).to(out_type)
-    given = out + first * DIM + p
     token = tl.where(row == 0, 0, start)
     while token < start:
-        for r in range(RUN):
-            tl.store(given + token.to(tl.int64) * (HEADS * DIM) + r * DIM, nothing, in_dim)
+        tl.store(given + token.to(tl.int64) * (HEADS * DIM), tl.zeros_like(p).to(out_type), in_dim)
         token += 1
     token = tl.where(active, end, start)
     last = tl.where(row == tl.num_programs(1) - 1, tokens, end)
     while token < last:
-        for r in range(RUN):
-            tl.store(given + token.to(tl.int64) * (HEADS * DIM) + r * DIM, nothing, in_dim)
+        tl.store(given + token.to(tl.int64) * (HEADS * DIM), tl.zeros_like(p).to(out_type), in_dim)
         token += 1
 
     if active & (end > start):
@@ -180,128 +174,104 @@ def _replay_update_kernel(
         insides = ()
         for s in tl.static_range(SPLIT):
             part = n + s * LOW
-            elements += (p[:, None] * STATE + part[None, :],)
+            elements += (across[:, None] * STATE + part[None, :],)
             if (DIM % TILE == 0) & (STATE == SPLIT * LOW):  # a constant: this mask costs nothing
                 insides += (tl.full((TILE, LOW), True, tl.int1),)
             else:
                 insides += (in_dim[:, None] & (part < STATE)[None, :],)
         # Each thread overwrites only what it has read itself: parts are loaded and stored alike.
-        taken = states + block * state_stride + first * (DIM * STATE)
-        held = load_tile(taken, elements, insides, reads, SPLIT)
+        held = ()
+        for s in tl.static_range(SPLIT):
+            taken = states + block * state_stride + elements[s]
+            held += (tl.load(taken, mask=insides[s] & reads, other=0.0),)
         begin = start.to(tl.int64)
+        dt += begin * dt_token + head * dt_head
+        row_x = x + begin * x_token + head * x_head + p * x_dim
         B += begin * B_token + group * B_group
         C += begin * C_token + group * C_group
+        given += begin * (HEADS * DIM)
         index = half.to(tl.int64) * slots + row_slot
-        past_x = x_records + index * (RECORDS * HEADS * DIM) + p
+        past_x = x_records + index * (RECORDS * HEADS * DIM) + across
         past_B = B_records + index * (RECORDS * groups * STATE) + group * STATE
-        past_dt = dt_records + index * (RECORDS * HEADS)
+        past_dt = dt_records + index * (RECORDS * HEADS) + head
         index = (1 - half).to(tl.int64) * slots + row_slot
-        next_x = x_records + index * (RECORDS * HEADS * DIM) + p
+        next_x = x_records + index * (RECORDS * HEADS * DIM) + across
         next_B = B_records + index * (RECORDS * groups * STATE) + group * STATE
-        next_dt = dt_records + index * (RECORDS * HEADS)
+        next_dt = dt_records + index * (RECORDS * HEADS) + head
         keeps_dt = item % tiles == 0  # of the programs that share a value, one records it
-        keeps_B = keeps_dt & (first % HEADS_PER_GROUP == 0)
+        keeps_B = keeps_dt & (head % HEADS_PER_GROUP == 0)
+        bias = tl.load(dt_bias + head).to(tl.float32)
+        rate = -tl.exp(tl.load(A_log + head).to(tl.float32))
+        skip = tl.load(D + head).to(tl.float32)
         key = row_slot.to(tl.uint32)
         if ROUND:
             key = rounding_key(tl.load(seed + row), layer, tl.load(position + row))
 
         if (certain == 1) & (kept < 0):
-            # What the guesses add to each other's outputs needs no state, and is common to heads
-            # but for its decay.
-            overlaps = ()
+            xs, Bs, steps = load_records(
+                past_x, past_B, past_dt, count, n, in_dim,
+                HEADS, DIM, groups, STATE, RECORDS, SPLIT, LOW,
+            )  # fmt: skip
+            # What lies beyond the row's end is undefined: nothing that is stored depends on it.
+            new_x = ()
+            new_steps = ()
+            for i in tl.static_range(TOKENS):
+                live = i < scheduled
+                raw = tl.load(dt + i * dt_token, mask=live, other=0.0).to(tl.float32)
+                new_steps += (time_step(raw + bias, dt_min, dt_max),)
+                new_x += (tl.load(row_x + i * x_token, mask=in_dim & live),)
+            xs += (new_x[0],)
+            Bs += (load_parts(B, n, B_state, True, STATE, SPLIT, LOW),)
+            steps += (new_steps[0],)
+
+            # What the guesses add to each other's outputs: weights that need no state.
+            weights = ()
             for j in tl.static_range(1, TOKENS):
                 Bj = load_parts(B + j * B_token, n, B_state, j < scheduled, STATE, SPLIT, LOW)
+                weight = new_steps[j]
                 for i in tl.static_range(j, TOKENS):
                     Ci = load_parts(C + i * C_token, n, C_state, i < scheduled, STATE, SPLIT, LOW)
                     overlap = tl.zeros((LOW,), tl.float32)
                     for s in tl.static_range(SPLIT):
                         overlap += Ci[s].to(tl.float32) * Bj[s].to(tl.float32)
-                    overlaps += (tl.sum(overlap, axis=0),)
+                    if i > j:
+                        weight *= tl.exp(new_steps[i] * rate)
+                    weights += (weight * tl.sum(overlap, axis=0),)
 
-            row_x = x + begin * x_token + first * x_head + p * x_dim
-            row_dt = dt + begin * dt_token + first * dt_head
-            inputs = load_inputs(
-                past_x + first * DIM, past_dt + first, row_x, row_dt, dt_bias + first,
-                A_log + first, D + first, count, scheduled, in_dim,
-                HEADS, DIM, RECORDS, TOKENS, x_token, dt_token,
-            )  # fmt: skip
-            for r in range(RUN):
-                head = first + r
-                across = head * DIM
-                current = held
-                mine = inputs
-                if RUN > 1:  # the next head's tile is on its way while this one is computed
-                    ahead = reads & (r + 1 < RUN)
-                    held = load_tile(
-                        taken + (r + 1) * (DIM * STATE), elements, insides, ahead, SPLIT
-                    )
-                    beyond = tl.minimum(head + 1, HEADS - 1)
-                    inputs = load_inputs(
-                        past_x + beyond * DIM, past_dt + beyond,
-                        row_x + (beyond - first) * x_head, row_dt + (beyond - first) * dt_head,
-                        dt_bias + beyond, A_log + beyond, D + beyond, count, scheduled, in_dim,
-                        HEADS, DIM, RECORDS, TOKENS, x_token, dt_token,
-                    )  # fmt: skip
-                bias = mine[2 * RECORDS + 2 * TOKENS].to(tl.float32)
-                rate = -tl.exp(mine[2 * RECORDS + 2 * TOKENS + 1].to(tl.float32))
-                skip = mine[2 * RECORDS + 2 * TOKENS + 2].to(tl.float32)
-                xs = ()
-                Bs = ()
-                steps = ()
-                for j in tl.static_range(RECORDS):
-                    xs += (mine[j],)
-                    steps += (mine[RECORDS + j],)
-                    at = past_B + j * (groups * STATE)
-                    Bs += (load_parts(at, n, 1, j < count, STATE, SPLIT, LOW, 0.0),)
-                # What lies beyond the row's end is undefined: nothing that is stored depends on it.
-                new_x = ()
-                new_steps = ()
-                for i in tl.static_range(TOKENS):
-                    raw = mine[2 * RECORDS + TOKENS + i].to(tl.float32)
-                    new_steps += (time_step(raw + bias, dt_min, dt_max),)
-                    new_x += (mine[2 * RECORDS + i],)
-                xs += (new_x[0],)
-                Bs += (load_parts(B, n, B_state, True, STATE, SPLIT, LOW),)
-                steps += (new_steps[0],)
-
-                h = ()
+            h = ()
+            for s in tl.static_range(SPLIT):
+                h += (fold_part(held[s], xs, Bs, steps, rate, s, RECORDS + 1),)
+            carry = rate * 0 + 1.0
+            for i in tl.static_range(TOKENS):
+                Ci = load_parts(C + i * C_token, n, C_state, i < scheduled, STATE, SPLIT, LOW)
+                product = tl.zeros((TILE, LOW), tl.float32)
                 for s in tl.static_range(SPLIT):
-                    h += (fold_part(current[s], xs, Bs, steps, rate, s, RECORDS + 1),)
-                carry = rate * 0 + 1.0
-                for i in tl.static_range(TOKENS):
-                    Ci = load_parts(C + i * C_token, n, C_state, i < scheduled, STATE, SPLIT, LOW)
-                    product = tl.zeros((TILE, LOW), tl.float32)
-                    for s in tl.static_range(SPLIT):
-                        product += h[s] * Ci[s].to(tl.float32)[None, :]
-                    if i > 0:
-                        carry *= tl.exp(new_steps[i] * rate)
-                    y = carry * tl.sum(product, axis=1) + skip * new_x[i].to(tl.float32)
-                    decay = rate * 0 + 1.0
-                    for back in tl.static_range(i):
-                        # From guess i back to 1. Of guess j in the outputs of tokens j .. there are
-                        # TOKENS - j overlaps, behind those of the guesses before it.
-                        weight = new_steps[i - back] * decay
-                        weight *= overlaps[(i - back - 1) * (2 * TOKENS - i + back) // 2 + back]
-                        y += weight * new_x[i - back].to(tl.float32)
-                        decay *= tl.exp(new_steps[i - back] * rate)
-                    written = out + (begin + i) * (HEADS * DIM) + across + p
-                    tl.store(written, y.to(out_type), mask=in_dim & (i < scheduled))
-                for s in tl.static_range(SPLIT):
-                    element = elements[s] + across * STATE
-                    store_part(to, h[s], element, insides[s], key, ROUND, DIGITS, LEAST)
-                for j in tl.static_range(1, TOKENS):
-                    if j < scheduled:
-                        tl.store(next_x + across + (j - 1) * (HEADS * DIM), new_x[j], mask=in_dim)
-                        if keeps_dt:
-                            tl.store(next_dt + head + (j - 1) * HEADS, new_steps[j])
+                    product += h[s] * Ci[s].to(tl.float32)[None, :]
+                if i > 0:
+                    carry *= tl.exp(new_steps[i] * rate)
+                y = carry * tl.sum(product, axis=1) + skip * new_x[i].to(tl.float32)
+                for j in tl.static_range(1, i + 1):
+                    # Of guess 1 in the outputs of tokens 1 .., then of guess 2 in 2 .., ...
+                    y += weights[(j - 1) * (2 * TOKENS - j) // 2 + i - j] * new_x[j].to(tl.float32)
+                tl.store(given + i * (HEADS * DIM), y.to(out_type), mask=in_dim & (i < scheduled))
+            for s in tl.static_range(SPLIT):
+                store_part(to, h[s], elements[s], insides[s], key, ROUND, DIGITS, LEAST)
             for j in tl.static_range(1, TOKENS):
-                if keeps_B & (j < scheduled):
-                    Bj = load_parts(B + j * B_token, n, B_state, True, STATE, SPLIT, LOW)
-                    for s in tl.static_range(SPLIT):
-                        part = n + s * LOW
-                        tl.store(next_B + (j - 1) * (groups * STATE) + part, Bj[s], part < STATE)
+                if j < scheduled:
+                    tl.store(next_x + (j - 1) * (HEADS * DIM), new_x[j], mask=in_dim)
+                    if keeps_dt:
+                        tl.store(next_dt + (j - 1) * HEADS, new_steps[j])
+                    if keeps_B:
+                        Bj = load_parts(B + j * B_token, n, B_state, True, STATE, SPLIT, LOW)
+                        for s in tl.static_range(SPLIT):
+                            part = n + s * LOW
+                            written = next_B + (j - 1) * (groups * STATE) + part
+                            tl.store(written, Bj[s], mask=part < STATE)
         else:
             # Few rows: they need states in between, and are stepped token by token.
+            walk = ()
+            for s in tl.static_range(SPLIT):
+                walk += (held[s].to(tl.float32),)
             keeps = kept >= 0
             snapshot = (
                 states + tl.load(table + kept, mask=keeps, other=0).to(tl.int64) * state_stride
@@ -310,71 +280,52 @@ def _replay_update_kernel(
             if ROUND:
                 after = tl.load(position + row) + behind - count - certain
                 early = rounding_key(tl.load(seed + row), layer, after)
-            for r in range(RUN):
-                head = first + r
-                across = head * DIM
-                walk = to_float(held, SPLIT)
-                held = load_tile(
-                    taken + (r + 1) * (DIM * STATE), elements, insides, reads & (r + 1 < RUN), SPLIT
-                )
-                bias = tl.load(dt_bias + head).to(tl.float32)
-                rate = -tl.exp(tl.load(A_log + head).to(tl.float32))
-                skip = tl.load(D + head).to(tl.float32)
-                row_x = x + begin * x_token + head * x_head + p * x_dim
-                row_dt = dt + begin * dt_token + head * dt_head
-                if keeps & (behind == 0):
+            if keeps & (behind == 0):
+                for s in tl.static_range(SPLIT):
+                    store_part(
+                        snapshot, walk[s], elements[s], insides[s], early, ROUND, DIGITS, LEAST
+                    )
+            k = begin * 0
+            while k < count:
+                xk = tl.load(past_x + k * (HEADS * DIM), mask=in_dim, other=0.0)
+                Bk = load_parts(past_B + k * (groups * STATE), n, 1, True, STATE, SPLIT, LOW)
+                walk = step_parts(walk, xk, Bk, tl.load(past_dt + k * HEADS), rate, SPLIT)
+                k += 1
+                if keeps & (behind == k):
                     for s in tl.static_range(SPLIT):
-                        element = elements[s] + across * STATE
                         store_part(
-                            snapshot, walk[s], element, insides[s], early, ROUND, DIGITS, LEAST
+                            snapshot, walk[s], elements[s], insides[s], early, ROUND, DIGITS, LEAST
                         )
-                k = begin * 0
-                while k < count:
-                    xk = tl.load(past_x + across + k * (HEADS * DIM), mask=in_dim, other=0.0)
-                    Bk = load_parts(past_B + k * (groups * STATE), n, 1, True, STATE, SPLIT, LOW)
-                    step = tl.load(past_dt + head + k * HEADS)
-                    walk = step_parts(walk, xk, Bk, step, rate, SPLIT)
-                    k += 1
-                    if keeps & (behind == k):
+            k = begin * 0
+            while k < scheduled:
+                xk = tl.load(row_x + k * x_token, mask=in_dim, other=0.0)
+                Bk = load_parts(B + k * B_token, n, B_state, True, STATE, SPLIT, LOW)
+                Ck = load_parts(C + k * C_token, n, C_state, True, STATE, SPLIT, LOW)
+                step = time_step(tl.load(dt + k * dt_token).to(tl.float32) + bias, dt_min, dt_max)
+                walk = step_parts(walk, xk, Bk, step, rate, SPLIT)
+                sums = tl.zeros((TILE, LOW), tl.float32)
+                for s in tl.static_range(SPLIT):
+                    sums += walk[s] * Ck[s].to(tl.float32)[None, :]
+                output = tl.sum(sums, axis=1) + skip * xk.to(tl.float32)
+                tl.store(given + k * (HEADS * DIM), output.to(out_type), mask=in_dim)
+                guess = k - certain
+                if guess >= 0:
+                    tl.store(next_x + guess * (HEADS * DIM), xk, mask=in_dim)
+                    if keeps_dt:
+                        tl.store(next_dt + guess * HEADS, step)
+                    if keeps_B:
                         for s in tl.static_range(SPLIT):
-                            element = elements[s] + across * STATE
-                            store_part(
-                                snapshot, walk[s], element, insides[s], early, ROUND, DIGITS, LEAST
-                            )
-                k = begin * 0
-                while k < scheduled:
-                    xk = tl.load(row_x + k * x_token, mask=in_dim, other=0.0)
-                    Bk = load_parts(B + k * B_token, n, B_state, True, STATE, SPLIT, LOW)
-                    Ck = load_parts(C + k * C_token, n, C_state, True, STATE, SPLIT, LOW)
-                    raw = tl.load(row_dt + k * dt_token).to(tl.float32)
-                    step = time_step(raw + bias, dt_min, dt_max)
-                    walk = step_parts(walk, xk, Bk, step, rate, SPLIT)
-                    sums = tl.zeros((TILE, LOW), tl.float32)
+                            recorded = next_B + guess * (groups * STATE) + n + s * LOW
+                            tl.store(recorded, Bk[s], mask=n + s * LOW < STATE)
+                k += 1
+                if k == certain:
                     for s in tl.static_range(SPLIT):
-                        sums += walk[s] * Ck[s].to(tl.float32)[None, :]
-                    output = tl.sum(sums, axis=1) + skip * xk.to(tl.float32)
-                    written = out + (begin + k) * (HEADS * DIM) + across + p
-                    tl.store(written, output.to(out_type), mask=in_dim)
-                    guess = k - certain
-                    if guess >= 0:
-                        tl.store(next_x + across + guess * (HEADS * DIM), xk, mask=in_dim)
-                        if keeps_dt:
-                            tl.store(next_dt + head + guess * HEADS, step)
-                        if keeps_B & (r == 0):
-                            for s in tl.static_range(SPLIT):
-                                recorded = next_B + guess * (groups * STATE) + n + s * LOW
-                                tl.store(recorded, Bk[s], mask=n + s * LOW < STATE)
-                    k += 1
-                    if k == certain:
-                        for s in tl.static_range(SPLIT):
-                            element = elements[s] + across * STATE
-                            store_part(to, walk[s], element, insides[s], key, ROUND, DIGITS, LEAST)
-                    if keeps & (k <= certain) & (behind == count + k):
-                        for s in tl.static_range(SPLIT):
-                            element = elements[s] + across * STATE
-                            store_part(
-                                snapshot, walk[s], element, insides[s], early, ROUND, DIGITS, LEAST
-                            )
+                        store_part(to, walk[s], elements[s], insides[s], key, ROUND, DIGITS, LEAST)
+                if keeps & (k <= certain) & (behind == count + k):
+                    for s in tl.static_range(SPLIT):
+                        store_part(
+                            snapshot, walk[s], elements[s], insides[s], early, ROUND, DIGITS, LEAST
+                        )
 
 
 def replay_update(
@@ -423,11 +374,7 @@ def replay_update(
     shape = shape_of(dim, state, states.element_size())
     narrow = rounding is not None and states.element_size() < 4
     digits, least = LAST_PLACE.get(states.dtype, (0, 0))
-    tiles = triton.cdiv(dim, shape.tile)
-    run = math.gcd(shape.run, heads // groups)
-    while run > 1 and rows * tiles * heads // run < num_programs(x, PROGRAMS):
-        run //= 2
-    _replay_update_kernel[(heads // run * tiles, rows)](
+    _replay_update_kernel[(heads * triton.cdiv(dim, shape.tile), rows)](
         x,
         dt,
         A_log,
@@ -460,7 +407,6 @@ def replay_update(
         STATE=state,
         TOKENS=min(max_scheduled, drafts + 1),
         RECORDS=drafts,
-        RUN=run,
         TILE=shape.tile,
         SPLIT=triton.next_power_of_2(state) // shape.low,
         LOW=shape.low,
@@ -473,7 +419,5 @@ def replay_update(
     return out
 
 
-# By the bytes of a state's element; swept on an H200.
-SHAPES = {4: Shape(16, 2, 32, 128, 16), 2: Shape(32, 2, 32, 168, 1)}
-PROGRAMS = 15
-"""Programs per multiprocessor below which a program takes fewer heads."""
+# By the bytes of a state's element; swept on an H200 over 1 to 128 rows.
+SHAPES = {4: Shape(64, 4, 32, 168), 2: Shape(32, 2, 32, 168)}

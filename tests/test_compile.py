@@ -349,9 +349,7 @@ def test_replay_moves_16_bytes_at_once(
     if not isinstance(kernel, JITFunction):
         pytest.skip("the interpreter is on")
     shape = replay_update.shape_of(64, 128, dtype.itemsize)
-    tile = {
-        "RUN": shape.run, "TILE": shape.tile, "LOW": shape.low, "SPLIT": 128 // shape.low,
-    }  # fmt: skip
+    tile = {"TILE": shape.tile, "LOW": shape.low, "SPLIT": 128 // shape.low}
     constants = REPLAY | NEAREST | tile | changed
     options = {"num_warps": shape.warps}
     types = RECORDS | {"states": {4: "*fp32", 2: "*bf16"}[dtype.itemsize]}
@@ -381,9 +379,7 @@ def test_replay_kernels_compile(
         pytest.skip("the interpreter is on")
     model = {"DIM": dim, "STATE": state, "RECORDS": drafts}
     shape = replay_update.shape_of(dim, state, 2)
-    tile = {
-        "RUN": shape.run, "TILE": shape.tile, "LOW": shape.low, "SPLIT": 128 // shape.low,
-    }  # fmt: skip
+    tile = {"TILE": shape.tile, "LOW": shape.low, "SPLIT": 128 // shape.low}
     constants = REPLAY | rounding | model | tile | {"TOKENS": drafts + 1}
     types = RECORDS | {"states": "*fp16"}
     assert compiled(update, constants, (), {"num_warps": shape.warps}, **types).asm["cubin"]
