@@ -9,7 +9,9 @@ from typing import Any
 Row = dict[str, Any]
 
 RESULTS = Path(__file__).parent / "results" / "h200"
-SHAPES = ("8b", "9b-v2", "nano-30b", "super-120b")
+SHAPES = ("8b", "8b-replay", "9b-v2", "nano-30b", "super-120b")
+STRATEGIES = ("8b-strategies", "9b-v2", "nano-30b", "super-120b")
+"""Files of results: those beside vLLM's, and those of all strategies in one process."""
 OTHERS = ("blocking", "defer", "always")
 
 
@@ -46,9 +48,9 @@ def peer() -> str | None:
 
 
 def strategies() -> str | None:
-    """ITL under each strategy, all shapes and batches."""
+    """ITL under each strategy that was measured in the same process, all shapes and batches."""
     lines = []
-    for shape in SHAPES:
+    for shape in STRATEGIES:
         result = _load(shape)
         by_case: dict[tuple[int, str], dict[str, Row]] = {}
         for row in _main(result) if result else []:
@@ -56,16 +58,16 @@ def strategies() -> str | None:
                 continue
             by_case.setdefault((row["batch"], row["lengths"]), {})[row["strategy"]] = row
         for (batch, lengths), rows in by_case.items():
-            if result is None or not {"auto", *OTHERS} <= rows.keys():
+            if result is None or not {"auto", "blocking"} <= rows.keys():
                 continue
-            itl = {name: rows[name]["itl_ms"] for name in ("auto", *OTHERS)}
-            best = min(itl[name] for name in OTHERS)
+            itl = {name: rows[name]["itl_ms"] for name in ("auto", *OTHERS) if name in rows}
+            best = min(value for name, value in itl.items() if name != "auto")
             lines.append(
                 [
                     result["name"],
                     str(batch),
                     lengths,
-                    *(_ms(itl[name]) for name in OTHERS),
+                    *(_ms(itl.get(name)) for name in OTHERS),
                     _ms(itl["auto"]),
                     f"{100 * (itl['auto'] / itl['blocking'] - 1):+.1f} %",
                     _ratio(itl["auto"] / best),
