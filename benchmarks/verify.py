@@ -126,6 +126,7 @@ def measure(repeats: int, lengths: list[int]) -> list[dict[str, Any]]:
                 row["conv floor"] = bench.conv_bytes / bandwidth * 1e6
                 row["conv"] = statistics.median(conv)
                 hidden = {"repeats": times, "conv repeats": conv, "bandwidth": bandwidth}
+                row |= dict.fromkeys(("replay floor", "replay", "replay ÷ update", "replay TB/s"))
                 if tokens > 1:  # without guesses the layouts are one
                     replay = graph_us(bench.replay(), repeats=repeats)
                     row["replay floor"] = bench.replay_bytes / bandwidth * 1e6

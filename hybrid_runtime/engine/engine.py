@@ -15,10 +15,9 @@ from rich.progress import Progress
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
-from hybrid_runtime.engine.block_pool import BlockPool, BlockTable
+from hybrid_runtime.engine.memory import Memory
 from hybrid_runtime.engine.request import Completion, FinishReason, Request
 from hybrid_runtime.engine.scheduler import Schedule, Scheduler, overshoot
-from hybrid_runtime.kernels.replay import Records
 from hybrid_runtime.models.checkpoint import load_eagle, load_mtp, load_nemotron_h, resolve
 from hybrid_runtime.models.nemotron_h import NemotronH
 from hybrid_runtime.specdecode.acceptance import (
@@ -127,55 +126,26 @@ class Engine:
             model.config, k, ssm_dtype, conv_layout, conv_dtype=dtype, block_size=block_size,
             kind=state_layout if k else "columns",
         )  # fmt: skip
-        block = layout.block_size
         longest = max_model_len + overshoot(k, ahead)
-        columns = -(-longest // block)
-        if num_blocks is None:
-            num_blocks = (max_requests * columns, max_requests * (4 if layout.replays else k + 4))
         host_decides = strategy in ("blocking", "defer")
         self.manager = HybridStateManager(
             layout, max_requests, k, device, strategy, steps_in_flight=ahead, readback=host_decides
         )
         self.waits = Waits()
-        depth = ahead + 2
-        kv = BlockTable(max_requests, columns, BlockPool(num_blocks[0]), device, depth, self.waits)
-        live = columns if layout.replays else None
-        state = BlockTable(
-            max_requests,
-            columns + 1 + (0 if layout.replays else k),
-            BlockPool(num_blocks[1]),
-            device,
-            depth,
-            self.waits,
-            always=live,
+        memory = Memory.allocate(
+            model, head, layout, max_requests, longest, num_blocks, ahead + 2, self.waits
         )
-
-        def kv_cache(shape: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
-            size = (kv.pool.size, block, *shape)
-            one = torch.zeros(size, dtype=dtype, device=device)
-            return one, torch.zeros_like(one)
-
-        caches_kv = {layer: kv_cache(model.kv_shape) for layer in model.kv_layers}
-        if head is not None:
-            caches_kv |= {layer: kv_cache(head.kv_shape) for layer in head.kv_layers}
-        blocks = {layer: layout.allocate(state.pool.size, device) for layer in model.state_layers}
-        if blocks:
-            self.manager.bind(blocks, state.device_table)
-        caches = Caches(
-            kv=caches_kv,
-            states={i: (layout.positions_first(w), s) for i, (w, s) in blocks.items()},
-            kv_block_table=kv.device_table,
-            state_block_table=state.device_table,
-            records=_records(model, layout, max_requests) if layout.replays else {},
-        )
+        if memory.states:
+            self.manager.bind(memory.states, memory.state.device_table)
         self.scheduler = Scheduler(
-            self.manager, kv, state, max_requests, max_tokens_per_step, max_model_len, ahead
-        )
+            self.manager, memory.kv, memory.state, max_requests, max_tokens_per_step,
+            max_model_len, ahead,
+        )  # fmt: skip
         drawn = model.config.vocab_size if sampled_drafts and head is not None else 0
         self.sequences = Sequences(max_requests, longest, k, device, drawn, ahead)
         self.loop = SpeculativeLoop(
-            model, self.manager, self.sequences, caches,
-            _drafter(drafter, head, caches, k, sampled_drafts),
+            model, self.manager, self.sequences, memory.caches,
+            _drafter(drafter, head, memory.caches, k, sampled_drafts),
             max_tokens_per_step, ahead, graphs,
         )  # fmt: skip
         self._steps_ahead = ahead
@@ -416,14 +386,6 @@ def _drafter(
     if head is None:
         raise ValueError(f"head is None; drafter {name!r} needs its network")
     return HeadDrafter(head, caches, k, sampled)
-
-
-def _records(model: NemotronH, layout: StateLayout, slots: int) -> dict[int, Records]:
-    stacked = Records.allocate(
-        len(model.state_layers), slots, layout.num_speculative_tokens, layout.ssm_shape,
-        model.config.n_groups, model.dtype, model.device,
-    )  # fmt: skip
-    return {layer: stacked.layer(i) for i, layer in enumerate(model.state_layers)}
 
 
 def _held(text: str, stop: tuple[str, ...]) -> int:

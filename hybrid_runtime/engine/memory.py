@@ -1,0 +1,90 @@
+"""The cache memory of an engine: blocks of keys, values and states, and the tables over them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hybrid_runtime.engine.block_pool import BlockPool, BlockTable
+from hybrid_runtime.kernels.replay import Records
+from hybrid_runtime.models.nemotron_h import NemotronH
+from hybrid_runtime.specdecode.batch import Caches
+from hybrid_runtime.state.guard import Waits
+from hybrid_runtime.state.layout import StateLayout
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """kv, state: who owns which blocks. states: layer to (window, SSM) blocks as the layout has
+    them. caches: all of it as models take it."""
+
+    kv: BlockTable
+    state: BlockTable
+    states: dict[int, tuple[Tensor, Tensor]]
+    caches: Caches
+
+    @classmethod
+    def allocate(
+        cls,
+        model: NemotronH,
+        head: Any,
+        layout: StateLayout,
+        slots: int,
+        max_length: int,
+        num_blocks: tuple[int, int] | None,
+        depth: int,
+        waits: Waits,
+    ) -> Memory:
+        """Memory for `slots` requests of up to `max_length` tokens.
+
+        head: the draft head, whose keys and values need room too, or None. num_blocks: KV and state
+        blocks; None = enough for all requests at full length. depth: steps that may be queued.
+        """
+        device, dtype, block = model.device, model.dtype, layout.block_size
+        drafts, columns = layout.num_speculative_tokens, -(-max_length // block)
+        if num_blocks is None:
+            num_blocks = (slots * columns, slots * (4 if layout.replays else drafts + 4))
+        kv = BlockTable(slots, columns, BlockPool(num_blocks[0]), device, depth, waits)
+        # Behind the columns of snapshots lies the live state, or room for states of guesses.
+        state = BlockTable(
+            slots,
+            columns + 1 + (0 if layout.replays else drafts),
+            BlockPool(num_blocks[1]),
+            device,
+            depth,
+            waits,
+            always=columns if layout.replays else None,
+        )
+
+        def cache(shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
+            one = torch.zeros((kv.pool.size, block, *shape), dtype=dtype, device=device)
+            return one, torch.zeros_like(one)
+
+        keys = {layer: cache(model.kv_shape) for layer in model.kv_layers}
+        if head is not None:
+            keys |= {layer: cache(head.kv_shape) for layer in head.kv_layers}
+        states = {layer: layout.allocate(state.pool.size, device) for layer in model.state_layers}
+        caches = Caches(
+            kv=keys,
+            states={i: (layout.positions_first(w), s) for i, (w, s) in states.items()},
+            kv_block_table=kv.device_table,
+            state_block_table=state.device_table,
+            records=_records(model, layout, slots) if layout.replays else {},
+        )
+        return cls(kv, state, states, caches)
+
+
+def _records(model: NemotronH, layout: StateLayout, slots: int) -> dict[int, Records]:
+    stacked = Records.allocate(
+        len(model.state_layers),
+        slots,
+        layout.num_speculative_tokens,
+        layout.ssm_shape,
+        model.config.n_groups,
+        model.dtype,
+        model.device,
+    )
+    return {layer: stacked.layer(i) for i, layer in enumerate(model.state_layers)}
