@@ -129,5 +129,5 @@ def run(model: str | Path, device: str | None) -> None:
     console.print(
         "accepted: tokens per verified step, the bonus token included. skipped: steps in which no "
         "block boundary could be crossed, so that no state had to be saved. waits: times the host "
-        "asked for a result before going on (this engine reads each step's tokens at its end)."
+        "asked for a count before going on; tokens, which every step hands out, are not counted."
     )
