@@ -22,6 +22,7 @@ def peer() -> str | None:
     if not result or not rows:
         return None
     lines = []
+    runners = [r for r in ("v1", "v2") if any(r in row.get("peers", {}) for row in rows)]
     for row in rows:
         theirs = row.get("peers", {})
         lines.append(
@@ -30,8 +31,8 @@ def peer() -> str | None:
                 row["state_layout"],
                 row["lengths"],
                 _ms(row["step_ms"]),
-                *(_ms(theirs.get(runner, {}).get("step_ms")) for runner in ("v1", "v2")),
-                *(_ratio(theirs.get(runner, {}).get("ratio")) for runner in ("v1", "v2")),
+                *(_ms(theirs.get(runner, {}).get("step_ms")) for runner in runners),
+                *(_ratio(theirs.get(runner, {}).get("ratio")) for runner in runners),
                 _ms(row["itl_ms"]),
                 _ms(row["itl_ms_p99"]),
                 f"{row['decode_tok_s']:.0f}",
@@ -41,8 +42,9 @@ def peer() -> str | None:
             ]
         )
     header = [
-        "rows", "state", "lengths", "step, ms", "vLLM V1", "V2", "÷ V1", "÷ V2", "ITL, ms", "p99",
-        "tokens/s", "idle", "GPU operations", "÷ floor",
+        "rows", "state", "lengths", "step, ms", *(f"vLLM {r.upper()}" for r in runners),
+        *(f"÷ {r.upper()}" for r in runners), "ITL, ms", "p99", "tokens/s", "idle",
+        "GPU operations", "÷ floor",
     ]  # fmt: skip
     return _markdown(header, lines) + "\n\n" + _note(result, rows[0])
 
