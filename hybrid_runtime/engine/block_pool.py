@@ -109,9 +109,6 @@ class BlockTable:
             self._drop(slot, int(column))
         self._held[slot] = -1
 
-    def owned(self, slot: int) -> int:
-        return int((self._view[slot] != FREE).sum())
-
     def upload(self) -> None:
         """Make the host's changes visible to launches that come after."""
         if not self._dirty:
