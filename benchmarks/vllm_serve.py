@@ -17,6 +17,7 @@ import argparse
 import json
 import os
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -72,6 +73,19 @@ def counters(llm: Any) -> dict[str, float]:
     return {m.name: m.value for m in llm.get_metrics() if m.name in COUNTED}
 
 
+def checkpoint(dtype: str) -> str:
+    """The shipped checkpoint, said to be of `dtype`: vLLM's draft head takes it from the file even
+    where the engine is told otherwise."""
+    directory = Path(tempfile.mkdtemp())
+    for file in CHECKPOINT.iterdir():
+        (directory / file.name).symlink_to(file)
+    config = directory / "config.json"
+    config.unlink()
+    values = json.loads((CHECKPOINT / config.name).read_text())
+    config.write_text(json.dumps(values | {"dtype": dtype}))
+    return str(directory)
+
+
 def serving_engine(args: argparse.Namespace) -> Any:
     from vllm import LLM
 
@@ -83,7 +97,7 @@ def serving_engine(args: argparse.Namespace) -> Any:
             "attention_backend": "TRITON_ATTN",
         }
     return LLM(
-        model=str(CHECKPOINT),
+        model=checkpoint(args.dtype),
         dtype=args.dtype,
         max_model_len=2048,
         max_num_seqs=args.at_once,
