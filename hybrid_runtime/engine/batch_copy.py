@@ -31,7 +31,7 @@ class Copies(NamedTuple):
     size: Int64s
 
 
-class Path(NamedTuple):
+class CopyPath(NamedTuple):
     """A way to submit copies: its name, and `submit(copies, stream)`.
 
     stream: a CUstream, not the legacy default stream; 0 on the CPU, where `submit` returns when the
@@ -57,17 +57,19 @@ def merged(copies: Copies) -> Copies:
     dst, src, size = copies
     if not len(size):
         return copies
-    first = np.ones(len(size), bool)
-    np.not_equal(dst[1:] - dst[:-1], size[:-1], out=first[1:])
-    first[1:] |= src[1:] - src[:-1] != size[:-1]
-    starts = np.flatnonzero(first)
+    step = np.subtract(dst[1:], dst[:-1])
+    joins = step == size[:-1]
+    joins &= np.subtract(src[1:], src[:-1], out=step) == size[:-1]
+    if not joins.any():
+        return copies
+    starts = np.flatnonzero(np.concatenate([[True], ~joins]))
     return Copies(dst[starts], src[starts], np.add.reduceat(size, starts))
 
 
-def paths(device: torch.device) -> list[Path]:
+def paths(device: torch.device) -> list[CopyPath]:
     """What works on `device`, best first. Raises `RuntimeError` where CUDA's library is missing."""
     if device.type != "cuda":
-        return [Path("memmove", _memmove)]
+        return [CopyPath("memmove", _memmove)]
     library = _library()
     if library is None:
         raise RuntimeError("libcuda.so.1 cannot be loaded; copies need NVIDIA's driver")
@@ -76,8 +78,8 @@ def paths(device: torch.device) -> list[Path]:
         address = _address(library, version, symbol)
         if address:
             name = f"cuMemcpyBatchAsync of CUDA {version // 1000}.{version % 1000 // 10}"
-            found.append(Path(name, _batch(address, tells_index)))
-    return [*found, Path("loop of cuMemcpyAsync", _loop(library.cuMemcpyAsync))]
+            found.append(CopyPath(name, _batch(address, tells_index)))
+    return [*found, CopyPath("loop of cuMemcpyAsync", _loop(library.cuMemcpyAsync))]
 
 
 def driver_version() -> int | None:

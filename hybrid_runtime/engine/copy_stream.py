@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from hybrid_runtime.engine.batch_copy import Copies, Path, paths
+from hybrid_runtime.engine.batch_copy import Copies, CopyPath, paths
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class CopyStream:
     a load into a device block behind the store that emptied it, without any further event.
     """
 
-    def __init__(self, device: torch.device, path: Path | None = None) -> None:
+    def __init__(self, device: torch.device, path: CopyPath | None = None) -> None:
         self.path = path or paths(device)[0]
         self.device = device
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None

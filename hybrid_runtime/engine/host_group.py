@@ -26,7 +26,9 @@ class Runs(NamedTuple):
 
     def addresses(self, blocks: Int64s) -> Int64s:
         """int64 `[runs, blocks]`."""
-        return self.base[:, None] + self.stride[:, None] * blocks
+        found = np.multiply.outer(self.stride, blocks)
+        found += self.base[:, None]
+        return found
 
 
 class Usage(NamedTuple):

@@ -6,10 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from hybrid_runtime.engine.batch_copy import Int64s, Path, merged
+from hybrid_runtime.engine.batch_copy import Int64s, CopyPath, merged
 from hybrid_runtime.engine.copy_stream import CopyStream, Ticket
 from hybrid_runtime.engine.host_group import HostGroup, Usage
 
@@ -48,7 +49,7 @@ class HostTier:
         self,
         groups: Mapping[str, Sequence[Tensor]],
         num_blocks: Mapping[str, int],
-        path: Path | None = None,
+        path: CopyPath | None = None,
     ) -> None:
         if not groups or groups.keys() != num_blocks.keys():
             raise ValueError(
@@ -69,6 +70,11 @@ class HostTier:
     def path(self) -> str:
         """How copies are submitted."""
         return self._copies.path.name
+
+    @property
+    def stream(self) -> torch.cuda.Stream | None:
+        """What copies run on; None on the CPU."""
+        return self._copies.stream
 
     def usage(self, group: str) -> Usage:
         """Free and used host blocks, and those of which a copy must end first."""
