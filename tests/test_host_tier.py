@@ -134,6 +134,37 @@ def test_tensors_that_are_neighbours_are_not_one_copy() -> None:
     assert tier.stats.submitted == 2
 
 
+def test_tensors_of_other_storages_or_strides_are_not_one_run() -> None:
+    memory = np.arange(8, dtype=np.float32)
+    storages = [torch.from_numpy(memory[:4]).view(1, 4), torch.from_numpy(memory[4:]).view(1, 4)]
+    flat = torch.arange(24.0)
+    strides = [flat.as_strided((2, 4), (8, 1)), flat.as_strided((2, 4), (12, 1), 4)]
+    for tensors in (storages, strides):
+        tier = HostTier({"kv": tensors}, {"kv": 2})
+        last = len(tensors[0]) - 1
+        wanted = bytes_of(tensors, last)
+        ticket = tier.store("kv", [last])
+        assert ticket is not None
+        assert tier.stats.submitted == 2
+        for tensor in tensors:
+            tensor.zero_()
+        tier.load("kv", ticket.blocks, [last])
+        assert bytes_of(tensors, last) == wanted
+
+
+def test_blocks_may_have_holes() -> None:
+    whole = random_(torch.empty(6, 5, 4, 6))
+    part = whole[1:, ::2, :, 1:3].transpose(1, 3)
+    tier = HostTier({"kv": [part]}, {"kv": 5})
+    ticket = tier.store("kv", [4, 0])
+    assert ticket is not None
+    assert (tier.stats.asked, tier.stats.stored_bytes) == (2 * 12, 2 * part[0].numel() * 4)
+    wanted = whole.clone()
+    wanted[1:, ::2, :, 1:3][[1, 2]] = whole[1:, ::2, :, 1:3][[0, 4]]
+    tier.load("kv", ticket.blocks, [2, 1])
+    assert torch.equal(whole, wanted)
+
+
 @given(st.lists(st.tuples(st.integers(0, 19), st.integers(0, 19)), max_size=12))
 def test_merged_copies_do_the_same(pairs: list[tuple[int, int]]) -> None:
     pairs = list({dst: (dst, src) for dst, src in pairs}.values())

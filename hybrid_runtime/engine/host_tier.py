@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from hybrid_runtime.engine.batch_copy import Int64s, CopyPath, merged
+from hybrid_runtime.engine.batch_copy import CopyPath, Int64s, merged
 from hybrid_runtime.engine.copy_stream import CopyStream, Ticket
 from hybrid_runtime.engine.host_group import HostGroup, Usage
 
