@@ -92,15 +92,16 @@ class Bench:
 
         def store() -> None:
             self.held = self.tier.store("blocks", blocks)
+            assert self.held is not None
 
         def prepare() -> Callable[[], object]:
             self.release()
             if direction == TO_HOST:
                 return store
             store()
-            assert self.held is not None
-            host = self.held.blocks
-            return lambda: self.tier.load("blocks", host, blocks)
+            held = self.held
+            assert held is not None
+            return lambda: self.tier.load("blocks", held.blocks, blocks)
 
         return prepare
 
