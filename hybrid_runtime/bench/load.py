@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from hybrid_runtime.engine.scheduler import overshoot
+from hybrid_runtime.engine.scheduler import most_state_blocks, overshoot
 from hybrid_runtime.models.config import NemotronHConfig
 from hybrid_runtime.state.layout import LayoutKind, StateLayout
 from hybrid_runtime.state.manager import Strategy
@@ -142,7 +142,8 @@ class Load:
     def blocks(self, block_size: int) -> tuple[int, int]:
         """KV and state blocks that this load needs, whatever the engine is made for."""
         columns = -(-(self.longest(block_size) + overshoot(self.drafts, 1)) // block_size)
-        state = 4 if self.state_layout == "replay" and self.drafts else self.drafts + 4
+        replays = self.state_layout == "replay" and self.drafts > 0
+        state = most_state_blocks(self.drafts, 1, replays)
         return self.batch * columns, self.batch * state
 
 

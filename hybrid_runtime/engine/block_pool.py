@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,42 +17,102 @@ from hybrid_runtime.state.staging import Staging
 Ints = NDArray[Any]
 
 FREE = -1
+REMEMBERED = 4
+"""Keys of evicted blocks that are remembered, to say why a prefix was not found, per block."""
 
 
 class BlockPool:
-    """Block ids `0 .. size-1`; a LIFO free list, so that warm memory is used again first."""
+    """Block ids `0 .. size-1`, owned by any number of requests, and findable by their content.
+
+    A block that was filed under a key keeps its content after its last owner has gone, until
+    somebody needs the room: the one that was used longest ago goes first. Blocks without a key are
+    taken before those, the warmest first. An owned block is never taken away.
+    """
 
     def __init__(self, size: int) -> None:
         if size < 1:
             raise ValueError(f"size is {size}; a pool must hold at least 1 block")
         self.size = size
+        self.evictions = 0
         self._free = list(range(size - 1, -1, -1))
-        self._reserved = 0
+        self._owners = [0] * size
+        self._key: list[bytes | None] = [None] * size
+        self._block: dict[bytes, int] = {}
+        self._idle: OrderedDict[int, None] = OrderedDict()
+        self._evicted: OrderedDict[bytes, None] = OrderedDict()
 
     @property
     def free(self) -> int:
-        """Blocks that nobody owns."""
-        return len(self._free)
+        """Blocks that nobody owns, those that are kept for their content included."""
+        return len(self._free) + len(self._idle)
 
     @property
-    def unreserved(self) -> int:
-        """Blocks that no admitted request can still ask for."""
-        return self.size - self._reserved
-
-    def reserve(self, count: int) -> None:
-        """Set the most blocks that a request can own aside for it; `release` gives them back."""
-        if count > self.unreserved:
-            raise ValueError(f"count is {count}; only {self.unreserved} blocks are unreserved")
-        self._reserved += count
-
-    def release(self, count: int) -> None:
-        self._reserved -= count
+    def cached(self) -> int:
+        """Blocks that can be found by their content."""
+        return len(self._block)
 
     def take(self) -> int:
-        return self._free.pop()
+        """A block for a first owner, its content lost."""
+        if self._free:
+            block = self._free.pop()
+        else:
+            block, _ = self._idle.popitem(last=False)
+            self._forget(block)
+        self._owners[block] = 1
+        return block
 
     def put(self, block: int) -> None:
-        self._free.append(block)
+        """One owner less."""
+        self._owners[block] -= 1
+        if self._owners[block]:
+            return
+        if self._key[block] is None:
+            self._free.append(block)
+        else:
+            self._idle[block] = None
+
+    def share(self, block: int) -> None:
+        """One owner more, of a block that was found."""
+        self._idle.pop(block, None)
+        self._owners[block] += 1
+
+    def unowned(self, blocks: Iterable[int]) -> int:
+        """How many of these found blocks `share` would take out of `free`."""
+        return sum(block in self._idle for block in blocks)
+
+    def file(self, key: bytes, block: int) -> bool:
+        """Let an owned block be found by `key`; False where another one is found by it already."""
+        if key in self._block or self._key[block] is not None:
+            return False
+        self._block[key], self._key[block] = block, key
+        self._evicted.pop(key, None)
+        return True
+
+    def find(self, key: bytes) -> int | None:
+        return self._block.get(key)
+
+    def evicted(self, key: bytes) -> bool:
+        """Whether the content of `key` was there once, as far back as is remembered."""
+        return key in self._evicted
+
+    def clear(self) -> None:
+        """Forget all content; owned blocks stay with their owners."""
+        for block in list(self._block.values()):
+            del self._block[self._key[block] or b""]
+            self._key[block] = None
+        self._free.extend(self._idle)
+        self._idle.clear()
+        self._evicted.clear()
+
+    def _forget(self, block: int) -> None:
+        key = self._key[block]
+        assert key is not None
+        del self._block[key]
+        self._key[block] = None
+        self.evictions += 1
+        self._evicted[key] = None
+        if len(self._evicted) > REMEMBERED * self.size:
+            self._evicted.popitem(last=False)
 
 
 class BlockTable:
@@ -78,20 +140,20 @@ class BlockTable:
         self.device_table: Tensor = torch.full(
             (slots, columns), FREE, dtype=torch.int32, device=device
         )
-        # Per slot the columns that are held: from, from (of those that had to be taken), to.
-        self._held = np.full((slots, 3), -1, np.int64)
+        # Per slot what `hold` was last asked for.
+        self._held = np.full((slots, 4), -1, np.int64)
         self._dirty = False
 
-    def hold(self, slots: Ints, first: Ints, fresh: Ints, last: Ints) -> list[int]:
-        """Let each slot own its columns `fresh .. last` and what it has of `first .. fresh`, and
+    def hold(self, slots: Ints, first: Ints, fresh: Ints, last: Ints, kept: Ints) -> list[int]:
+        """Let each slot own its columns `fresh .. last` and what it has of `first .. kept`, and
         nothing else; the blocks newly taken. Slots that change nothing cost nothing."""
-        wanted = np.stack([first, fresh, last], 1)
+        wanted = np.stack([first, fresh, last, kept], 1)
         changed = (self._held[slots] != wanted).any(1).nonzero()[0]
         taken: list[int] = []
         for i in changed:
             slot, row = int(slots[i]), self._view[slots[i]]
             for column in np.flatnonzero(row != FREE):
-                if not first[i] <= column <= last[i] and column != self._always:
+                if not first[i] <= column <= kept[i] and column != self._always:
                     self._drop(slot, int(column))
             missing = list(fresh[i] + np.flatnonzero(row[fresh[i] : last[i] + 1] == FREE))
             if self._always is not None and row[self._always] == FREE:
@@ -102,6 +164,28 @@ class BlockTable:
         self._held[slots[changed]] = wanted[changed]
         self._dirty |= bool(taken)
         return taken
+
+    def missing(self, slots: Ints, first: Ints, fresh: Ints, last: Ints, kept: Ints) -> int:
+        """How many blocks `hold` would take from the pool, at most."""
+        wanted = np.stack([first, fresh, last, kept], 1)
+        changed = (self._held[slots] != wanted).any(1).nonzero()[0]
+        count = 0
+        for i in changed:
+            row = self._view[slots[i]]
+            count += int((row[fresh[i] : last[i] + 1] == FREE).sum())
+            count += self._always is not None and row[self._always] == FREE
+        return count
+
+    def block(self, slot: int, column: int) -> int:
+        """The block in a column, -1 where there is none."""
+        return int(self._view[slot, column])
+
+    def adopt(self, slot: int, first: int, blocks: Sequence[int]) -> None:
+        """Let a slot own blocks that were found, in columns from `first` on."""
+        for column, block in enumerate(blocks, first):
+            self.pool.share(block)
+            self._view[slot, column] = block
+        self._dirty |= bool(blocks)
 
     def clear(self, slot: int) -> None:
         """Give all blocks of a slot back."""

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from heapq import heappop, heappush
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -16,6 +17,7 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
 from hybrid_runtime.engine.memory import Memory
+from hybrid_runtime.engine.prefix_cache import PrefixCache, PrefixStats, Retention
 from hybrid_runtime.engine.request import Completion, FinishReason, Request
 from hybrid_runtime.engine.scheduler import Schedule, Scheduler, overshoot
 from hybrid_runtime.models.checkpoint import load_eagle, load_mtp, load_nemotron_h, resolve
@@ -53,6 +55,12 @@ class EngineStats:
     emitted: int
     mean_acceptance_length: float
     state: Stats
+    preemptions: int
+    prefix: PrefixStats
+
+
+class QueueFull(RuntimeError):
+    """As many requests wait as may; try again when some have been served."""
 
 
 class Engine:
@@ -68,6 +76,9 @@ class Engine:
     where the host then never keeps it waiting.
     state_layout: "columns" keeps a state for every guess; "replay" one per request, into which the
     next step folds what was accepted (without drafts both are the same, and "columns" is used).
+    prefix_caching: later prompts start from the blocks that earlier ones with the same beginning
+    and tenant have left. retention: which states are kept for that (see `PrefixCache`).
+    max_waiting: requests that may wait; `submit` raises `QueueFull` beyond.
     """
 
     def __init__(
@@ -92,6 +103,9 @@ class Engine:
         graphs: bool | None = None,
         steps_ahead: int | None = None,
         state_layout: LayoutKind = "columns",
+        prefix_caching: bool = True,
+        retention: Retention = "all",
+        max_waiting: int | None = None,
     ) -> None:
         k = num_speculative_tokens
         if drafter is not None and drafter not in get_args(DrafterName):
@@ -137,10 +151,13 @@ class Engine:
         )
         if memory.states:
             self.manager.bind(memory.states, memory.state.device_table)
+        self.prefix_cache = PrefixCache(memory.kv, memory.state, layout.block_size, retention)
         self.scheduler = Scheduler(
             self.manager, memory.kv, memory.state, max_requests, max_tokens_per_step,
-            max_model_len, ahead,
+            max_model_len, ahead, self.prefix_cache if prefix_caching else None,
         )  # fmt: skip
+        self.max_waiting = max_waiting
+        self._deadlines: list[tuple[float, int, Request]] = []
         drawn = model.config.vocab_size if sampled_drafts and head is not None else 0
         self.sequences = Sequences(max_requests, longest, k, device, drawn, ahead)
         self.loop = SpeculativeLoop(
@@ -197,17 +214,34 @@ class Engine:
 
     # -- requests --------------------------------------------------------------------------------
 
-    def submit(self, prompt: str | Sequence[int], params: SamplingParams | None = None) -> Request:
-        """Queue one prompt (text or token ids); `ValueError` if it can never run."""
+    def submit(
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams | None = None,
+        *,
+        tenant: str = "",
+        deadline: float | None = None,
+    ) -> Request:
+        """Queue one prompt (text or token ids); `ValueError` if it can never run, `QueueFull` if
+        too many wait. tenant: who must not find what others have computed. deadline: seconds from
+        now, after which it ends with what it has."""
         params = params or SamplingParams()
+        waiting = len(self.scheduler.waiting)
+        if self.max_waiting is not None and waiting >= self.max_waiting:
+            raise QueueFull(f"{waiting} requests wait; max_waiting is {self.max_waiting}")
         tokens = self._encode(prompt)
         seed = params.seed
         if seed is None:
             seed = int(np.random.default_rng().integers(2**63 - 1))
-        request = Request(self._next_id, tokens, params, seed, DecodeStream(ids=tokens[-4:]))
+        request = Request(
+            self._next_id, tokens, params, seed, DecodeStream(ids=tokens[-4:]), tenant=tenant
+        )
         request.submitted = time.perf_counter()
         self.scheduler.add(request)
         self._next_id += 1
+        if deadline is not None:
+            request.deadline = request.submitted + deadline
+            heappush(self._deadlines, (request.deadline, request.id, request))
         return request
 
     def abort(self, request: Request) -> None:
@@ -228,14 +262,14 @@ class Engine:
     def step(self) -> list[Request]:
         """Queue one step and read the results of the one before (with `steps_ahead` 0: of this
         one); the requests that got tokens or ended by them."""
+        late = self._expire()
         touched = self._launch()
         if touched:  # by a failure; what was queued before it stands
             while self._queue:
                 touched = touched + self._read()
-            return touched
-        if len(self._queue) > self._steps_ahead or (self._queue and not self._launched):
-            return self._read()
-        return []
+        elif len(self._queue) > self._steps_ahead or (self._queue and not self._launched):
+            touched = self._read()
+        return late + touched
 
     def generate(
         self,
@@ -287,15 +321,28 @@ class Engine:
 
     def stats(self) -> EngineStats:
         length = self._draft_emitted / self._draft_steps if self._draft_steps else float("nan")
-        return EngineStats(self._steps, self._emitted, length, self.manager.stats())
+        return EngineStats(
+            self._steps, self._emitted, length, self.manager.stats(),
+            self.scheduler.preemptions, self.prefix_cache.stats(),
+        )  # fmt: skip
 
     # -- inside a step ---------------------------------------------------------------------------
+
+    def _expire(self) -> list[Request]:
+        """End the requests whose time is over."""
+        late = []
+        while self._deadlines and self._deadlines[0][0] <= time.perf_counter():
+            *_, request = heappop(self._deadlines)
+            if request.finish_reason is None:
+                self._finish(request, "deadline")
+                late.append(request)
+        return late
 
     def _launch(self) -> list[Request]:
         """Queue the next step, if anybody can run; the requests that failed in it."""
         admitted = self.scheduler.admit()
         if admitted:
-            self.sequences.admit([(r.slot, r.prompt, r.params, r.seed) for r in admitted])
+            self.sequences.admit([(r.slot, r.tokens, r.params, r.seed) for r in admitted])
         schedule = self.scheduler.schedule()
         self._launched = schedule is not None
         if schedule is None:
@@ -329,13 +376,20 @@ class Engine:
         now = time.perf_counter()
         self._steps += 1
         touched = []
-        for request, tokens in zip(schedule.requests, emitted.tolist(), strict=True):
-            if request.finish_reason is not None:
-                continue  # it ended while this row was queued
+        cache, snapshots = self.scheduler.cache, defaultdict(list)
+        if cache is not None:
+            for snapshot in self.manager.published(step):
+                snapshots[snapshot.slot].append(snapshot)
+        rows = zip(schedule.requests, schedule.epochs, emitted.tolist(), strict=True)
+        for request, epoch, tokens in rows:
+            if request.finish_reason is not None or request.epoch != epoch:
+                continue  # it ended or was preempted while this row was queued
             count = tokens[-1]
             scheduled, draft = request.queued.popleft()
             request.computed += scheduled - draft + max(count, 1) - 1
             if not count:
+                if cache is not None:
+                    cache.file(request, snapshots[request.slot])
                 continue
             if draft:
                 self._draft_steps += 1
@@ -347,6 +401,8 @@ class Engine:
                 )
             except Exception as error:
                 request.error, reason = error, "error"
+            if cache is not None:
+                cache.file(request, snapshots[request.slot])
             if reason is not None:
                 self._finish(request, reason)
             new = len(request.output) - before

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from hybrid_runtime.engine.block_pool import BlockPool, BlockTable
+from hybrid_runtime.engine.scheduler import most_state_blocks
 from hybrid_runtime.kernels.replay import Records
 from hybrid_runtime.models.nemotron_h import NemotronH
 from hybrid_runtime.specdecode.batch import Caches
@@ -46,7 +47,8 @@ class Memory:
         device, dtype, block = model.device, model.dtype, layout.block_size
         drafts, columns = layout.num_speculative_tokens, -(-max_length // block)
         if num_blocks is None:
-            num_blocks = (slots * columns, slots * (4 if layout.replays else drafts + 4))
+            spare = most_state_blocks(drafts, depth - 2, layout.replays)
+            num_blocks = (slots * columns, slots * (3 if layout.replays else drafts + 4) + spare)
         kv = BlockTable(slots, columns, BlockPool(num_blocks[0]), device, depth, waits)
         # Behind the columns of snapshots lies the live state, or room for states of guesses.
         state = BlockTable(

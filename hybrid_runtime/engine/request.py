@@ -13,7 +13,28 @@ from tokenizers.decoders import DecodeStream
 
 from hybrid_runtime.specdecode.sampling import SamplingParams
 
-FinishReason = Literal["stop", "length", "abort", "error"]
+FinishReason = Literal["stop", "length", "abort", "deadline", "error"]
+
+
+ShortHit = Literal["short_prompt", "no_snapshot", "evicted_keys", "evicted_snapshot"]
+
+
+@dataclass(frozen=True, slots=True)
+class Hit:
+    """What a request found in the prefix cache.
+
+    tokens: whose keys, values and state are there. keys: their blocks. state: block of the
+    snapshot, None without a hit. known: tokens whose keys and values are there, so that others
+    share them. short: why `tokens` is not more: the prompt does not fill a block and one token
+    more; keys and values go on beyond the last snapshot; either was there and had to make room;
+    None: no more of it was ever there.
+    """
+
+    tokens: int = 0
+    keys: tuple[int, ...] = ()
+    state: int | None = None
+    known: int = 0
+    short: ShortHit | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -23,7 +44,10 @@ class Request:
     computed: tokens whose KV and state are final, as far as results have been read. queued: tokens
     scheduled and guesses among them, of each step whose results have not been read.
     text: decoded output so far (empty without a tokenizer). times: (seconds of perf_counter, tokens
-    that arrived then).
+    that arrived then). deadline: of perf_counter. prefill: tokens known when it was admitted last,
+    which are run before it decodes. epoch: how often it was preempted; results of steps queued
+    before that are void. hit: what it found in the prefix cache then; hashes: of its full blocks;
+    filed: leading blocks whose keys and values others can find.
     """
 
     id: int
@@ -40,6 +64,18 @@ class Request:
     error: Exception | None = None
     submitted: float = 0.0
     times: list[tuple[float, int]] = field(default_factory=list)
+    tenant: str = ""
+    deadline: float | None = None
+    prefill: int = 0
+    epoch: int = 0
+    hit: Hit = field(default_factory=Hit)
+    hashes: list[bytes] = field(default_factory=list)
+    filed: int = 0
+
+    @property
+    def tokens(self) -> list[int]:
+        """All tokens known."""
+        return self.prompt + self.output
 
     @property
     def length(self) -> int:
@@ -58,8 +94,8 @@ class Request:
 
     @property
     def prompt_left(self) -> int:
-        """Prompt tokens that no step has been scheduled for."""
-        return len(self.prompt) - self.computed_min
+        """Tokens to run before it decodes that no step has been scheduled for."""
+        return self.prefill - self.computed_min
 
     @property
     def sure_output(self) -> int:
@@ -95,8 +131,9 @@ class Completion:
     """The answer to one prompt.
 
     finish_reason: "stop" (end of text, stop token or stop string), "length", "abort", or "error"
-    (then `error` says what went wrong; other requests are not affected). itl: seconds per token,
-    one entry per token after the first step's; a step's time is shared by the tokens it emitted.
+    (then `error` says what went wrong; other requests are not affected), or "deadline". itl:
+    seconds per token, one entry per token after the first step's; a step's time is shared by the
+    tokens it emitted. hit: what of the prompt did not have to be computed, and why not more.
     """
 
     text: str
@@ -106,6 +143,7 @@ class Completion:
     time_to_first_token: float
     itl: list[float]
     error: Exception | None = None
+    hit: Hit = Hit()
 
     @classmethod
     def of(cls, request: Request) -> Completion:
@@ -122,4 +160,5 @@ class Completion:
             time_to_first_token=times[0][0] - request.submitted if times else float("nan"),
             itl=itl,
             error=request.error,
+            hit=request.hit,
         )

@@ -6,18 +6,22 @@ from collections import deque
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from hybrid_runtime.engine.block_pool import BlockTable
-from hybrid_runtime.engine.request import Request
+from hybrid_runtime.engine.prefix_cache import PrefixCache
+from hybrid_runtime.engine.request import Hit, Request
 from hybrid_runtime.state.manager import HybridStateManager
 from hybrid_runtime.state.rows import StepRows
 
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """Rows of one step; rows that decode (one certain token and K guesses) stand first."""
+    """Rows of one step; rows that decode (one certain token and K guesses) stand first. epochs:
+    of the requests, by which to know results of those that were preempted meanwhile."""
 
     requests: list[Request]
+    epochs: list[int]
     rows: StepRows
     num_decoding: int
 
@@ -25,8 +29,11 @@ class Schedule:
 class Scheduler:
     """Waiting queue, running set, and the blocks of both caches.
 
-    A request is admitted when the most blocks it can ever own are free, so a running one never has
-    to stop for lack of memory.
+    A request is admitted when there are blocks for all tokens that it and those who run are known
+    to need. Where blocks run out later, the youngest gives its own back and waits again, in front
+    of the queue: what it has computed is computed again, from its last snapshot that is still
+    there, and its text goes on as if nothing had happened. The oldest always comes through, because
+    `add` refuses whoever could need more than there is.
     """
 
     def __init__(
@@ -38,11 +45,13 @@ class Scheduler:
         max_tokens_per_step: int,
         max_length: int,
         steps_ahead: int,
+        cache: PrefixCache | None,
     ) -> None:
         self.manager, self.kv, self.state = manager, kv, state
         self.block_size = manager.layout.block_size
         self.num_draft = manager.num_speculative_tokens
-        self.steps_ahead = steps_ahead
+        self.steps_ahead, self.cache = steps_ahead, cache
+        self.preemptions = 0
         self.max_tokens_per_step, self.max_length = max_tokens_per_step, max_length
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
@@ -52,15 +61,9 @@ class Scheduler:
         """The most KV blocks and state blocks that such a request can own at once."""
         longest = min(prompt_tokens + max_tokens, self.max_length)
         longest += overshoot(self.num_draft, self.steps_ahead)
-        if self.manager.layout.replays:
-            # The live state, a snapshot that is read, and one or two that may be stored.
-            state = 3 + (self.steps_ahead > 0)
-        else:
-            # Running column and drafts, one column below for a snapshot's copy, one for the step in
-            # which the running column has moved on but the previous one is still read, and one
-            # where guesses in flight leave open which column it is.
-            state = self.num_draft + 3 + (self.steps_ahead > 0 and self.num_draft > 0)
-        return -(-longest // self.block_size), state
+        return -(-longest // self.block_size), most_state_blocks(
+            self.num_draft, self.steps_ahead, self.manager.layout.replays
+        )
 
     def add(self, request: Request) -> None:
         """Queue a request; `ValueError` at once for one that can never run."""
@@ -83,36 +86,64 @@ class Scheduler:
         self.waiting.append(request)
 
     def admit(self) -> list[Request]:
-        """Move waiting requests into free slots, in order, while their blocks are free."""
+        """Move waiting requests into free slots, in order, while there is room for them."""
         admitted = []
         while self.waiting and self._slots:
             request = self.waiting[0]
-            kv, state = self.footprint(len(request.prompt), request.params.max_tokens)
-            if kv > self.kv.pool.unreserved or state > self.state.pool.unreserved:
+            hit = Hit() if self.cache is None else self.cache.find(request)
+            if self.running and not self._room(request, hit):
                 break
             self.waiting.popleft()
-            self.kv.pool.reserve(kv)
-            self.state.pool.reserve(state)
             request.slot = self._slots.pop()
-            self.manager.admit(request.slot)
+            request.prefill, request.computed = request.length, hit.tokens
+            request.hit, request.filed = hit, hit.tokens // self.block_size
+            column = hit.tokens // self.block_size - 1 if hit.tokens else None
+            self.manager.admit(request.slot, hit.tokens, column)
+            if self.cache is None:
+                self.manager.retain(request.slot, 0)
+            else:
+                self.cache.adopt(request)
+                rule = self.cache.rule(request)
+                if rule is not None:
+                    self.manager.retain(request.slot, *rule)
             self.running.append(request)
             admitted.append(request)
         return admitted
 
     def retire(self, request: Request) -> None:
-        """Take a request out of its slot, or out of the queue; all it owned is free again."""
+        """Take a request out of its slot, or out of the queue; what it owned is free again."""
         if request.slot < 0:
             self.waiting.remove(request)
             return
-        kv, state = self.footprint(len(request.prompt), request.params.max_tokens)
         self.running.remove(request)
         if self.manager.holds(request.slot):
             self.manager.release(request.slot)
-        for table, count in ((self.kv, kv), (self.state, state)):
+        for table in (self.kv, self.state):
             table.clear(request.slot)
-            table.pool.release(count)
         self._slots.append(request.slot)
         request.slot = -1
+
+    def preempt(self, request: Request) -> None:
+        """Take a running request's blocks and let it begin again when there is room. Steps that are
+        queued may still write them; whoever gets them is launched later on the same stream."""
+        self.retire(request)
+        request.queued.clear()
+        request.computed, request.epoch = 0, request.epoch + 1
+        self.waiting.appendleft(request)
+        self.preemptions += 1
+
+    def _room(self, request: Request, hit: Hit) -> bool:
+        """Blocks for a request beside those who run, who may need one more each any time."""
+        block = self.block_size
+        owed = sum(
+            max(-(-(r.prefill + 1) // block) - -(-r.computed_max // block), 0) for r in self.running
+        )
+        keys = -(-(request.length + 1) // block) - len(hit.keys)
+        keys += self.kv.pool.unowned(hit.keys) + owed + len(self.running)
+        state = 2 if self.manager.layout.replays else self.num_draft + 2
+        if hit.state is not None:
+            state += self.state.pool.unowned([hit.state])
+        return keys <= self.kv.pool.free and state <= self.state.pool.free
 
     def schedule(self) -> Schedule | None:
         """Rows of the next step, with their blocks handed out; None when nobody can run.
@@ -120,6 +151,28 @@ class Scheduler:
         Positions are bounds as long as results are in flight. A request that may have ended, but
         is not known to, runs on: at worst one row is wasted.
         """
+        while True:
+            chosen, num_decoding = self._choose()
+            if not chosen:
+                return None
+            low = np.array([r.computed_min for r, _, _ in chosen], np.int32)
+            high = np.array([r.computed_max for r, _, _ in chosen], np.int32)
+            rows = StepRows(
+                np.array([r.slot for r, _, _ in chosen], np.int32),
+                low,
+                low if (low == high).all() else high,
+                np.array([scheduled for _, scheduled, _ in chosen], np.int32),
+                np.array([draft for _, _, draft in chosen], np.int32),
+            )
+            requests = [r for r, _, _ in chosen]
+            if self._hand_out(rows, np.array([r.computed for r in requests], np.int32)):
+                return Schedule(requests, [r.epoch for r in requests], rows, num_decoding)
+            if len(self.running) == 1:
+                raise RuntimeError("a request needs more blocks than its bound, which add() checks")
+            self.preempt(self.running[-1])
+
+    def _choose(self) -> tuple[list[tuple[Request, int, int]], int]:
+        """Request, tokens and guesses of each row, those that decode first, and how many do."""
         budget = self.max_tokens_per_step
         chosen: list[tuple[Request, int, int]] = []
         width = self.num_draft + 1
@@ -137,49 +190,67 @@ class Scheduler:
                 chunk = self._chunk(request, min(left, budget))
                 chosen.append((request, chunk, 0))
                 budget -= chunk
-        if not chosen:
-            return None
-        low = np.array([r.computed_min for r, _, _ in chosen], np.int32)
-        high = np.array([r.computed_max for r, _, _ in chosen], np.int32)
-        rows = StepRows(
-            np.array([r.slot for r, _, _ in chosen], np.int32),
-            low,
-            low if (low == high).all() else high,
-            np.array([scheduled for _, scheduled, _ in chosen], np.int32),
-            np.array([draft for _, _, draft in chosen], np.int32),
-        )
-        self._hand_out(rows)
-        return Schedule([r for r, _, _ in chosen], rows, num_decoding)
+        return chosen, num_decoding
 
     def _most_output(self, request: Request) -> int:
         return min(request.params.max_tokens, self.max_length - len(request.prompt))
 
     def _chunk(self, request: Request, most: int) -> int:
-        """Prompt tokens to run: a chunk ends at a block boundary, so that the state there is the
-        boundary's, except the last one and where there is not a whole block to run."""
+        """Prompt tokens to run: a chunk ends where a snapshot is wanted, so that the state there is
+        left in a block of its own, and otherwise at a block boundary if it reaches one."""
         start, block = request.computed_min, self.block_size
         end = start + most
+        if self.cache is not None:
+            end = min(end, self.cache.next_cut(request, start))
         boundary = end // block * block
         return (boundary if boundary > start else end) - start
 
-    def _hand_out(self, rows: StepRows) -> None:
+    def _hand_out(self, rows: StepRows, known: NDArray[np.int32]) -> bool:
+        """Give a step's rows their blocks; False, and nothing happens, where there are too few.
+        known: tokens computed as far as results have been read, by row."""
         first, last = self.manager.columns_needed(rows)
         # A row that runs through several blocks at once reads the column that it ran in last, and
         # those between stay empty.
         if self.manager.layout.replays:
             begins = last - (rows.draft > 0)
+            kept = np.maximum(last, rows.computed_max // self.block_size)
         else:
             last = last - self.num_draft + rows.draft  # a row without guesses writes one column
             begins = (rows.computed_min + rows.scheduled - 1) // self.block_size - 1
-        fresh = self.state.hold(rows.slot, first, np.maximum(first, begins), last)
+            kept = last
+        # A snapshot that the host has not been told of yet, and will file, lies no deeper than the
+        # last one that a step could still fold guesses beyond.
+        unread = np.maximum(known - self.num_draft, 0) // self.block_size
+        first = np.where(last < 0, unread, np.minimum(first, unread))
+        state = rows.slot, first, np.maximum(first, begins), last, kept
         # The drafter's own passes look K - 1 tokens further than the step.
         end = rows.computed_max + rows.scheduled + max(self.num_draft - 1, 0)
+        end = (end - 1) // self.block_size
         zero = np.zeros(len(rows), np.int64)
-        self.kv.hold(rows.slot, zero, zero, (end - 1) // self.block_size)
+        keys = rows.slot, zero, zero, end, end
+        for table, wanted in ((self.kv, keys), (self.state, state)):
+            if table.missing(*wanted) > table.pool.free:
+                return False
+        fresh = self.state.hold(*state)
+        self.kv.hold(*keys)
         self.kv.upload()
         self.state.upload()
         if fresh:
             self.manager.zero(fresh)
+        return True
+
+
+def most_state_blocks(num_draft: int, steps_ahead: int, replays: bool) -> int:
+    """State blocks that one request can own at once.
+
+    Replay: the live state, a snapshot that is read, one that waits to be filed, and one or two that
+    may be stored. Columns: the running column and drafts, one column below for a snapshot's copy,
+    one that waits to be filed, one for the step in which the running column has moved on but the
+    previous one is still read, and one where guesses in flight leave open which column it is.
+    """
+    if replays:
+        return 4 + (steps_ahead > 0)
+    return num_draft + 4 + (steps_ahead > 0 and num_draft > 0)
 
 
 def overshoot(num_draft: int, steps_ahead: int) -> int:

@@ -1,0 +1,152 @@
+"""Prefix cache: blocks of keys and values, and the states at their ends, found by their content.
+
+A hit needs both kinds, at one boundary: the keys and values of every block below it, and the state
+snapshot at it. The key of block `i` is a hash of all tokens up to its end, begun with the tenant's
+name, so that nobody finds what another tenant has computed.
+
+What a drafter needs of the prefix: its keys and values lie in the same blocks as the target's. They
+were written with the true next token at every position but the block's last, whose next token is
+the next block's first and may be another one here: that one entry only makes a guess worse, it
+cannot change what is accepted. The hidden state that it starts from is that of the last token run,
+and a hit always leaves at least one token to run.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import Literal
+
+import numpy as np
+
+from hybrid_runtime.engine.block_pool import BlockTable
+from hybrid_runtime.engine.request import Hit, Request, ShortHit
+from hybrid_runtime.state.step import Snapshot
+
+Retention = Literal["all", "prompt"] | int
+
+
+@dataclass(slots=True)
+class PrefixStats:
+    """queried_tokens, hit_tokens: of admitted requests. short: requests by why their hit was not
+    longer; those that share nothing with anybody are not among them."""
+
+    queried_tokens: int = 0
+    hit_tokens: int = 0
+    evictions: int = 0
+    short: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def hit_rate(self) -> float:
+        return self.hit_tokens / self.queried_tokens if self.queried_tokens else 0.0
+
+
+class PrefixCache:
+    """Files blocks of two pools and finds them again. retention: which boundaries have their state
+    saved: all; "prompt", where a prompt could be hit again and where a known prefix ends; or every
+    so many tokens (a multiple of the block size) and those."""
+
+    def __init__(self, keys: BlockTable, state: BlockTable, block: int, retention: Retention):
+        if retention not in ("all", "prompt") and (
+            not isinstance(retention, int) or retention < 1 or retention % block
+        ):
+            raise ValueError(
+                f"retention is {retention!r}; it must be 'all', 'prompt' or a multiple of the "
+                f"block size ({block})"
+            )
+        self.keys, self.state, self.block, self.retention = keys, state, block, retention
+        self._stats = PrefixStats()
+
+    @property
+    def min_cacheable_tokens(self) -> int:
+        """Prompts shorter than this can never hit."""
+        return self.block + 1
+
+    def stats(self) -> PrefixStats:
+        self._stats.evictions = self.keys.pool.evictions + self.state.pool.evictions
+        return self._stats
+
+    def find(self, request: Request) -> Hit:
+        """The longest hit for what is known of a request's text, one token less at the least."""
+        self._hash(request)
+        most = (request.length - 1) // self.block
+        if not most:
+            return Hit(short="short_prompt")
+        keys: list[int] = []
+        for key in request.hashes[:most]:
+            block = self.keys.pool.find(key)
+            if block is None:
+                break
+            keys.append(block)
+        known = len(keys)
+        short: ShortHit | None = None
+        if known < most and self.keys.pool.evicted(request.hashes[known]):
+            short = "evicted_keys"
+        count = known
+        while count and self.state.pool.find(request.hashes[count - 1]) is None:
+            count -= 1
+        if count < known:
+            gone = self.state.pool.evicted(request.hashes[known - 1])
+            short = "evicted_snapshot" if gone else "no_snapshot"
+        state = self.state.pool.find(request.hashes[count - 1]) if count else None
+        return Hit(count * self.block, tuple(keys[:count]), state, known * self.block, short)
+
+    def adopt(self, request: Request) -> None:
+        """Let an admitted request own its hit."""
+        hit = request.hit
+        self._stats.queried_tokens += request.length
+        self._stats.hit_tokens += hit.tokens
+        if hit.short is not None:
+            self._stats.short[hit.short] += 1
+        if hit.state is not None:
+            self.keys.adopt(request.slot, 0, hit.keys)
+            self.state.adopt(request.slot, hit.tokens // self.block - 1, [hit.state])
+
+    def rule(self, request: Request) -> tuple[int, tuple[int, ...]] | None:
+        """What `manager.retain` takes for this request; None: every boundary."""
+        if self.retention == "all":
+            return None
+        last = (request.length - 1) // self.block * self.block
+        places = {at for at in (last, request.hit.known) if at > request.hit.tokens}
+        every = 0 if self.retention == "prompt" else self.retention
+        return int(every), tuple(sorted(places))
+
+    def next_cut(self, request: Request, start: int) -> int:
+        """Where a prompt chunk from `start` on must end at the latest, to leave a snapshot."""
+        rule = self.rule(request)
+        if rule is None:
+            return (start // self.block + 1) * self.block
+        every, places = rule
+        cuts = [at for at in places if at > start]
+        if every:
+            cuts.append((start // every + 1) * every)
+        return min(cuts, default=request.length)
+
+    def file(self, request: Request, snapshots: Iterable[Snapshot]) -> None:
+        """Let others find what a request has left by a step whose results were read: snapshots that
+        the step published, and keys and values of blocks that are full. All launches that wrote
+        them come before any that a later hit leads to, on the same stream."""
+        self._hash(request)
+        # What was accepted beyond the request's own end has no place in its text.
+        hashes = request.hashes
+        for slot, _, boundary, column in snapshots:
+            if boundary // self.block <= len(hashes):
+                block = self.state.block(slot, column)
+                self.state.pool.file(hashes[boundary // self.block - 1], block)
+        full = min(request.computed // self.block, len(hashes))
+        for index in range(request.filed, full):
+            self.keys.pool.file(hashes[index], self.keys.block(request.slot, index))
+        request.filed = max(request.filed, full)
+
+    def _hash(self, request: Request) -> None:
+        """Hash the full blocks of all tokens known."""
+        done, total = len(request.hashes), request.length // self.block
+        if done == total:
+            return
+        parent = request.hashes[-1] if done else blake2b(request.tenant.encode()).digest()
+        tokens = np.array(request.tokens[done * self.block : total * self.block], np.int32)
+        for block in tokens.reshape(-1, self.block):
+            parent = blake2b(parent + block.tobytes(), digest_size=32).digest()
+            request.hashes.append(parent)
