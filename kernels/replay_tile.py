@@ -23,18 +23,43 @@ def time_step(raw, dt_min, dt_max):
 @triton.jit
 def load_parts(
     source, n, stride: tl.constexpr, live, STATE: tl.constexpr, SPLIT: tl.constexpr,
-    LOW: tl.constexpr,
+    LOW: tl.constexpr, other: tl.constexpr = None,
 ):  # fmt: skip
-    """A vector `[STATE]` as SPLIT parts `[LOW]`, 0 beyond it; anything unless `live`."""
+    """A vector `[STATE]` as SPLIT parts `[LOW]`, 0 beyond it; `other` unless `live`."""
     parts = ()
     for s in tl.static_range(SPLIT):
         part = n + s * LOW
         if STATE == SPLIT * LOW:
-            parts += (tl.load(source + part * stride, mask=live),)
+            parts += (tl.load(source + part * stride, mask=live, other=other),)
         else:
             inside = (part < STATE) & live
             parts += (tl.load(source + part * stride, mask=inside, other=0.0),)
     return parts
+
+
+@triton.jit
+def widen(parts, SPLIT: tl.constexpr):
+    """Parts of a vector or of a tile in fp32."""
+    floats = ()
+    for s in tl.static_range(SPLIT):
+        floats += (parts[s].to(tl.float32),)
+    return floats
+
+
+@triton.jit
+def load_scalars(
+    past_dt, dt, dt_bias, A_log, D, count, scheduled,
+    HEADS: tl.constexpr, RECORDS: tl.constexpr, TOKENS: tl.constexpr, dt_token: tl.constexpr,
+):  # fmt: skip
+    """Scalars of one head in one flat tuple that a loop can carry: time step of each record, raw
+    time step of each token, bias, A_log and D."""
+    loaded = ()
+    for j in tl.static_range(RECORDS):
+        loaded += (tl.load(past_dt + j * HEADS, mask=j < count, other=0.0),)
+    for i in tl.static_range(TOKENS):
+        loaded += (tl.load(dt + i * dt_token, mask=i < scheduled, other=0.0),)
+    loaded += (tl.load(dt_bias), tl.load(A_log), tl.load(D))
+    return loaded
 
 
 @triton.jit
@@ -100,10 +125,10 @@ def rounding_key(seed, layer, position):
 
 
 @triton.jit
-def store_part(
-    target, h, element, inside, key, ROUND: tl.constexpr, DIGITS: tl.constexpr, LEAST: tl.constexpr
+def store_at(
+    address, h, element, inside, key, ROUND: tl.constexpr, DIGITS: tl.constexpr, LEAST: tl.constexpr
 ):
-    """A part of a tile to the elements of the block at `target`."""
+    """A part of a tile to its addresses; `element` of the state is what is rounded by."""
     if ROUND:
         chance = (_mix(element.to(tl.uint32) ^ key) >> 8).to(tl.float32) * (1 / (1 << 24))
         power = h.to(tl.int32, bitcast=True) & 0x7F800000
@@ -112,4 +137,12 @@ def store_part(
         rounded = tl.floor(tl.abs(h) * inverse + chance) * unit.to(tl.float32, bitcast=True)
         h = tl.where(h < 0, -rounded, rounded)
     # Nobody reads it before the next step: evict it first.
-    tl.store(target + element, h.to(target.dtype.element_ty), mask=inside, cache_modifier=".cs")
+    tl.store(address, h.to(address.dtype.element_ty), mask=inside, cache_modifier=".cs")
+
+
+@triton.jit
+def store_part(
+    target, h, element, inside, key, ROUND: tl.constexpr, DIGITS: tl.constexpr, LEAST: tl.constexpr
+):
+    """A part of a tile to the elements of the block at `target`."""
+    store_at(target + element, h, element, inside, key, ROUND, DIGITS, LEAST)

@@ -340,6 +340,13 @@ NEAREST: dict[str, Any] = {
 BY_CHANCE: dict[str, Any] = {"ROUND": True, "DIGITS": 10 << 23, "LEAST": 103 << 23}
 
 
+def replay_tile(shape: replay_update.Shape) -> dict[str, Any]:
+    return {
+        "TILE": shape.tile, "LOW": shape.low, "SPLIT": 128 // shape.low, "HIGH": shape.high,
+        "RUN": shape.run, "STAGES": shape.stages,
+    }  # fmt: skip
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("changed", [{}, {"TOKENS": 1, "RECORDS": 0}, {"TOKENS": 6, "RECORDS": 5}])
 def test_replay_moves_16_bytes_at_once(
@@ -349,19 +356,26 @@ def test_replay_moves_16_bytes_at_once(
     if not isinstance(kernel, JITFunction):
         pytest.skip("the interpreter is on")
     shape = replay_update.shape_of(64, 128, dtype.itemsize)
-    tile = {"TILE": shape.tile, "LOW": shape.low, "SPLIT": 128 // shape.low}
-    constants = REPLAY | NEAREST | tile | changed
+    constants = REPLAY | NEAREST | replay_tile(shape) | changed
+    constants["KEEP"] = constants["TOKENS"] + constants["RECORDS"] < 8
     options = {"num_warps": shape.warps}
     types = RECORDS | {"states": {4: "*fp32", 2: "*bf16"}[dtype.itemsize]}
     names = ("x", "B", "C", "x_records", "B_records", "states", "state_stride", "out")
     code = compiled(kernel, constants, names, options, **types)
     parts = shape.tile * 128 * dtype.itemsize // (16 * 32 * shape.warps)
     text = code.asm["ptx"]
-    assert len(re.findall(r"ld\.global\S*\.v4\.b32", text)) >= parts
-    # The live state, from either path; the slow path's snapshots in three places.
-    assert len(re.findall(r"st\.global\S*\.v4\.b32", text)) == 5 * parts
+    # States are copied to shared memory ahead of their use.
+    copies = re.findall(r"cp\.async\.cg\.shared\.global \[[^]]*\], \[[^]]*\], (\S+),", text)
+    assert len(copies) >= parts
+    assert set(copies) == {"0x10"}
+    # The live state; on the slow path, which takes one chunk after another, it and snapshots in
+    # three places.
+    chunk = parts * shape.high // shape.tile
+    assert len(re.findall(r"st\.global\S*\.v4\.b32", text)) == parts + 4 * chunk
     if constants["TOKENS"] <= 4:
-        assert spilled(code, tmp_path) == 0
+        # One warp a program is the fastest for narrow states (Triton 3.6, no spill); Triton 3.7
+        # keeps eight words of it on the stack.
+        assert spilled(code, tmp_path) <= (0 if dtype.itemsize == 4 else 32)
 
 
 @pytest.mark.parametrize("rounding", [NEAREST, BY_CHANCE], ids=["nearest", "chance"])
@@ -379,8 +393,8 @@ def test_replay_kernels_compile(
         pytest.skip("the interpreter is on")
     model = {"DIM": dim, "STATE": state, "RECORDS": drafts}
     shape = replay_update.shape_of(dim, state, 2)
-    tile = {"TILE": shape.tile, "LOW": shape.low, "SPLIT": 128 // shape.low}
-    constants = REPLAY | rounding | model | tile | {"TOKENS": drafts + 1}
+    constants = REPLAY | rounding | model | replay_tile(shape) | {"TOKENS": drafts + 1}
+    constants["KEEP"] = 2 * drafts + 1 < 8
     types = RECORDS | {"states": "*fp16"}
     assert compiled(update, constants, (), {"num_warps": shape.warps}, **types).asm["cubin"]
     moved: dict[str, Any] = {

@@ -74,8 +74,8 @@ class Engine:
     graphs: replay CUDA graphs where all rows decode; None: on a GPU.
     steps_ahead: steps queued before the results of the first are read, 0 or 1; None: 1 on a GPU,
     where the host then never keeps it waiting.
-    state_layout: "columns" keeps a state for every guess; "replay" one per request, into which the
-    next step folds what was accepted (without drafts both are the same, and "columns" is used).
+    state_layout: "replay" keeps one state per request, into which the next step folds what was
+    accepted; "columns" one for every guess (without drafts both are the same, and it is used).
     prefix_caching: later prompts start from the blocks that earlier ones with the same beginning
     and tenant have left. retention: which states are kept for that (see `PrefixCache`).
     max_waiting: requests that may wait; `submit` raises `QueueFull` beyond.
@@ -102,7 +102,7 @@ class Engine:
         sampled_drafts: bool = False,
         graphs: bool | None = None,
         steps_ahead: int | None = None,
-        state_layout: LayoutKind = "columns",
+        state_layout: LayoutKind = "replay",
         prefix_caching: bool = True,
         retention: Retention = "all",
         max_waiting: int | None = None,
