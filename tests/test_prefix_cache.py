@@ -14,6 +14,7 @@ from tokenizers import Tokenizer
 from transformers import NemotronHForCausalLM
 
 from hybrid_runtime.engine import Engine, QueueFull, SamplingParams
+from hybrid_runtime.engine.batch_copy import CopyPath
 from hybrid_runtime.engine.block_pool import BlockPool
 
 __all__ = ["hf", "tokenizer"]  # fixtures
@@ -159,6 +160,8 @@ OPTIONS = [
     ),
     {"drafter": "ngram", "num_speculative_tokens": 3, "prefix_caching": False},
     {"drafter": "ngram", "num_speculative_tokens": 3, "retention": "prompt"},
+    {"drafter": "mtp", "num_speculative_tokens": 3, "host_blocks": (40, 30), "steps_ahead": 1},
+    {"drafter": "mtp", "num_speculative_tokens": 3, "host_blocks": (9, 3)},
 ]
 
 
@@ -189,6 +192,53 @@ def test_preempted_requests_go_on_as_if_nothing_had_happened(
         else:
             same_text(hf, request.prompt, request.output, tokens)
     nothing_leaked(runs)
+
+
+@pytest.mark.parametrize("state_layout", LAYOUTS)
+@pytest.mark.parametrize("conv_layout", ["SD", "DS"])
+def test_what_the_device_had_no_room_for_comes_back_from_the_host(
+    hf: NemotronHForCausalLM, tokenizer: Tokenizer, state_layout: str, conv_layout: str
+) -> None:
+    runs = small(
+        hf, tokenizer, drafter="mtp", num_speculative_tokens=3, state_layout=state_layout,
+        conv_layout=conv_layout, max_requests=1, num_blocks=(14, 9), host_blocks=(60, 60),
+    )  # fmt: skip
+    prompt = text(41, 11)
+    want = hf_greedy(hf, prompt)
+    runs.generate([prompt], GREEDY)
+    for seed in range(20, 24):
+        runs.generate([text(41, seed)], GREEDY)
+    assert runs.stats().prefix.evictions > 0
+    answer = runs.generate([prompt], GREEDY)[0]
+    same_text(hf, prompt, answer.tokens, want)
+    assert answer.hit.tokens == 40
+    assert runs.stats().prefix.host_blocks > 0
+    nothing_leaked(runs)
+
+
+@pytest.mark.parametrize("at", ["store", "load"])
+def test_a_failing_copy_makes_the_cache_smaller_and_nothing_wrong(
+    hf: NemotronHForCausalLM, tokenizer: Tokenizer, at: str
+) -> None:
+    """Row 63: nobody finds what was not copied, no block is lost, and the text is right."""
+    runs = small(hf, tokenizer, max_requests=1, num_blocks=(14, 9), host_blocks=(60, 60))
+    host = runs.prefix_cache.host
+    assert host is not None
+    working = host.tier._copies.path
+    broken = CopyPath("broken", lambda *_: (_ for _ in ()).throw(RuntimeError("no copies today")))
+    prompt = text(41, 11)
+    want = hf_greedy(hf, prompt)
+    for number, seed in enumerate((11, 20, 21, 22, 23, 11)):
+        fails = number == 0 if at == "store" else number == 5
+        host.tier._copies.path = broken if fails else working
+        answer = runs.generate([text(41, seed)], GREEDY)[0]
+    same_text(hf, prompt, answer.tokens, want)
+    assert host.failed > 0
+    assert answer.hit.tokens < 40
+    nothing_leaked(runs)
+    host.clear()
+    for group, size in (("kv", 60), ("state", 60)):
+        assert host.tier.usage(group).free == size
 
 
 def test_the_queue_has_a_bound_and_requests_a_deadline(

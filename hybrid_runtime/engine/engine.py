@@ -16,6 +16,7 @@ from rich.progress import Progress
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
+from hybrid_runtime.engine.host_cache import HostCache
 from hybrid_runtime.engine.memory import Memory
 from hybrid_runtime.engine.prefix_cache import PrefixCache, PrefixStats, Retention
 from hybrid_runtime.engine.request import Completion, FinishReason, Request
@@ -78,6 +79,8 @@ class Engine:
     accepted; "columns" one for every guess (without drafts both are the same, and it is used).
     prefix_caching: later prompts start from the blocks that earlier ones with the same beginning
     and tenant have left. retention: which states are kept for that (see `PrefixCache`).
+    host_blocks: KV blocks and state blocks in pinned host memory, for what the device has no room
+    for; None: none.
     max_waiting: requests that may wait; `submit` raises `QueueFull` beyond.
     """
 
@@ -105,6 +108,7 @@ class Engine:
         state_layout: LayoutKind = "replay",
         prefix_caching: bool = True,
         retention: Retention = "all",
+        host_blocks: tuple[int, int] | None = None,
         max_waiting: int | None = None,
     ) -> None:
         k = num_speculative_tokens
@@ -151,7 +155,10 @@ class Engine:
         )
         if memory.states:
             self.manager.bind(memory.states, memory.state.device_table)
-        self.prefix_cache = PrefixCache(memory.kv, memory.state, layout.block_size, retention)
+        self.prefix_cache = PrefixCache(
+            memory.kv, memory.state, layout.block_size, retention,
+            None if host_blocks is None else HostCache(memory.host_tier(host_blocks)),
+        )  # fmt: skip
         self.scheduler = Scheduler(
             self.manager, memory.kv, memory.state, max_requests, max_tokens_per_step,
             max_model_len, ahead, self.prefix_cache if prefix_caching else None,

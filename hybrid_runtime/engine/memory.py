@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from hybrid_runtime.engine.block_pool import BlockPool, BlockTable
+from hybrid_runtime.engine.host_tier import HostTier
+from hybrid_runtime.engine.prefix_cache import KEYS, STATE
 from hybrid_runtime.engine.scheduler import most_state_blocks
 from hybrid_runtime.kernels.replay import Records
 from hybrid_runtime.models.nemotron_h import NemotronH
@@ -77,6 +79,15 @@ class Memory:
             records=_records(model, layout, slots) if layout.replays else {},
         )
         return cls(kv, state, states, caches)
+
+    def host_tier(self, num_blocks: tuple[int, int]) -> HostTier:
+        """Host memory for KV blocks and state blocks."""
+        groups = {
+            KEYS: [part for layer in self.caches.kv.values() for part in layer],
+            STATE: [part for layer in self.states.values() for part in layer],
+        }
+        counts = dict(zip((KEYS, STATE), num_blocks, strict=True))
+        return HostTier({name: g for name, g in groups.items() if g}, counts)
 
 
 def _records(model: NemotronH, layout: StateLayout, slots: int) -> dict[int, Records]:

@@ -21,21 +21,26 @@ from typing import Literal
 
 import numpy as np
 
-from hybrid_runtime.engine.block_pool import BlockTable
+from hybrid_runtime.engine.block_pool import BlockPool, BlockTable
+from hybrid_runtime.engine.host_cache import HostCache
 from hybrid_runtime.engine.request import Hit, Request, ShortHit
 from hybrid_runtime.state.step import Snapshot
 
 Retention = Literal["all", "prompt"] | int
+KEYS, STATE = "kv", "state"
+"""The groups of a host tier."""
 
 
 @dataclass(slots=True)
 class PrefixStats:
-    """queried_tokens, hit_tokens: of admitted requests. short: requests by why their hit was not
+    """queried_tokens, hit_tokens: of admitted requests. host_blocks: that came from the host tier.
+    short: requests by why their hit was not
     longer; those that share nothing with anybody are not among them."""
 
     queried_tokens: int = 0
     hit_tokens: int = 0
     evictions: int = 0
+    host_blocks: int = 0
     short: Counter[str] = field(default_factory=Counter)
 
     @property
@@ -48,7 +53,14 @@ class PrefixCache:
     saved: all; "prompt", where a prompt could be hit again and where a known prefix ends; or every
     so many tokens (a multiple of the block size) and those."""
 
-    def __init__(self, keys: BlockTable, state: BlockTable, block: int, retention: Retention):
+    def __init__(
+        self,
+        keys: BlockTable,
+        state: BlockTable,
+        block: int,
+        retention: Retention,
+        host: HostCache | None = None,
+    ) -> None:
         if retention not in ("all", "prompt") and (
             not isinstance(retention, int) or retention < 1 or retention % block
         ):
@@ -57,6 +69,7 @@ class PrefixCache:
                 f"block size ({block})"
             )
         self.keys, self.state, self.block, self.retention = keys, state, block, retention
+        self.host = host
         self._stats = PrefixStats()
 
     @property
@@ -92,6 +105,50 @@ class PrefixCache:
             short = "evicted_snapshot" if gone else "no_snapshot"
         state = self.state.pool.find(request.hashes[count - 1]) if count else None
         return Hit(count * self.block, tuple(keys[:count]), state, known * self.block, short)
+
+    def promote(self, request: Request, hit: Hit) -> Hit:
+        """The hit after blocks that only the host has were copied to the device, if that makes it
+        longer. There must be room on the device for all of the request."""
+        if self.host is None:
+            return hit
+        pools = {KEYS: self.keys.pool, STATE: self.state.pool}
+        count = hit.known // self.block
+        most = (request.length - 1) // self.block
+        while count < most and self.host.has(KEYS, request.hashes[count]):
+            count += 1
+        first = hit.tokens // self.block
+        while count > first and not self._anywhere(STATE, pools[STATE], request.hashes[count - 1]):
+            count -= 1
+        if count == first:
+            return hit
+        wanted = {KEYS: request.hashes[:count], STATE: request.hashes[count - 1 : count]}
+        for group, hashes in wanted.items():
+            pool = pools[group]
+            # Those that are here must not make room for the others.
+            here = [block for key in hashes if (block := pool.find(key)) is not None]
+            for block in here:
+                pool.share(block)
+            absent = [key for key in hashes if pool.find(key) is None]
+            if absent and len(absent) <= pool.free:
+                taken = [pool.take() for _ in absent]
+                self.host.before_reuse(group, taken)
+                if self.host.fetch(group, absent, taken):
+                    for key, block in zip(absent, taken, strict=True):
+                        pool.file(key, block)
+                    self._stats.host_blocks += len(taken)
+                here += taken
+            for block in here:
+                pool.put(block)
+        return self.find(request)
+
+    def _anywhere(self, group: str, pool: BlockPool, key: bytes) -> bool:
+        return pool.find(key) is not None or (self.host is not None and self.host.has(group, key))
+
+    def reused(self, keys: list[int], state: list[int]) -> None:
+        """Blocks that were just handed out, before anything is launched that writes them."""
+        if self.host is not None:
+            self.host.before_reuse(KEYS, keys)
+            self.host.before_reuse(STATE, state)
 
     def adopt(self, request: Request) -> None:
         """Let an admitted request own its hit."""
@@ -131,14 +188,24 @@ class PrefixCache:
         self._hash(request)
         # What was accepted beyond the request's own end has no place in its text.
         hashes = request.hashes
-        for slot, _, boundary, column in snapshots:
-            if boundary // self.block <= len(hashes):
-                block = self.state.block(slot, column)
-                self.state.pool.file(hashes[boundary // self.block - 1], block)
+        states = [
+            (hashes[boundary // self.block - 1], self.state.block(slot, column))
+            for slot, _, boundary, column in snapshots
+            if boundary // self.block <= len(hashes)
+        ]
         full = min(request.computed // self.block, len(hashes))
-        for index in range(request.filed, full):
-            self.keys.pool.file(hashes[index], self.keys.block(request.slot, index))
+        keys = [
+            (hashes[index], self.keys.block(request.slot, index))
+            for index in range(request.filed, full)
+        ]
         request.filed = max(request.filed, full)
+        for group, pool, blocks in (
+            (STATE, self.state.pool, states),
+            (KEYS, self.keys.pool, keys),
+        ):
+            new = [(key, block) for key, block in blocks if pool.file(key, block)]
+            if new and self.host is not None:
+                self.host.keep(group, [key for key, _ in new], [block for _, block in new])
 
     def _hash(self, request: Request) -> None:
         """Hash the full blocks of all tokens known."""

@@ -94,6 +94,8 @@ class Scheduler:
             if self.running and not self._room(request, hit):
                 break
             self.waiting.popleft()
+            if self.cache is not None:
+                hit = self.cache.promote(request, hit)
             request.slot = self._slots.pop()
             request.prefill, request.computed = request.length, hit.tokens
             request.hit, request.filed = hit, hit.tokens // self.block_size
@@ -232,7 +234,9 @@ class Scheduler:
             if table.missing(*wanted) > table.pool.free:
                 return False
         fresh = self.state.hold(*state)
-        self.kv.hold(*keys)
+        taken = self.kv.hold(*keys)
+        if self.cache is not None:
+            self.cache.reused(taken, fresh)
         self.kv.upload()
         self.state.upload()
         if fresh:
