@@ -296,9 +296,9 @@ def parsed(argv: list[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if args.short:
         small = {
-            "requests": 160, "seconds": 60.0, "distinct": 16, "longest": 24, "rate": 0.5,
-            "faults": 0.02, "max_requests": 6, "max_waiting": 6, "blocks": (60, 24),
-            "host_blocks": (30, 12),
+            "requests": 200, "seconds": 60.0, "distinct": 16, "longest": 24, "rate": 0.5,
+            "faults": 0.015, "max_requests": 6, "max_waiting": 12, "blocks": (34, 14),
+            "host_blocks": (60, 40),
         }  # fmt: skip
         args = argparse.Namespace(**vars(args) | small)
     return args
