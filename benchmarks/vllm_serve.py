@@ -110,6 +110,7 @@ def serving_engine(args: argparse.Namespace) -> Any:
         gpu_memory_utilization=0.3,
         attention_config={"backend": "TRITON_ATTN"},
         tensor_parallel_size=args.tensor_parallel,
+        disable_custom_all_reduce=args.tensor_parallel > 1,
         speculative_config=draft,
         disable_log_stats=False,
         seed=0,
