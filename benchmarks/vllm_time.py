@@ -16,7 +16,7 @@ KERNELS = {
         "precopy_mamba_align_fused_kernel",
         "postprocess_mamba_fused_kernel",
     ),
-    "ours": ("_decide_kernel", "_move_kernel"),
+    "ours": ("_decide_move_kernel",),
     "both": ("_scatter_num_accepted_kernel",),
 }
 PROFILED = 60

@@ -7,6 +7,8 @@ to do costs its decision and not rows x layers x tiles empty programs.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -79,13 +81,13 @@ def _pick(values, chosen):
     return tl.sum(tl.where(chosen, values, 0), axis=0)
 
 
-@triton.jit(do_not_specialize=["count", "step_stride"], do_not_specialize_on_alignment=["accepted"])
-def _move_kernel(
-    entries,
-    step,
-    step_stride,
-    accepted,
-    count,
+@triton.jit
+def move_rows(
+    acts,
+    slot,
+    source,
+    offset,
+    target,
     addresses,
     num_layers,
     window_channels,
@@ -93,11 +95,6 @@ def _move_kernel(
     window_channel_stride,
     word_type: tl.constexpr,
     tap_type: tl.constexpr,
-    FIELDS: tl.constexpr,
-    POST: tl.constexpr,
-    EVERY_ROW: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    ROWS: tl.constexpr,
     TAPS: tl.constexpr,
     SSM_WORDS: tl.constexpr,
     SSM_TILES: tl.constexpr,
@@ -107,34 +104,7 @@ def _move_kernel(
     WINDOW_TILE: tl.constexpr,
     VECTOR: tl.constexpr,
 ):
-    index = tl.arange(0, ROWS)
-    listed = index < count
-    row = index
-    if not EVERY_ROW:
-        row = tl.load(entries + index * FIELDS + (11 if POST else 12), mask=listed, other=0)
-    if POST:
-        certain = tl.load(step + row, mask=listed, other=0)
-        draft = tl.load(step + 2 * step_stride + row, mask=listed, other=0)
-        a = tl.minimum(tl.load(accepted + row, mask=listed, other=0), draft + 1)
-        # Floor and truncation agree: rows that act have certain + a - 1 >= 1.
-        boundary = (certain + a - 1) // BLOCK_SIZE * BLOCK_SIZE
-        offset = boundary - certain
-        target = boundary // BLOCK_SIZE - 1
-        # What most rows fail comes first: the loads below are masked, and cost the others nothing.
-        crosses = listed & (a > 0) & (draft > 0) & (offset >= 0) & (boundary > 0)
-        source = tl.load(step + step_stride + row, mask=crosses, other=-1)
-        every = tl.load(entries + row * FIELDS + 8, mask=crosses, other=0)
-        kept = (every > 0) & (boundary % tl.maximum(every, 1) == 0)
-        kept = kept | (boundary == tl.load(entries + row * FIELDS + 9, mask=crosses, other=0))
-        kept = kept | (boundary == tl.load(entries + row * FIELDS + 10, mask=crosses, other=0))
-        acts = crosses & kept & (source >= 0) & ((offset > 0) | (target != source))
-    else:
-        source = tl.load(step + row, mask=listed, other=-1)
-        offset = tl.load(step + step_stride + row, mask=listed, other=0)
-        target = tl.load(step + 2 * step_stride + row, mask=listed, other=-1)
-        acts = listed & (target >= 0)
-    slot = tl.load(entries + row * FIELDS, mask=acts, other=-1)
-    acts = acts & (slot >= 0)
+    """This program's share of the tiles of all rows that act, as `move_reference` moves them."""
     acting = acts.to(tl.int32)
     rank = tl.cumsum(acting, axis=0) - 1
     tiles: tl.constexpr = SSM_TILES + WINDOW_TILES
@@ -194,6 +164,85 @@ def _move_kernel(
         item += tl.num_programs(0)
 
 
+@triton.jit(do_not_specialize=["count", "step_stride"], do_not_specialize_on_alignment=["accepted"])
+def _move_kernel(
+    entries,
+    step,
+    step_stride,
+    accepted,
+    count,
+    addresses,
+    num_layers,
+    window_channels,
+    window_position_stride,
+    window_channel_stride,
+    word_type: tl.constexpr,
+    tap_type: tl.constexpr,
+    FIELDS: tl.constexpr,
+    POST: tl.constexpr,
+    EVERY_ROW: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    TAPS: tl.constexpr,
+    SSM_WORDS: tl.constexpr,
+    SSM_TILES: tl.constexpr,
+    SSM_TILE: tl.constexpr,
+    SSM_PARTS: tl.constexpr,
+    WINDOW_TILES: tl.constexpr,
+    WINDOW_TILE: tl.constexpr,
+    VECTOR: tl.constexpr,
+):
+    index = tl.arange(0, ROWS)
+    listed = index < count
+    row = index
+    if not EVERY_ROW:
+        row = tl.load(entries + index * FIELDS + (11 if POST else 12), mask=listed, other=0)
+    if POST:
+        certain = tl.load(step + row, mask=listed, other=0)
+        draft = tl.load(step + 2 * step_stride + row, mask=listed, other=0)
+        a = tl.minimum(tl.load(accepted + row, mask=listed, other=0), draft + 1)
+        # Floor and truncation agree: rows that act have certain + a - 1 >= 1.
+        boundary = (certain + a - 1) // BLOCK_SIZE * BLOCK_SIZE
+        offset = boundary - certain
+        target = boundary // BLOCK_SIZE - 1
+        # What most rows fail comes first: the loads below are masked, and cost the others nothing.
+        crosses = listed & (a > 0) & (draft > 0) & (offset >= 0) & (boundary > 0)
+        source = tl.load(step + step_stride + row, mask=crosses, other=-1)
+        every = tl.load(entries + row * FIELDS + 8, mask=crosses, other=0)
+        kept = (every > 0) & (boundary % tl.maximum(every, 1) == 0)
+        kept = kept | (boundary == tl.load(entries + row * FIELDS + 9, mask=crosses, other=0))
+        kept = kept | (boundary == tl.load(entries + row * FIELDS + 10, mask=crosses, other=0))
+        acts = crosses & kept & (source >= 0) & ((offset > 0) | (target != source))
+    else:
+        source = tl.load(step + row, mask=listed, other=-1)
+        offset = tl.load(step + step_stride + row, mask=listed, other=0)
+        target = tl.load(step + 2 * step_stride + row, mask=listed, other=-1)
+        acts = listed & (target >= 0)
+    slot = tl.load(entries + row * FIELDS, mask=acts, other=-1)
+    move_rows(
+        acts & (slot >= 0),
+        slot,
+        source,
+        offset,
+        target,
+        addresses,
+        num_layers,
+        window_channels,
+        window_position_stride,
+        window_channel_stride,
+        word_type,
+        tap_type,
+        TAPS,
+        SSM_WORDS,
+        SSM_TILES,
+        SSM_TILE,
+        SSM_PARTS,
+        WINDOW_TILES,
+        WINDOW_TILE,
+        VECTOR,
+    )
+
+
 _TYPES = {1: tl.int8, 2: tl.int16, 4: tl.int32}
 SSM_TILE, SSM_PARTS, WINDOW_TILE, WARPS = 8192, 2, 1024, 8
 """Words that a program copies at once, how often in a turn, and channels in a turn; swept on an
@@ -213,36 +262,48 @@ def _launch(
     every_row: bool,
     block_size: int,
 ) -> None:
-    window = states.windows[0]
-    words = states.ssm_bytes // states.word
     _move_kernel[(num_programs(entries, PROGRAMS_EVERY_ROW if every_row else PROGRAMS),)](
         entries,
         step,
         step.stride(0),
         accepted,
         count,
-        states.addresses,
-        len(states.windows),
-        window.shape[2],
-        window.stride(1),
-        window.stride(2),
-        word_type=_TYPES[states.word],
-        tap_type=_TYPES[window.element_size()],
+        **tile_arguments(states),
         FIELDS=fields.ENTRY_FIELDS,
         POST=post,
         EVERY_ROW=every_row,
         BLOCK_SIZE=block_size,
-        ROWS=triton.next_power_of_2(max(count, 16)),
-        TAPS=states.taps,
-        SSM_WORDS=words,
-        SSM_TILES=triton.cdiv(words, SSM_TILE * SSM_PARTS),
-        SSM_TILE=SSM_TILE,
-        SSM_PARTS=SSM_PARTS,
-        WINDOW_TILES=triton.cdiv(window.shape[2], WINDOW_TILE),
-        WINDOW_TILE=WINDOW_TILE,
-        VECTOR=states.vector,
+        ROWS=listed_rows(count),
         num_warps=WARPS,
     )
+
+
+def listed_rows(count: int) -> int:
+    """Rows that a program decides for at once: a power of two, of which few are ever compiled."""
+    return triton.next_power_of_2(max(count, 16))
+
+
+def tile_arguments(states: StateTable) -> dict[str, Any]:
+    """Arguments of `move_rows` beside the rows."""
+    window = states.windows[0]
+    words = states.ssm_bytes // states.word
+    return {
+        "addresses": states.addresses,
+        "num_layers": len(states.windows),
+        "window_channels": window.shape[2],
+        "window_position_stride": window.stride(1),
+        "window_channel_stride": window.stride(2),
+        "word_type": _TYPES[states.word],
+        "tap_type": _TYPES[window.element_size()],
+        "TAPS": states.taps,
+        "SSM_WORDS": words,
+        "SSM_TILES": triton.cdiv(words, SSM_TILE * SSM_PARTS),
+        "SSM_TILE": SSM_TILE,
+        "SSM_PARTS": SSM_PARTS,
+        "WINDOW_TILES": triton.cdiv(window.shape[2], WINDOW_TILE),
+        "WINDOW_TILE": WINDOW_TILE,
+        "VECTOR": states.vector,
+    }
 
 
 def postcopy(

@@ -18,6 +18,7 @@ from triton.compiler import ASTSource
 from triton.compiler import compile as compile_kernel
 from triton.runtime.jit import JITFunction
 
+from hybrid_runtime.integrations.vllm import decide
 from hybrid_runtime.kernels import (
     advance,
     block_fill,
@@ -43,19 +44,20 @@ POINTERS = {
     "entries", "step", "accepted", "slot_computed", "slot_held", "slot_offset", "previous",
     "placed", "read_column", "read_offset", "write_column", "moves", "blocks",
     "block_table", "slot", "row_start", "draft", "fold", "turn", "snapshot_column",
-    "snapshot_after",
+    "snapshot_after", "column", "computed", "arrived",
 }  # fmt: skip
 TYPES = {
     "addresses": "*i64", "value": "fp32", "x": "*bf16", "out": "*bf16", "weight": "*bf16",
     "bias": "*bf16", "windows": "*bf16", "dt": "*bf16", "B": "*bf16", "C": "*bf16",
     "A_log": "*fp32", "D": "*fp32", "dt_bias": "*fp32", "dt_min": "fp32", "dt_max": "fp32",
-    "states": "*fp32",
+    "states": "*fp32", "totals": "*i64",
 }  # fmt: skip
 MOVE: dict[str, Any] = {
     "word_type": tl.int32, "tap_type": tl.int16, "FIELDS": 16, "POST": True, "EVERY_ROW": False,
     "BLOCK_SIZE": 4336, "ROWS": 16, "TAPS": 3, "SSM_WORDS": 8192, "SSM_TILES": 2,
     "SSM_TILE": 4096, "WINDOW_TILES": 1, "WINDOW_TILE": 1024, "VECTOR": True, "SSM_PARTS": 4,
 }  # fmt: skip
+SETTLE = {key: value for key, value in MOVE.items() if key not in ("POST", "EVERY_ROW")}
 FILL: dict[str, Any] = {
     "window_type": tl.bfloat16, "ssm_type": tl.float16, "WINDOW": 600, "SSM": 8192,
     "WINDOW_TILES": 1, "SSM_TILES": 2, "TILE": 4096,
@@ -77,6 +79,7 @@ KERNELS = [
     (state_move._move_kernel, MOVE | {"POST": False}),
     (state_move._move_kernel, MOVE | {"EVERY_ROW": True, "ROWS": 1024}),
     (state_move._move_kernel, MOVE | {"word_type": tl.int8, "tap_type": tl.int32, "VECTOR": False}),
+    *((decide._decide_move_kernel, SETTLE | {"PHASE": phase}) for phase in (0, 1)),
     (block_fill._fill_kernel, FILL),
     (block_fill._fill_kernel, FILL | {"window_type": tl.float32, "ssm_type": tl.float32}),
     (causal_conv_update._causal_conv_update_kernel, CONV | NO_SNAPSHOT),

@@ -30,10 +30,20 @@ from vllm_stand_in import (
 
 from hybrid_runtime.integrations.vllm import models, plugin, versions
 from hybrid_runtime.integrations.vllm.bounds import Bounds
-from hybrid_runtime.integrations.vllm.decide import Counts, decide, decide_reference
+from hybrid_runtime.integrations.vllm.decide import (
+    AFTER,
+    BEFORE,
+    REQUEST,
+    Counts,
+    decide_and_move,
+    decide_reference,
+)
 from hybrid_runtime.integrations.vllm.state import AlignedStates, model_state_class
 from hybrid_runtime.kernels.advance import ENTRY_FIELDS
+from hybrid_runtime.kernels.state_move import move_reference
+from hybrid_runtime.kernels.state_table import StateTable
 
+CUDA = torch.cuda.is_available()
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
@@ -298,7 +308,7 @@ def test_supported_versions(version: str) -> None:
     assert versions.supported(version)
 
 
-@pytest.mark.skipif(INTERPRETED, reason="the kernel runs in this process")
+@pytest.mark.skipif(CUDA or INTERPRETED, reason="the kernel runs in this process")
 def test_kernel_in_the_interpreter() -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
     done = subprocess.run(
@@ -312,26 +322,48 @@ def test_kernel_in_the_interpreter() -> None:
     assert " passed" in done.stdout
 
 
-@pytest.mark.skipif(not INTERPRETED, reason="runs in the interpreter's process")
-@pytest.mark.parametrize("phase", [0, 1])
+@pytest.mark.skipif(not (CUDA or INTERPRETED), reason="runs in the interpreter's process")
+@pytest.mark.parametrize("phase", [BEFORE, AFTER])
 @pytest.mark.parametrize("count", [1, 130])
 def test_decide_kernel(phase: int, count: int) -> None:
-    generator = torch.Generator().manual_seed(count)
+    """Counts, moves and every byte as by the references, launch after launch."""
+    device, generator = "cuda" if CUDA else "cpu", torch.Generator().manual_seed(count)
 
     def ints(low: int, high: int, *shape: int) -> torch.Tensor:
         return torch.randint(low, high, shape, generator=generator, dtype=torch.int32)
 
-    slots = 140
-    entries = ints(0, 3, count, ENTRY_FIELDS) * B
-    entries[:, 1] = ints(1, 2 * B, count)
-    entries[:, 3] = torch.randperm(slots, generator=generator)[:count].int()
-    outputs = []
-    counts = Counts(ints(-1, 4, slots), ints(1, K + 2, slots), ints(K + 2, 4 * B, slots))
-    for function in (decide, decide_reference):
-        own = Counts(*(value.clone() for value in counts))
-        moves = torch.full((3, slots), -7, dtype=torch.int32)
-        totals = torch.zeros(2, dtype=torch.int64)
-        function(entries, count, own, moves, totals, B, phase)
-        outputs.append([*own, moves, totals])
-    for one, other in zip(*outputs, strict=True):
-        assert torch.equal(one, other)
+    slots, columns, taps, layers = 140, 12, 3, 2
+    blocks = slots * columns
+    table = torch.randperm(blocks, generator=generator).int().view(slots, columns).to(device)
+    content = [
+        (
+            torch.randn(blocks, taps + K, 10, generator=generator).bfloat16().to(device),
+            torch.randn(blocks, 2, 4, 8, generator=generator).to(device),
+        )
+        for _ in range(layers)
+    ]
+    given = Counts(ints(phase - 1, 4, slots), ints(1, K + 2, slots), ints(K + 2, 4 * B, slots))
+    sides = []
+    for _ in range(2):
+        windows, ssm = ([value.clone() for value in part] for part in zip(*content, strict=True))
+        states = StateTable.build(windows, ssm, [table] * layers, taps)
+        counts = Counts(*(value.clone().to(device) for value in given))
+        moves = torch.full((3, slots), -7, dtype=torch.int32, device=device)
+        sides.append((states, counts, moves, torch.zeros(2, dtype=torch.int64, device=device)))
+    arrived = torch.zeros(1, dtype=torch.int32, device=device)
+    for _ in range(3):
+        entries = ints(0, 3, count, ENTRY_FIELDS) * B
+        entries[:, 0] = torch.randperm(slots, generator=generator)[:count].int()
+        entries[:, 1] = ints(1, 2 * B, count)
+        entries[:, REQUEST] = torch.randperm(slots, generator=generator)[:count].int()
+        entries = entries.to(device)
+        decide_and_move(sides[0][0], entries, count, *sides[0][1:], arrived, B, phase)
+        states, *rest = sides[1]
+        decide_reference(entries, count, *rest, B, phase)
+        move_reference(states, entries[:count, 0], *rest[1][:, :count])
+        (ours, *one), (theirs, *other) = sides
+        pairs = [(ours.windows, theirs.windows), (ours.ssm, theirs.ssm), (one[0], other[0])]
+        for mine, known in [*pairs, (one[1:], other[1:])]:
+            assert all(torch.equal(a, b) for a, b in zip(mine, known, strict=True))
+    assert count == 1 or sides[1][3][phase] > 0
+    assert arrived.item() == 0

@@ -1,8 +1,8 @@
 """Settles a step's candidates on vLLM's exact counts: which states move, and vLLM's bookkeeping.
 
-One launch before the forward pass or after the sampler, over the listed rows only. It does for
-them what vLLM's kernels do for the whole batch, and for a row that is not listed theirs would have
-changed nothing.
+One launch before the forward pass or after the sampler, over the listed rows only, decides and
+moves. It does for them what vLLM's kernels do for the whole batch, and for a row that is not listed
+theirs would have changed nothing.
 """
 
 from __future__ import annotations
@@ -15,11 +15,19 @@ import triton.language as tl
 from torch import Tensor
 
 from hybrid_runtime.kernels import advance as fields
-from hybrid_runtime.kernels.backend import runs_triton
+from hybrid_runtime.kernels.backend import num_programs, runs_triton
+from hybrid_runtime.kernels.state_move import (
+    PROGRAMS,
+    WARPS,
+    listed_rows,
+    move_reference,
+    move_rows,
+    tile_arguments,
+)
+from hybrid_runtime.kernels.state_table import StateTable
 
 REQUEST = fields.PREVIOUS
 """Field of an entry with the request's slot; `SLOT` is the row of the block tables to use."""
-LINES = 128
 BEFORE, AFTER = range(2)
 
 
@@ -72,8 +80,8 @@ def decide_reference(
     totals[phase] += acts.sum()
 
 
-@triton.jit(do_not_specialize=["count", "moves_stride"])
-def _decide_kernel(
+@triton.jit(do_not_specialize=["count"])
+def _decide_move_kernel(
     entries,
     count,
     column,
@@ -82,12 +90,28 @@ def _decide_kernel(
     moves,
     moves_stride,
     totals,
+    arrived,
+    addresses,
+    num_layers,
+    window_channels,
+    window_position_stride,
+    window_channel_stride,
+    word_type: tl.constexpr,
+    tap_type: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     FIELDS: tl.constexpr,
     PHASE: tl.constexpr,
-    LINES: tl.constexpr,
+    ROWS: tl.constexpr,
+    TAPS: tl.constexpr,
+    SSM_WORDS: tl.constexpr,
+    SSM_TILES: tl.constexpr,
+    SSM_TILE: tl.constexpr,
+    SSM_PARTS: tl.constexpr,
+    WINDOW_TILES: tl.constexpr,
+    WINDOW_TILE: tl.constexpr,
+    VECTOR: tl.constexpr,
 ):
-    line = tl.program_id(0) * LINES + tl.arange(0, LINES)
+    line = tl.arange(0, ROWS)
     here = line < count
     entry = entries + line * FIELDS
     slot = tl.load(entry + 3, mask=here, other=0)
@@ -100,7 +124,6 @@ def _decide_kernel(
         offset = tl.maximum(a - 1, 0)
         acts = here & (held >= 0) & (held != target)
         rebased = acts
-        tl.store(column + slot, target, mask=here)
     else:
         boundary = n // BLOCK_SIZE * BLOCK_SIZE
         offset = boundary - (n - a + 1)
@@ -113,35 +136,75 @@ def _decide_kernel(
         reached = reached & kept
         acts = reached & ((offset > 0) | (target != held))
         rebased = reached & (target == held)
-    tl.store(accepted + slot, 1, mask=rebased)
-    tl.store(moves + line, held, mask=here)
-    tl.store(moves + moves_stride + line, offset, mask=here)
-    tl.store(moves + 2 * moves_stride + line, tl.where(acts, target, -1), mask=here)
-    tl.atomic_add(totals + PHASE, tl.sum(acts.to(tl.int64), axis=0))
+    # Every program decides on all rows, so what it decides from may change only when all of them
+    # have read it: whoever comes last writes the counts.
+    tl.debug_barrier()
+    if tl.atomic_add(arrived, 1) == tl.num_programs(0) - 1:
+        tl.store(arrived, 0)
+        if PHASE == 0:
+            tl.store(column + slot, target, mask=here)
+        tl.store(accepted + slot, 1, mask=rebased)
+        tl.store(moves + line, held, mask=here)
+        tl.store(moves + moves_stride + line, offset, mask=here)
+        tl.store(moves + 2 * moves_stride + line, tl.where(acts, target, -1), mask=here)
+        moved = tl.sum(acts.to(tl.int64), axis=0)
+        tl.store(totals + PHASE, tl.load(totals + PHASE) + moved)
+    table_row = tl.load(entry, mask=acts, other=0)
+    move_rows(
+        acts,
+        table_row,
+        held,
+        offset,
+        target,
+        addresses,
+        num_layers,
+        window_channels,
+        window_position_stride,
+        window_channel_stride,
+        word_type,
+        tap_type,
+        TAPS,
+        SSM_WORDS,
+        SSM_TILES,
+        SSM_TILE,
+        SSM_PARTS,
+        WINDOW_TILES,
+        WINDOW_TILE,
+        VECTOR,
+    )
 
 
-def decide(
+def decide_and_move(
+    states: StateTable,
     entries: Tensor,
     count: int,
     counts: Counts,
     moves: Tensor,
     totals: Tensor,
+    arrived: Tensor,
     block_size: int,
     phase: int,
 ) -> None:
-    """`decide_reference` by one launch where Triton runs."""
+    """`decide_reference`, and `move_reference` of what it decided, by one launch where Triton runs.
+
+    arrived: int32 `[1]`, 0 between launches: programs that have decided.
+    """
     if not runs_triton(entries):
         decide_reference(entries, count, counts, moves, totals, block_size, phase)
+        move_reference(states, entries[:count, fields.SLOT], *moves[:, :count])
         return
-    _decide_kernel[(triton.cdiv(count, LINES),)](
+    _decide_move_kernel[(num_programs(entries, PROGRAMS),)](
         entries,
         count,
         *counts,
         moves,
         moves.stride(0),
         totals,
+        arrived,
+        **tile_arguments(states),
         BLOCK_SIZE=block_size,
         FIELDS=fields.ENTRY_FIELDS,
         PHASE=phase,
-        LINES=LINES,
+        ROWS=listed_rows(count),
+        num_warps=WARPS,
     )

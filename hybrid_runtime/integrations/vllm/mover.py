@@ -1,5 +1,5 @@
 """Uploads a step's candidates and launches for them: one copy to the device in a step that has
-any, two kernels per phase, and nothing otherwise."""
+any, one kernel per phase, and nothing otherwise."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hybrid_runtime.integrations.vllm.bounds import Bounds, Plan
-from hybrid_runtime.integrations.vllm.decide import AFTER, BEFORE, REQUEST, Counts, decide
+from hybrid_runtime.integrations.vllm.decide import AFTER, BEFORE, REQUEST, Counts, decide_and_move
 from hybrid_runtime.kernels import advance as fields
-from hybrid_runtime.kernels.state_move import precopy
 from hybrid_runtime.kernels.state_table import StateTable
 from hybrid_runtime.state.guard import Waits
 from hybrid_runtime.state.staging import Staging
@@ -44,9 +43,9 @@ class Mover:
         self.waits = Waits()
         self.moves = torch.full((3, max_requests), -1, dtype=torch.int32, device=device)
         self.totals = torch.zeros(2, dtype=torch.int64, device=device)
+        self._arrived = torch.zeros(1, dtype=torch.int32, device=device)
         self._bounds = bounds
         self._staging = Staging(2 * max_requests, fields.ENTRY_FIELDS, depth, device, self.waits)
-        self._line = np.arange(max_requests, dtype=np.int32)
 
     def stage(self, rows: Tensor, plan: Plan, slot: NDArray[Any], scheduled: NDArray[Any]) -> Step:
         """Upload the candidates of a plan. rows: vLLM's own tensor of the step's slots, by which
@@ -64,8 +63,6 @@ class Mover:
         lines[:, fields.EVERY] = self._bounds.every
         lines[:, fields.FIRST] = plan.first[listed] if len(plan.first) else 0
         lines[:, fields.SECOND] = 0
-        lines[:before, fields.PRECANDIDATE] = self._line[:before]
-        lines[before:, fields.PRECANDIDATE] = self._line[:after]
         return Step(rows, self._staging.upload(index, stop), before, after)
 
     def run(self, step: Step, counts: Counts, phase: int) -> None:
@@ -74,24 +71,28 @@ class Mover:
         if not count or step.entries is None:
             return
         entries = step.entries if phase == BEFORE else step.entries[step.before :]
-        decide(entries, count, counts, self.moves, self.totals, self._bounds.block_size, phase)
-        precopy(self.states, entries, self.moves, count)
+        self._launch(entries, count, counts, phase)
 
     def warm_up(self, counts: Counts) -> None:
-        """Compile the kernels for short lists, on entries that decide and move nothing."""
-        scratch = Counts(*(torch.ones_like(value) for value in counts))
-        totals = self.totals.clone()
-        for count in (1, 2, 17):
-            if count <= len(self._line):
-                _, packed = self._staging.take()
-                packed[:count] = 0
-                packed[:count, fields.PRECANDIDATE] = self._line[:count]
-                entries = torch.from_numpy(packed[:count].copy()).to(self.moves.device)
-                for phase in (BEFORE, AFTER):
-                    decide(
-                        entries, count, scratch, self.moves, self.totals,
-                        self._bounds.block_size, phase,
-                    )  # fmt: skip
-                    self.moves[2] = -1
-                    precopy(self.states, entries, self.moves, count)
+        """Compile for lists of any length, on entries that decide and move nothing."""
+        one = torch.ones_like(counts.computed)
+        scratch = Counts(torch.zeros_like(one), one.clone(), one)
+        totals, most = self.totals.clone(), self.moves.shape[1]
+        entries = torch.zeros((most, fields.ENTRY_FIELDS), dtype=torch.int32, device=totals.device)
+        for power in range(4, max(most - 1, 15).bit_length() + 1):
+            for phase in (BEFORE, AFTER):
+                self._launch(entries, min(1 << power, most), scratch, phase)
         self.totals.copy_(totals)
+
+    def _launch(self, entries: Tensor, count: int, counts: Counts, phase: int) -> None:
+        decide_and_move(
+            self.states,
+            entries,
+            count,
+            counts,
+            self.moves,
+            self.totals,
+            self._arrived,
+            self._bounds.block_size,
+            phase,
+        )
