@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 from torch import Tensor
@@ -14,8 +16,9 @@ def runs_triton(tensor: Tensor) -> bool:
 
 def num_programs(tensor: Tensor, per_multiprocessor: int) -> int:
     """Grid of a persistent kernel: so many programs per multiprocessor, two in the interpreter."""
-    if not tensor.is_cuda:
-        return 2
-    return (
-        per_multiprocessor * torch.cuda.get_device_properties(tensor.device).multi_processor_count
-    )
+    return per_multiprocessor * _multiprocessors(tensor.device) if tensor.is_cuda else 2
+
+
+@functools.cache
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count

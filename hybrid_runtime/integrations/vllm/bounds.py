@@ -41,8 +41,8 @@ class Bounds:
     def __init__(self, max_requests: int, block_size: int, asynchronous: bool) -> None:
         self.resize(block_size)
         self._asynchronous = asynchronous
-        # One line per slot, so that a step is one gather and one scatter, and lines as single items,
-        # which NumPy moves in a third of the time.
+        # One line per slot, so that a step is one gather and one scatter, of whole lines: as single
+        # items NumPy moves them in a third of the time.
         self._known = np.zeros((max_requests, 5), np.int32)
         self._lines = self._known.view(_LINE)[:, 0]
         self.low, self.high = self._known[:, self.LOW], self._known[:, self.HIGH]

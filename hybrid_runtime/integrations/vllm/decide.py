@@ -136,19 +136,6 @@ def _decide_move_kernel(
         reached = reached & kept
         acts = reached & ((offset > 0) | (target != held))
         rebased = reached & (target == held)
-    # Every program decides on all rows, so what it decides from may change only when all of them
-    # have read it: whoever comes last writes the counts.
-    tl.debug_barrier()
-    if tl.atomic_add(arrived, 1) == tl.num_programs(0) - 1:
-        tl.store(arrived, 0)
-        if PHASE == 0:
-            tl.store(column + slot, target, mask=here)
-        tl.store(accepted + slot, 1, mask=rebased)
-        tl.store(moves + line, held, mask=here)
-        tl.store(moves + moves_stride + line, offset, mask=here)
-        tl.store(moves + 2 * moves_stride + line, tl.where(acts, target, -1), mask=here)
-        moved = tl.sum(acts.to(tl.int64), axis=0)
-        tl.store(totals + PHASE, tl.load(totals + PHASE) + moved)
     table_row = tl.load(entry, mask=acts, other=0)
     move_rows(
         acts,
@@ -172,6 +159,20 @@ def _decide_move_kernel(
         WINDOW_TILE,
         VECTOR,
     )
+    # Every program decides on all rows, so what it decides from may change only when all of them
+    # have read it: whoever comes last writes the counts. Behind the moves, where nobody waits for
+    # thousands of programs to be counted.
+    tl.debug_barrier()
+    if tl.atomic_add(arrived, 1) == tl.num_programs(0) - 1:
+        tl.store(arrived, 0)
+        if PHASE == 0:
+            tl.store(column + slot, target, mask=here)
+        tl.store(accepted + slot, 1, mask=rebased)
+        tl.store(moves + line, held, mask=here)
+        tl.store(moves + moves_stride + line, offset, mask=here)
+        tl.store(moves + 2 * moves_stride + line, tl.where(acts, target, -1), mask=here)
+        moved = tl.sum(acts.to(tl.int64), axis=0)
+        tl.store(totals + PHASE, tl.load(totals + PHASE) + moved)
 
 
 def decide_and_move(
@@ -193,7 +194,9 @@ def decide_and_move(
         decide_reference(entries, count, counts, moves, totals, block_size, phase)
         move_reference(states, entries[:count, fields.SLOT], *moves[:, :count])
         return
-    _decide_move_kernel[(num_programs(entries, PROGRAMS),)](
+    tiles = tile_arguments(states)
+    most = count * tiles["num_layers"] * (tiles["SSM_TILES"] + tiles["WINDOW_TILES"])
+    _decide_move_kernel[(min(num_programs(entries, PROGRAMS), most),)](
         entries,
         count,
         *counts,
@@ -201,7 +204,7 @@ def decide_and_move(
         moves.stride(0),
         totals,
         arrived,
-        **tile_arguments(states),
+        **tiles,
         BLOCK_SIZE=block_size,
         FIELDS=fields.ENTRY_FIELDS,
         PHASE=phase,
