@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from markdown import markdown
+
 Row = dict[str, Any]
 
 RESULTS = Path(__file__).parent / "results" / "h200"
@@ -46,7 +48,7 @@ def peer() -> str | None:
         *(f"÷ {r.upper()}" for r in runners), "ITL, ms", "p99", "tokens/s", "idle",
         "GPU operations", "÷ floor",
     ]  # fmt: skip
-    return _markdown(header, lines) + "\n\n" + _note(result, rows[0])
+    return markdown(header, lines) + "\n\n" + _note(result, rows[0])
 
 
 def strategies() -> str | None:
@@ -78,7 +80,7 @@ def strategies() -> str | None:
     if not lines:
         return None
     header = ["shape", "rows", "lengths", *(f"`{n}`" for n in OTHERS), "`auto`"]
-    return _markdown([*header, "from `blocking`", "÷ best other"], lines)
+    return markdown([*header, "from `blocking`", "÷ best other"], lines)
 
 
 def shapes() -> str | None:
@@ -107,7 +109,7 @@ def shapes() -> str | None:
     if not lines:
         return None
     header = ["shape", "layers", "rows", "state", "step, ms", "ITL, ms", "p99", "tokens/s", "idle"]
-    return _markdown([*header, "÷ floor"], lines)
+    return markdown([*header, "÷ floor"], lines)
 
 
 TABLES = {"itl-peer": peer, "itl-strategies": strategies, "itl-shapes": shapes}
@@ -139,11 +141,6 @@ def _note(result: Row, row: Row) -> str:
         f"out, blocks of {row['block_size']}, means of {repeats} repeats, copy bandwidth "
         f"{row['bandwidth'] / 1e12:.2f} TB/s, torch {env['torch']}, commit {commits}."
     )
-
-
-def _markdown(header: list[str], rows: list[list[str]]) -> str:
-    lines = [header, ["---:"] * len(header), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def _ms(value: float | None) -> str:

@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import itl_tables
+import vllm_tables
+from markdown import markdown
 
 RESULTS = Path(__file__).parent / "results"
 README = Path(__file__).parents[1] / "README.md"
@@ -22,12 +24,6 @@ README = Path(__file__).parents[1] / "README.md"
 def load(device: str, name: str) -> dict[str, Any]:
     result: dict[str, Any] = json.loads((RESULTS / device / f"{name}.json").read_text())
     return result
-
-
-def markdown(header: list[str], rows: list[list[str]]) -> str:
-    """A table, numbers to the right."""
-    lines = [header, ["---:"] * len(header), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def us(value: float) -> str:
@@ -107,6 +103,7 @@ TABLES: dict[str, Callable[[], str | None]] = {
     "host": host,
     "predicate": predicate,
     **itl_tables.TABLES,
+    **vllm_tables.TABLES,
 }
 
 

@@ -1,13 +1,8 @@
 """Mamba-2 state update of the replay layout: one read of the state, one write.
 
 Memory bound, but only if enough of the state is on its way all the time and a thread spends few
-instructions on an element. A program takes several heads of a group in turn; the states of the
-next ones are copied to shared memory meanwhile, which takes no registers. B and C of all tokens
-stay in registers as fp32, converted once for all heads. A head's state is taken in chunks of few
-rows, so that they fit beside them, while a head's scalars are computed once for all chunks. The
-recorded and the certain tokens are folded in by one multiply-add each. The guesses leave the state
-alone: with the decays a, y_i = a_(c..i) C_i h + sum over guesses j <= i of a_(j+1..i) dt_j (C_i
-B_j) x_j, and C_i B_j is common to the heads of a group.
+instructions on an element. A program takes several heads of a group in turn; rows in steady decode
+go through `replay_verify`, the few others token by token through `replay_walk`.
 """
 
 # mypy: disable-error-code="assignment,misc,var-annotated"
@@ -31,16 +26,9 @@ from hybrid_runtime.kernels.replay import (
     check_shapes,
     replay_update_reference,
 )
-from hybrid_runtime.kernels.replay_tile import (
-    load_parts,
-    load_scalars,
-    rounding_key,
-    step_parts,
-    store_at,
-    store_part,
-    time_step,
-    widen,
-)
+from hybrid_runtime.kernels.replay_tile import rounding_key
+from hybrid_runtime.kernels.replay_verify import verify_row
+from hybrid_runtime.kernels.replay_walk import walk_row
 
 MAX_RECORDS = 7
 """Guesses per row that the kernel unrolls; with more the reference runs."""
@@ -142,7 +130,6 @@ def _replay_update_kernel(
     LEAST: tl.constexpr,
 ):
     tiles: tl.constexpr = (DIM + TILE - 1) // TILE
-    chunks: tl.constexpr = TILE // HIGH
     groups: tl.constexpr = HEADS // HEADS_PER_GROUP
     item = tl.program_id(0)
     row = tl.program_id(1)
@@ -192,19 +179,28 @@ def _replay_update_kernel(
         to = states + tl.load(table + target).to(tl.int64) * state_stride
         taken = states + block * state_stride
         begin = start.to(tl.int64)
-        x += begin * x_token
-        dt += begin * dt_token
-        B += begin * B_token + group * B_group
-        C += begin * C_token + group * C_group
+        inputs = (
+            x + begin * x_token,
+            dt + begin * dt_token,
+            A_log,
+            B + begin * B_token + group * B_group,
+            C + begin * C_token + group * C_group,
+            D,
+            dt_bias,
+        )
         out += begin * (HEADS * DIM)
         index = half.to(tl.int64) * slots + row_slot
-        past_x = x_records + index * (RECORDS * HEADS * DIM)
-        past_B = B_records + index * (RECORDS * groups * STATE) + group * STATE
-        past_dt = dt_records + index * (RECORDS * HEADS)
+        past = (
+            x_records + index * (RECORDS * HEADS * DIM),
+            B_records + index * (RECORDS * groups * STATE) + group * STATE,
+            dt_records + index * (RECORDS * HEADS),
+        )
         index = (1 - half).to(tl.int64) * slots + row_slot
-        next_x = x_records + index * (RECORDS * HEADS * DIM)
-        next_B = B_records + index * (RECORDS * groups * STATE) + group * STATE
-        next_dt = dt_records + index * (RECORDS * HEADS)
+        ahead = (
+            x_records + index * (RECORDS * HEADS * DIM),
+            B_records + index * (RECORDS * groups * STATE) + group * STATE,
+            dt_records + index * (RECORDS * HEADS),
+        )
         keeps_dt = item % tiles == 0  # of the programs that share a value, one records it
         keeps_B = keeps_dt & (first % HEADS_PER_GROUP == 0)
         key = row_slot.to(tl.uint32)
@@ -212,164 +208,14 @@ def _replay_update_kernel(
             key = rounding_key(tl.load(seed + row), layer, tl.load(position + row))
 
         if (certain == 1) & (kept < 0):
-            Bs = ()
-            Cs = ()
-            if KEEP:
-                for j in tl.static_range(RECORDS):
-                    at = past_B + j * (groups * STATE)
-                    Bs += (widen(load_parts(at, n, 1, j < count, STATE, SPLIT, LOW, 0.0), SPLIT),)
-                Bs += (widen(load_parts(B, n, B_state, True, STATE, SPLIT, LOW), SPLIT),)
-                for i in tl.static_range(TOKENS):
-                    at = C + i * C_token
-                    # 0 beyond the row's end, where what is computed is not stored.
-                    Ci = load_parts(at, n, C_state, i < scheduled, STATE, SPLIT, LOW, 0.0)
-                    Cs += (widen(Ci, SPLIT),)
-            # What the guesses add to each other's outputs needs no state, and is common to heads
-            # but for its decay.
-            overlaps = ()
-            for j in tl.static_range(1, TOKENS):
-                Bj = load_parts(B + j * B_token, n, B_state, j < scheduled, STATE, SPLIT, LOW, 0.0)
-                for i in tl.static_range(j, TOKENS):
-                    overlap = tl.zeros((LOW,), tl.float32)
-                    if KEEP:
-                        for s in tl.static_range(SPLIT):
-                            overlap += Cs[i][s] * Bj[s].to(tl.float32)
-                    else:
-                        at = C + i * C_token
-                        Ci = load_parts(at, n, C_state, i < scheduled, STATE, SPLIT, LOW, 0.0)
-                        for s in tl.static_range(SPLIT):
-                            overlap += Ci[s].to(tl.float32) * Bj[s].to(tl.float32)
-                    overlaps += (tl.sum(overlap, axis=0),)
-
-            # Addresses as one pointer per thread and head, the rest constants that cost nothing.
-            p = top + tl.arange(0, HIGH)
-            cell = p[:, None] * STATE + n[None, :]
-            raws = load_scalars(
-                past_dt + first, dt + first * dt_head, dt_bias + first, A_log + first, D + first,
-                count, scheduled, HEADS, RECORDS, TOKENS, dt_token,
+            verify_row(
+                inputs, past, ahead, taken, to, out, count, scheduled, reads, first, top, n,
+                keeps_dt, keeps_B, key, dt_min, dt_max,
+                x_token, x_head, x_dim, dt_token, dt_head, B_token, B_state, C_token, C_state,
+                HEADS, HEADS_PER_GROUP, DIM, STATE, TOKENS, RECORDS, RUN, TILE, SPLIT, LOW, HIGH,
+                STAGES, KEEP, ROUND, DIGITS, LEAST,
             )  # fmt: skip
-            for r in tl.range(RUN, num_stages=STAGES):
-                head = first + r
-                across = head * DIM
-                mine = raws
-                beyond = tl.minimum(head + 1, HEADS - 1)
-                raws = load_scalars(
-                    past_dt + beyond, dt + beyond * dt_head, dt_bias + beyond, A_log + beyond,
-                    D + beyond, count, scheduled, HEADS, RECORDS, TOKENS, dt_token,
-                )  # fmt: skip
-                bias = mine[RECORDS + TOKENS].to(tl.float32)
-                rate = -tl.exp(mine[RECORDS + TOKENS + 1].to(tl.float32))
-                skip = mine[RECORDS + TOKENS + 2].to(tl.float32)
-                # What lies beyond the row's end is undefined: nothing that is stored depends on it.
-                new_steps = ()
-                for i in tl.static_range(TOKENS):
-                    raw = mine[RECORDS + i].to(tl.float32)
-                    new_steps += (time_step(raw + bias, dt_min, dt_max),)
-                # Of what becomes part of the state, from the last token back: step times decay.
-                inflows = (new_steps[0],)
-                later = new_steps[0]
-                for j in tl.static_range(RECORDS):
-                    inflows += (mine[RECORDS - 1 - j] * tl.exp(later * rate),)
-                    later += mine[RECORDS - 1 - j]
-                total = tl.exp(later * rate)
-                decays = (rate * 0 + 1.0,)
-                for i in tl.static_range(1, TOKENS):
-                    decays += (tl.exp(new_steps[i] * rate),)
-                carries = (decays[0],)
-                for i in tl.static_range(1, TOKENS):
-                    carries += (carries[i - 1] * decays[i],)
-                weights = ()
-                for i in tl.static_range(1, TOKENS):
-                    decay = rate * 0 + 1.0
-                    for back in tl.static_range(i):
-                        # From guess i back to 1. Of guess j in the outputs of tokens j .. there are
-                        # TOKENS - j overlaps, behind those of the guesses before it.
-                        weight = new_steps[i - back] * decay
-                        weight *= overlaps[(i - back - 1) * (2 * TOKENS - i + back) // 2 + back]
-                        if back == 0:
-                            weight += skip
-                        weights += (weight,)
-                        decay *= decays[i - back]
-                if keeps_dt:
-                    for j in tl.static_range(1, TOKENS):
-                        tl.store(next_dt + head + (j - 1) * HEADS, new_steps[j], j < scheduled)
-
-                keys = Bs
-                queries = Cs
-                if not KEEP:
-                    for j in tl.static_range(RECORDS):
-                        spot = past_B + j * (groups * STATE)
-                        keys += (load_parts(spot, n, 1, j < count, STATE, SPLIT, LOW, 0.0),)
-                    keys += (load_parts(B, n, B_state, True, STATE, SPLIT, LOW),)
-                    for i in tl.static_range(TOKENS):
-                        spot = C + i * C_token
-                        live = i < scheduled
-                        queries += (load_parts(spot, n, C_state, live, STATE, SPLIT, LOW, 0.0),)
-                from_head = taken + across * STATE + cell
-                to_head = to + across * STATE + cell
-                row_x = x + head * x_head + p * x_dim
-                past_head = past_x + across + p
-                next_head = next_x + across + p
-                out_head = out + across + p
-                for q in tl.static_range(chunks):
-                    in_dim = p + q * HIGH < DIM
-                    if DIM % TILE == 0:
-                        in_dim = tl.full((HIGH,), True, tl.int1)
-                    held = ()
-                    for s in tl.static_range(SPLIT):
-                        spot = from_head + (q * HIGH * STATE + s * LOW)
-                        if (DIM % TILE == 0) & (STATE == SPLIT * LOW):
-                            held += (tl.load(spot, mask=reads, other=0.0),)
-                        else:
-                            inside = in_dim[:, None] & (n + s * LOW < STATE)[None, :] & reads
-                            held += (tl.load(spot, mask=inside, other=0.0),)
-                    xs = ()
-                    for i in tl.static_range(TOKENS):
-                        spot = row_x + (i * x_token + q * HIGH * x_dim)
-                        xs += (tl.load(spot, mask=in_dim & (i < scheduled)),)
-                    us = (inflows[0] * xs[0].to(tl.float32),)
-                    for j in tl.static_range(RECORDS):
-                        spot = past_head + ((RECORDS - 1 - j) * (HEADS * DIM) + q * HIGH)
-                        past = tl.load(spot, mask=in_dim & (RECORDS - 1 - j < count), other=0.0)
-                        us += (inflows[j + 1] * past.to(tl.float32),)
-                    h = ()
-                    for s in tl.static_range(SPLIT):
-                        folded = held[s].to(tl.float32) * total
-                        for j in tl.static_range(RECORDS + 1):
-                            Bk = keys[RECORDS - j][s].to(tl.float32)
-                            folded += us[j][:, None] * Bk[None, :]
-                        h += (folded,)
-                    for i in tl.static_range(TOKENS):
-                        product = h[0] * queries[i][0].to(tl.float32)[None, :]
-                        for s in tl.static_range(1, SPLIT):
-                            product += h[s] * queries[i][s].to(tl.float32)[None, :]
-                        y = tl.sum(product, axis=1)
-                        if i == 0:
-                            y += skip * xs[0].to(tl.float32)
-                        else:
-                            y *= carries[i]
-                        for back in tl.static_range(i):
-                            y += weights[i * (i - 1) // 2 + back] * xs[i - back].to(tl.float32)
-                        spot = out_head + (i * (HEADS * DIM) + q * HIGH)
-                        tl.store(spot, y.to(out_type), mask=in_dim & (i < scheduled))
-                    for j in tl.static_range(1, TOKENS):
-                        spot = next_head + ((j - 1) * (HEADS * DIM) + q * HIGH)
-                        tl.store(spot, xs[j], mask=in_dim & (j < scheduled))
-                    for s in tl.static_range(SPLIT):
-                        inside = in_dim[:, None] & (n + s * LOW < STATE)[None, :]
-                        if (DIM % TILE == 0) & (STATE == SPLIT * LOW):
-                            inside = tl.full((HIGH, LOW), True, tl.int1)
-                        offset = q * HIGH * STATE + s * LOW
-                        element = across * STATE + offset + cell
-                        store_at(to_head + offset, h[s], element, inside, key, ROUND, DIGITS, LEAST)
-            for j in tl.static_range(1, TOKENS):
-                if keeps_B & (j < scheduled):
-                    Bj = load_parts(B + j * B_token, n, B_state, True, STATE, SPLIT, LOW)
-                    for s in tl.static_range(SPLIT):
-                        part = n + s * LOW
-                        tl.store(next_B + (j - 1) * (groups * STATE) + part, Bj[s], part < STATE)
         else:
-            # Few rows: they need states in between, and are stepped token by token.
             keeps = kept >= 0
             snapshot = (
                 states + tl.load(table + kept, mask=keeps, other=0).to(tl.int64) * state_stride
@@ -378,77 +224,13 @@ def _replay_update_kernel(
             if ROUND:
                 after = tl.load(position + row) + behind - count - certain
                 early = rounding_key(tl.load(seed + row), layer, after)
-            for turn_of in range(RUN * chunks):
-                head = first + turn_of // chunks
-                p = top + turn_of % chunks * HIGH + tl.arange(0, HIGH)
-                in_dim = p < DIM
-                across = head * DIM + p
-                elements = ()
-                insides = ()
-                walk = ()
-                for s in tl.static_range(SPLIT):
-                    part = n + s * LOW
-                    elements += (across[:, None] * STATE + part[None, :],)
-                    insides += (in_dim[:, None] & (part < STATE)[None, :],)
-                    old = tl.load(taken + elements[s], mask=insides[s] & reads, other=0.0)
-                    walk += (old.to(tl.float32),)
-                bias = tl.load(dt_bias + head).to(tl.float32)
-                rate = -tl.exp(tl.load(A_log + head).to(tl.float32))
-                skip = tl.load(D + head).to(tl.float32)
-                row_x = x + head * x_head + p * x_dim
-                row_dt = dt + head * dt_head
-                if keeps & (behind == 0):
-                    for s in tl.static_range(SPLIT):
-                        store_part(
-                            snapshot, walk[s], elements[s], insides[s], early, ROUND, DIGITS, LEAST
-                        )
-                k = begin * 0
-                while k < count:
-                    xk = tl.load(past_x + across + k * (HEADS * DIM), mask=in_dim, other=0.0)
-                    Bk = load_parts(past_B + k * (groups * STATE), n, 1, True, STATE, SPLIT, LOW)
-                    step = tl.load(past_dt + head + k * HEADS)
-                    walk = step_parts(walk, xk, Bk, step, rate, SPLIT)
-                    k += 1
-                    if keeps & (behind == k):
-                        for s in tl.static_range(SPLIT):
-                            store_part(
-                                snapshot, walk[s], elements[s], insides[s], early, ROUND, DIGITS,
-                                LEAST,
-                            )  # fmt: skip
-                k = begin * 0
-                while k < scheduled:
-                    xk = tl.load(row_x + k * x_token, mask=in_dim, other=0.0)
-                    Bk = load_parts(B + k * B_token, n, B_state, True, STATE, SPLIT, LOW)
-                    Ck = load_parts(C + k * C_token, n, C_state, True, STATE, SPLIT, LOW)
-                    raw = tl.load(row_dt + k * dt_token).to(tl.float32)
-                    step = time_step(raw + bias, dt_min, dt_max)
-                    walk = step_parts(walk, xk, Bk, step, rate, SPLIT)
-                    sums = tl.zeros((HIGH, LOW), tl.float32)
-                    for s in tl.static_range(SPLIT):
-                        sums += walk[s] * Ck[s].to(tl.float32)[None, :]
-                    output = tl.sum(sums, axis=1) + skip * xk.to(tl.float32)
-                    tl.store(out + across + k * (HEADS * DIM), output.to(out_type), mask=in_dim)
-                    guess = k - certain
-                    if guess >= 0:
-                        tl.store(next_x + across + guess * (HEADS * DIM), xk, mask=in_dim)
-                        if keeps_dt:
-                            tl.store(next_dt + head + guess * HEADS, step)
-                        if keeps_B & (turn_of == 0):
-                            for s in tl.static_range(SPLIT):
-                                recorded = next_B + guess * (groups * STATE) + n + s * LOW
-                                tl.store(recorded, Bk[s], mask=n + s * LOW < STATE)
-                    k += 1
-                    if k == certain:
-                        for s in tl.static_range(SPLIT):
-                            store_part(
-                                to, walk[s], elements[s], insides[s], key, ROUND, DIGITS, LEAST
-                            )
-                    if keeps & (k <= certain) & (behind == count + k):
-                        for s in tl.static_range(SPLIT):
-                            store_part(
-                                snapshot, walk[s], elements[s], insides[s], early, ROUND, DIGITS,
-                                LEAST,
-                            )  # fmt: skip
+            walk_row(
+                inputs, past, ahead, taken, to, snapshot, out, count, scheduled, certain, behind,
+                keeps, reads, first, top, n, keeps_dt, keeps_B, key, early, dt_min, dt_max,
+                x_token, x_head, x_dim, dt_token, dt_head, B_token, B_state, C_token, C_state,
+                HEADS, HEADS_PER_GROUP, DIM, STATE, RUN, TILE, SPLIT, LOW, HIGH, ROUND, DIGITS,
+                LEAST,
+            )  # fmt: skip
 
 
 def replay_update(
