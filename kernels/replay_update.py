@@ -2,7 +2,7 @@
 
 Memory bound, but only if enough of the state is on its way all the time and a thread spends few
 instructions on an element. A program takes several heads of a group in turn; rows in steady decode
-go through `replay_verify`, the few others token by token through `replay_walk`.
+go through `replay_verify`, others (several certain tokens) token by token through `replay_walk`.
 """
 
 # mypy: disable-error-code="assignment,misc,var-annotated"
@@ -207,23 +207,31 @@ def _replay_update_kernel(
         if ROUND:
             key = rounding_key(tl.load(seed + row), layer, tl.load(position + row))
 
+        # With narrow states or more tokens there are no registers left for the snapshot's share.
+        roomy: tl.constexpr = KEEP and states.dtype.element_ty.primitive_bitwidth == 32
+        keeps = kept >= 0
+        snapshot = states + tl.load(table + kept, mask=keeps, other=0).to(tl.int64) * state_stride
+        early = key
+        if ROUND:
+            after = tl.load(position + row) + behind - count - certain
+            early = rounding_key(tl.load(seed + row), layer, after)
         if (certain == 1) & (kept < 0):
             verify_row(
-                inputs, past, ahead, taken, to, out, count, scheduled, reads, first, top, n,
-                keeps_dt, keeps_B, key, dt_min, dt_max,
+                inputs, past, ahead, taken, to, snapshot, out, count, scheduled, behind, reads,
+                first, top, n, keeps_dt, keeps_B, key, early, dt_min, dt_max,
                 x_token, x_head, x_dim, dt_token, dt_head, B_token, B_state, C_token, C_state,
                 HEADS, HEADS_PER_GROUP, DIM, STATE, TOKENS, RECORDS, RUN, TILE, SPLIT, LOW, HIGH,
-                STAGES, KEEP, ROUND, DIGITS, LEAST,
+                STAGES, KEEP, False, ROUND, DIGITS, LEAST,
+            )  # fmt: skip
+        elif (certain == 1) & roomy:
+            verify_row(
+                inputs, past, ahead, taken, to, snapshot, out, count, scheduled, behind, reads,
+                first, top, n, keeps_dt, keeps_B, key, early, dt_min, dt_max,
+                x_token, x_head, x_dim, dt_token, dt_head, B_token, B_state, C_token, C_state,
+                HEADS, HEADS_PER_GROUP, DIM, STATE, TOKENS, RECORDS, RUN, TILE, SPLIT, LOW, HIGH,
+                STAGES, KEEP, True, ROUND, DIGITS, LEAST,
             )  # fmt: skip
         else:
-            keeps = kept >= 0
-            snapshot = (
-                states + tl.load(table + kept, mask=keeps, other=0).to(tl.int64) * state_stride
-            )
-            early = key
-            if ROUND:
-                after = tl.load(position + row) + behind - count - certain
-                early = rounding_key(tl.load(seed + row), layer, after)
             walk_row(
                 inputs, past, ahead, taken, to, snapshot, out, count, scheduled, certain, behind,
                 keeps, reads, first, top, n, keeps_dt, keeps_B, key, early, dt_min, dt_max,

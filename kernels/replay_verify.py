@@ -14,7 +14,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from hybrid_runtime.kernels.replay_tile import load_parts, load_scalars, store_at, time_step, widen
+from hybrid_runtime.kernels.replay_tile import (
+    load_parts,
+    load_scalars,
+    store_at,
+    store_part,
+    time_step,
+    widen,
+)
 
 
 @triton.jit
@@ -24,9 +31,11 @@ def verify_row(
     ahead,
     taken,
     to,
+    snapshot,
     out,
     count,
     scheduled,
+    behind,
     reads,
     first,
     top,
@@ -34,6 +43,7 @@ def verify_row(
     keeps_dt,
     keeps_B,
     key,
+    early,
     dt_min,
     dt_max,
     x_token: tl.constexpr,
@@ -58,15 +68,18 @@ def verify_row(
     HIGH: tl.constexpr,
     STAGES: tl.constexpr,
     KEEP: tl.constexpr,
+    SNAPSHOT: tl.constexpr,
     ROUND: tl.constexpr,
     DIGITS: tl.constexpr,
     LEAST: tl.constexpr,
 ):
-    """One certain token and guesses, and no snapshot: fold, write the state, give all outputs.
+    """One certain token and guesses: fold, write the state, give all outputs.
 
     inputs: x, dt, A_log, B, C, D, dt_bias of the row's first token and the program's group; past,
     ahead: x, B, dt of the records that are folded and of those that are written. taken, to: blocks
     read and written. count: records to fold. first, top: first head and row of its state.
+    snapshot: block that gets the state after `behind` of the `count + 1` tokens, if SNAPSHOT; its
+    rounding is by `early`.
     """
     x, dt, A_log, B, C, D, dt_bias = inputs
     past_x, past_B, past_dt = past
@@ -133,6 +146,15 @@ def verify_row(
             inflows += (mine[RECORDS - 1 - j] * tl.exp(later * rate),)
             later += mine[RECORDS - 1 - j]
         total = tl.exp(later * rate)
+        if SNAPSHOT:
+            # The same for the tokens up to the boundary.
+            later = tl.where(behind > count, new_steps[0], 0.0)
+            shares = (later,)
+            for j in tl.static_range(RECORDS):
+                step = tl.where(RECORDS - 1 - j < behind, mine[RECORDS - 1 - j], 0.0)
+                shares += (step * tl.exp(later * rate),)
+                later += step
+            before = tl.exp(later * rate)
         decays = (rate * 0 + 1.0,)
         for i in tl.static_range(1, TOKENS):
             decays += (tl.exp(new_steps[i] * rate),)
@@ -188,11 +210,23 @@ def verify_row(
             for i in tl.static_range(TOKENS):
                 spot = row_x + (i * x_token + q * HIGH * x_dim)
                 xs += (tl.load(spot, mask=in_dim & (i < scheduled)),)
-            us = (inflows[0] * xs[0].to(tl.float32),)
+            vs = (xs[0].to(tl.float32),)
             for j in tl.static_range(RECORDS):
                 spot = past_head + ((RECORDS - 1 - j) * (HEADS * DIM) + q * HIGH)
                 old = tl.load(spot, mask=in_dim & (RECORDS - 1 - j < count), other=0.0)
-                us += (inflows[j + 1] * old.to(tl.float32),)
+                vs += (old.to(tl.float32),)
+            if SNAPSHOT:
+                for s in tl.static_range(SPLIT):
+                    folded = held[s].to(tl.float32) * before
+                    for j in tl.static_range(RECORDS + 1):
+                        Bk = keys[RECORDS - j][s].to(tl.float32)
+                        folded += (shares[j] * vs[j])[:, None] * Bk[None, :]
+                    inside = in_dim[:, None] & (n + s * LOW < STATE)[None, :]
+                    element = across * STATE + q * HIGH * STATE + s * LOW + cell
+                    store_part(snapshot, folded, element, inside, early, ROUND, DIGITS, LEAST)
+            us = ()
+            for j in tl.static_range(RECORDS + 1):
+                us += (inflows[j] * vs[j],)
             h = ()
             for s in tl.static_range(SPLIT):
                 folded = held[s].to(tl.float32) * total

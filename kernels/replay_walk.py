@@ -1,6 +1,6 @@
 """The replay layout's step of one row token by token, for the heads of one program.
 
-For the few rows whose states in between are wanted: several certain tokens, or a snapshot.
+For the few rows with several certain tokens, which are more than the verify pass unrolls.
 """
 
 # mypy: disable-error-code="assignment,misc,var-annotated"

@@ -239,8 +239,6 @@ class Scheduler:
             self.cache.reused(taken, fresh)
         self.kv.upload()
         self.state.upload()
-        if fresh:
-            self.manager.zero(fresh)
         return True
 
 
