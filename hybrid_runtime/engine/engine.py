@@ -77,6 +77,10 @@ class Engine:
     where the host then never keeps it waiting.
     state_layout: "replay" keeps one state per request, into which the next step folds what was
     accepted; "columns" one for every guess (without drafts both are the same, and it is used).
+    stochastic_rounding: fp16 or bf16 states of decoding rows are rounded up or down by chance, so
+    that their mean error is zero; by the request's seed, position, layer and element, whatever slot
+    or batch it is in. States of prompt chunks are rounded to nearest, so a request that is computed
+    again after a preemption, or from a prefix hit, may round otherwise there.
     prefix_caching: later prompts start from the blocks that earlier ones with the same beginning
     and tenant have left. retention: which states are kept for that (see `PrefixCache`).
     host_blocks: KV blocks and state blocks in pinned host memory, for what the device has no room
@@ -106,6 +110,7 @@ class Engine:
         graphs: bool | None = None,
         steps_ahead: int | None = None,
         state_layout: LayoutKind = "replay",
+        stochastic_rounding: bool = False,
         prefix_caching: bool = True,
         retention: Retention = "all",
         host_blocks: tuple[int, int] | None = None,
@@ -144,6 +149,12 @@ class Engine:
             model.config, k, ssm_dtype, conv_layout, conv_dtype=dtype, block_size=block_size,
             kind=state_layout if k else "columns",
         )  # fmt: skip
+        if stochastic_rounding and (ssm_dtype == torch.float32 or not layout.replays):
+            raise ValueError(
+                f"stochastic_rounding is True with ssm_dtype={ssm_dtype} and "
+                f"state_layout={layout.kind!r}; it must be False unless states are float16 or "
+                "bfloat16 in the replay layout, which needs drafts"
+            )
         longest = max_model_len + overshoot(k, ahead)
         host_decides = strategy in ("blocking", "defer")
         self.manager = HybridStateManager(
@@ -170,7 +181,7 @@ class Engine:
         self.loop = SpeculativeLoop(
             model, self.manager, self.sequences, memory.caches,
             _drafter(drafter, head, memory.caches, k, sampled_drafts),
-            max_tokens_per_step, ahead, graphs,
+            max_tokens_per_step, ahead, graphs, stochastic_rounding,
         )  # fmt: skip
         self._steps_ahead = ahead
         self._launched = False
