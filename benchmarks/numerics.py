@@ -3,7 +3,8 @@
 python benchmarks/numerics.py [--tokens 10000] [--device cpu]
 Verify steps of one certain token and 3 guesses, accepted at random, of 8 heads x 64 x 128 whose
 time steps and decay rates are those that Mamba-2 is initialised with (and longer: time steps of
-0.001 to 0.1, a state forgets in 1 to 10,000 tokens). Every track gets the same inputs; the exact
+0.001 to 0.1, a state forgets in 1 to 10,000 tokens); x, B and C are noise behind the SiLU that they
+have in the model, so their means are not 0. Every track gets the same inputs; the exact
 one is the columns layout in fp64. An error is the largest difference of a head over that head's
 largest entry, of all outputs (without D x, in which there is no state) and of the state at the end;
 the worst head of the worst sequence stands in the table, and the root mean square over all heads.
@@ -19,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from record import save, show
 from torch import Tensor
+from torch.nn.functional import silu
 
 from hybrid_runtime.kernels.replay import Records, Replay, Rounding
 from hybrid_runtime.kernels.replay_update import replay_update
@@ -201,8 +203,9 @@ class Trial:
             return torch.randn(tokens, *shape, generator=self.generator).to(self.device)
 
         return Inputs(
-            noise(heads, DIM), noise(heads) / 2, self.heads.A_log, noise(GROUPS, STATE),
-            noise(GROUPS, STATE), torch.zeros_like(self.heads.A_log), self.heads.dt_bias,
+            silu(noise(heads, DIM)), noise(heads) / 2, self.heads.A_log,
+            silu(noise(GROUPS, STATE)), silu(noise(GROUPS, STATE)),
+            torch.zeros_like(self.heads.A_log), self.heads.dt_bias,
         )  # fmt: skip
 
 
