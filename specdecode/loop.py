@@ -145,6 +145,7 @@ class SpeculativeLoop:
         prompts need, with rows that touch nothing."""
         if self._graphs is None:
             return
+        self.manager.prepare()
         most = self.manager.max_requests
         nobody = torch.zeros((1, 1), dtype=torch.int32, device=self.manager.device)
         for length in (1, 8, 64, self._place.tokens.shape[0]):

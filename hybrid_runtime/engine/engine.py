@@ -38,6 +38,7 @@ from hybrid_runtime.specdecode.sequences import Sequences
 from hybrid_runtime.state.guard import Waits, allowed
 from hybrid_runtime.state.layout import ConvLayout, LayoutKind, StateLayout
 from hybrid_runtime.state.manager import HybridStateManager, Strategy
+from hybrid_runtime.state.materialise import Foldable
 from hybrid_runtime.state.stats import Stats
 from hybrid_runtime.state.step import Step
 
@@ -160,12 +161,18 @@ class Engine:
         self.manager = HybridStateManager(
             layout, max_requests, k, device, strategy, steps_in_flight=ahead, readback=host_decides
         )
+        drawn = model.config.vocab_size if sampled_drafts and head is not None else 0
+        self.sequences = Sequences(max_requests, longest, k, device, drawn, ahead)
         self.waits = Waits()
         memory = Memory.allocate(
             model, head, layout, max_requests, longest, num_blocks, ahead + 2, self.waits
         )
         if memory.states:
-            self.manager.bind(memory.states, memory.state.device_table)
+            foldable = None
+            if memory.records is not None:
+                seed = self.sequences.rounding_seed if stochastic_rounding else None
+                foldable = Foldable(memory.records, model.A_log, seed)
+            self.manager.bind(memory.states, memory.state.device_table, foldable=foldable)
         self.prefix_cache = PrefixCache(
             memory.kv, memory.state, layout.block_size, retention,
             None if host_blocks is None else HostCache(memory.host_tier(host_blocks)),
@@ -176,8 +183,6 @@ class Engine:
         )  # fmt: skip
         self.max_waiting = max_waiting
         self._deadlines: list[tuple[float, int, Request]] = []
-        drawn = model.config.vocab_size if sampled_drafts and head is not None else 0
-        self.sequences = Sequences(max_requests, longest, k, device, drawn, ahead)
         self.loop = SpeculativeLoop(
             model, self.manager, self.sequences, memory.caches,
             _drafter(drafter, head, memory.caches, k, sampled_drafts),
@@ -393,7 +398,8 @@ class Engine:
             emitted = self.loop.read(step, why)
         now = time.perf_counter()
         self._steps += 1
-        touched = []
+        touched: list[Request] = []
+        ended: list[tuple[Request, FinishReason]] = []
         cache, snapshots = self.scheduler.cache, defaultdict(list)
         if cache is not None:
             for snapshot in self.manager.published(step):
@@ -422,12 +428,15 @@ class Engine:
             if cache is not None:
                 cache.file(request, snapshots[request.slot])
             if reason is not None:
-                self._finish(request, reason)
+                ended.append((request, reason))
             new = len(request.output) - before
             self._emitted += new
             if new:
                 request.times.append((now, new))
             touched.append(request)
+        self.scheduler.close([request for request, reason in ended if reason != "error"])
+        for request, reason in ended:
+            self._finish(request, reason)
         return touched
 
     def _finish(self, request: Request, reason: FinishReason) -> None:
