@@ -121,7 +121,6 @@ class Scheduler:
         last: dict[int, Snapshot] = {}
         for request in requests:
             request.computed = request.computed_min
-            request.queued.clear()
             snapshot = self.manager.last_snapshot(request.slot)
             if snapshot is not None and self.cache.lacks(request, snapshot):
                 last[request.slot] = snapshot
