@@ -96,12 +96,32 @@ def acceptance() -> str:
     return markdown(["drafter", "tokens per step", "text as without drafts"], rows)
 
 
+def numerics() -> str:
+    result = load("h200", "numerics")
+    cells: dict[str, dict[tuple[str, str], str]] = {}
+    for row in result["rows"]:
+        errors = " / ".join(
+            f"{row[name]:.1e}" for name in ("outputs rms", "outputs", "final state")
+        )
+        cells.setdefault(row["state"], {})[row["layout"], row["rounding"]] = errors
+    kinds = ("columns", "to nearest"), ("replay", "to nearest"), ("replay", "by chance")
+    rows = [[state, *(line.get(kind, "-") for kind in kinds)] for state, line in cells.items()]
+    apart = max(result["fp32 replay against columns"].values())
+    note = (
+        f"{result['tokens']} tokens, {result['drafts']} drafts, {result['sequences']} sequences. "
+        f"In float32 the layouts are {apart:.1e} apart. {environment(result)}"
+    )
+    header = ["state", "`columns`", "`replay`", "`replay`, rounded by chance"]
+    return markdown(header, rows) + "\n\n" + note
+
+
 # A table may say None as long as nothing has been measured for it; README is then left alone.
 TABLES: dict[str, Callable[[], str | None]] = {
     "acceptance": acceptance,
     "postcopy": postcopy,
     "host": host,
     "predicate": predicate,
+    "numerics": numerics,
     **itl_tables.TABLES,
     **vllm_tables.TABLES,
 }

@@ -81,8 +81,9 @@ class Replay(NamedTuple):
 class Rounding(NamedTuple):
     """Stochastic rounding of states narrower than fp32: equal keys give equal bytes.
 
-    seed: int32 `[rows]`, of the request. position: int32 `[rows]`, tokens in the state that goes
-    to the write column. The layer is the third part of the key, a state's element the fourth.
+    seed: int32 `[slots]`, of the request in each slot. position: int32 `[rows]`, tokens in the
+    state that goes to the write column. The layer is the third part of the key, a state's element
+    the fourth; slot and row are no part of it.
     """
 
     seed: Tensor
@@ -166,7 +167,7 @@ def replay_update_reference(
         key = None
         if rounding is not None:
             key = rounding_key(
-                rounding.seed[at], rounding.layer, rounding.position[at] - behind[at]
+                rounding.seed[slot[at].long()], rounding.layer, rounding.position[at] - behind[at]
             )
         states[block] = round_state(state[at], states.dtype, key)
 
@@ -275,7 +276,8 @@ def fold_reference(
         state = advance_state(state, past.x[:, j], past.B[:, j], past.dt[:, j], rate)
     key = None
     if rounding is not None:
-        key = rounding_key(rounding.seed, rounding.layer, rounding.position)[active]
+        seed = rounding.seed[slot.clamp(min=0).long()]
+        key = rounding_key(seed, rounding.layer, rounding.position)[active]
     block = physical_blocks(block_table, slot, replay.write_column, active)
     states[block[active]] = round_state(state[active], states.dtype, key)
 

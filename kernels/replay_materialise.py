@@ -50,7 +50,7 @@ def replay_materialise_reference(
         rows: int32 [count]; -1 = none. The arguments below are indexed by its entries.
         slot: int32 [n]; -1 = padded row. With n = slots and slot i at i, rows are slots.
         replay: int32 [n] each; the snapshot fields are not used.
-        rounding: seed and position int32 [n]; layer is the number of the first layer.
+        rounding: seed by slot, position int32 [n]; layer is the number of the first layer.
     """
     picked = rows[rows >= 0].long()
     slot, replay = slot[picked], Replay(*(part[picked] for part in replay))
@@ -64,7 +64,7 @@ def replay_materialise_reference(
         key = rounding
         if rounding is not None:
             seed, position, first = rounding
-            key = Rounding(seed[picked], position[picked], first + layer)
+            key = Rounding(seed, position[picked], first + layer)
         fold_reference(states, records.layer(layer), A_log[layer], blocks, slot, replay, key)
         column = torch.where(reads, replay.read_column[at], 0).long()
         source = blocks[slot[at].long(), column].long()
@@ -160,7 +160,7 @@ def _materialise_kernel(
             rate = -tl.exp(tl.load(A_log + own * A_layer + head * A_head).to(tl.float32))
             key = row_slot.to(tl.uint32)
             if ROUND:
-                key = rounding_key(tl.load(seed + row), layer + own, tl.load(position + row))
+                key = rounding_key(tl.load(seed + row_slot), layer + own, tl.load(position + row))
             for s in tl.static_range(SPLIT):
                 part = n + s * LOW
                 element = across[:, None] * STATE + part[None, :]

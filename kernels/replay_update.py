@@ -205,7 +205,7 @@ def _replay_update_kernel(
         keeps_B = keeps_dt & (first % HEADS_PER_GROUP == 0)
         key = row_slot.to(tl.uint32)
         if ROUND:
-            key = rounding_key(tl.load(seed + row), layer, tl.load(position + row))
+            key = rounding_key(tl.load(seed + row_slot), layer, tl.load(position + row))
 
         # With narrow states or more tokens there are no registers left for the snapshot's share.
         roomy: tl.constexpr = KEEP and states.dtype.element_ty.primitive_bitwidth == 32
@@ -214,7 +214,7 @@ def _replay_update_kernel(
         early = key
         if ROUND:
             after = tl.load(position + row) + behind - count - certain
-            early = rounding_key(tl.load(seed + row), layer, after)
+            early = rounding_key(tl.load(seed + row_slot), layer, after)
         if (certain == 1) & (kept < 0):
             verify_row(
                 inputs, past, ahead, taken, to, snapshot, out, count, scheduled, behind, reads,

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from hybrid_runtime.kernels.replay import Records, Replay
+from hybrid_runtime.kernels.replay import Records, Replay, Rounding
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +113,8 @@ class StatePositions:
         write_column: int32 [rows]; -1 = padded row, nothing is written.
         replay: the same and more for the replay layout, whose update rows fold guesses in; None in
             the columns layout.
+        rounding: keys by which update rows round their states by chance, the layer left open; None
+            rounds to nearest.
     """
 
     draft: Tensor
@@ -120,6 +122,7 @@ class StatePositions:
     read_offset: Tensor
     write_column: Tensor
     replay: Replay | None = None
+    rounding: Rounding | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hybrid_runtime.kernels.emission import DraftInputs, emit
 from hybrid_runtime.kernels.place import Placement, place
-from hybrid_runtime.kernels.replay import Replay
+from hybrid_runtime.kernels.replay import Replay, Rounding
 from hybrid_runtime.specdecode.acceptance import Acceptance, greedy
 from hybrid_runtime.specdecode.batch import Caches, RowBatch, StatePositions
 from hybrid_runtime.specdecode.drafter import Drafter, Verified
@@ -61,7 +61,8 @@ class SpeculativeLoop:
 
     max_tokens: most tokens of one step. steps_ahead: steps that may be queued before the results of
     the first are read. graphs: replay CUDA graphs for steps in which all rows decode, captured once
-    per padded number of rows.
+    per padded number of rows. stochastic_rounding: verify passes round narrow states by chance
+    (replay layout).
     """
 
     def __init__(
@@ -74,11 +75,13 @@ class SpeculativeLoop:
         max_tokens: int,
         steps_ahead: int = 0,
         graphs: bool = False,
+        stochastic_rounding: bool = False,
     ) -> None:
         self.target, self.manager, self.caches = target, manager, caches
         self.sequences, self.drafter = sequences, drafter
         device, slots = manager.device, manager.max_requests
         self.width = sequences.num_draft + 1
+        self._stochastic = stochastic_rounding
         most = max(max_tokens, slots * self.width)
         self._place = Placement.empty(slots, most, sequences.num_draft, device)
         self._drafting = DraftInputs.empty(slots, most, sequences.num_draft, device)
@@ -142,6 +145,7 @@ class SpeculativeLoop:
         prompts need, with rows that touch nothing."""
         if self._graphs is None:
             return
+        self.manager.prepare()
         most = self.manager.max_requests
         nobody = torch.zeros((1, 1), dtype=torch.int32, device=self.manager.device)
         for length in (1, 8, 64, self._place.tokens.shape[0]):
@@ -247,9 +251,12 @@ class SpeculativeLoop:
         self, rows: int, tokens: int, num_update_rows: int, max_scheduled: int, max_context: int
     ) -> Frame:
         place = self._place.first(rows, tokens)
-        state, replay = self.manager.positions, None
+        state, replay, rounding = self.manager.positions, None, None
         if self.manager.layout.replays:
-            replay = Replay(*(field[:rows] for field in self.manager.replay[: len(Replay._fields)]))
+            fields = self.manager.replay
+            replay = Replay(*(field[:rows] for field in fields[: len(Replay._fields)]))
+            if self._stochastic:
+                rounding = Rounding(self.sequences.rounding_seed, fields.certain[:rows], 0)
         return Frame(
             batch=RowBatch(
                 slot=place.slot,
@@ -268,6 +275,7 @@ class SpeculativeLoop:
                 state.read_offset[:rows],
                 state.write_column[:rows],
                 replay,
+                rounding,
             ),
             drafting=self._drafting.first(rows, tokens),
             emitted=self._emitted[:rows],

@@ -23,6 +23,7 @@ class Sequences:
     history: int32 `[slots + 1, max_length]`. length: int32 `[slots + 1]`, tokens known (prompt and
     emitted). drafts: int32 `[slots + 1, K]`, -1 where there is none. sampling: by slot.
     draft_probs: float32 `[slots + 1, K, V]`, what drafts were drawn from, or None.
+    rounding_seed: int32 `[slots + 1]`, the low half of each seed.
     steps_ahead: steps that may be queued before the first one's results are read.
     """
 
@@ -50,6 +51,8 @@ class Sequences:
             top_p=floats[:, _TOP_P],
             seed=self._lines.view(torch.int64)[:, _SEED // 2],
         )
+        # Apart from the lines, since kernels take it without a stride.
+        self.rounding_seed = torch.zeros(slots + 1, dtype=torch.int32, device=device)
         self.draft_probs: Tensor | None = None
         if sampled_vocabulary:
             shape = (slots + 1, num_draft, sampled_vocabulary)
@@ -74,6 +77,7 @@ class Sequences:
         lines = self._staging.upload(index, count)[:count]
         slots = lines[:, self._words].long()
         self._lines.index_copy_(0, slots, lines[:, : self._words])
+        self.rounding_seed.index_copy_(0, slots, lines[:, _SEED])
         width = max(len(prompt) for _, prompt, _, _ in entries)
         texts = lines[:, self._words + 1 : self._words + 1 + width]
         self.history[:, :width].index_copy_(0, slots, texts)

@@ -12,6 +12,7 @@ import torch
 
 from hybrid_runtime.state.layout import LayoutKind, StateLayout
 from hybrid_runtime.state.manager import HybridStateManager
+from hybrid_runtime.state.materialise import Foldable
 from hybrid_runtime.state.rows import StepRows
 from hybrid_runtime.state.step import Snapshot, Step
 
@@ -127,7 +128,7 @@ class HashRunner:
             for _ in range(groups)
         ]
         self.group_of = {i: i % groups for i in range(layers)}
-        self.manager.bind(self.states, self.tables, self.group_of)
+        self.manager.bind(self.states, self.tables, self.group_of, self._foldable())
         self.free = list(range(count - 1, -1, -1))
         self.users = [0] * count
         self.requests: dict[int, Request] = {}
@@ -136,6 +137,9 @@ class HashRunner:
         self.recent: list[Snapshot] = []  # published by steps that were read meanwhile
         everything = torch.arange(count, device=device)
         self.manager.fill(everything, float("nan"))
+
+    def _foldable(self) -> Foldable | None:
+        return None
 
     # -- requests and blocks ---------------------------------------------------------------------
 

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from hash_model import PRIME, HashRunner, Kept, Open, Request, prefix_hash
 
+from hybrid_runtime.kernels.replay import Records
+from hybrid_runtime.state.materialise import Foldable
 from hybrid_runtime.state.rows import StepRows
 
 POISON = -1000
@@ -28,11 +30,39 @@ class ReplayRunner(HashRunner):
         self.records = [[[POISON] * self.num_draft for _ in range(slots)] for _ in range(2)]
         self.live = self.tables[0].shape[1] - 1
         self.copies = self.direct = 0
+        self.last_stored = self.last_folded = 0
 
     def admit(self, slot: int, tokens: list[int], hit: Kept | None = None) -> None:
         super().admit(slot, tokens, hit)
         for records in self.records:
             records[slot] = [POISON] * self.num_draft
+
+    def _foldable(self) -> Foldable:
+        """As far as the host's arithmetic asks: hashes are never folded by a kernel."""
+        layers, slots = len(self.states), self.manager.max_requests
+        shape = self.layout.ssm_shape
+        records = Records.allocate(layers, slots, self.num_draft, shape, 1, torch.float32, "cpu")
+        return Foldable(records, torch.zeros(layers, shape[0]))
+
+    def release(self, slot: int) -> None:
+        """What its last guesses reached is known, and whole if a queued step stores it."""
+        request, block = self.requests[slot], self.layout.block_size
+        snapshot = None if request.dead else self.manager.last_snapshot(slot)
+        passed = range(request.covered + 1, request.computed + 1)
+        folded = [(b, self.live) for b in passed if b % block == 0 and request.keeps(b)]
+        if snapshot is None:
+            assert not folded or request.dead or request.in_flight
+        elif snapshot.column == self.live:
+            assert [snapshot[2:]] == folded
+            self.last_folded += 1
+        else:
+            assert not folded or request.in_flight
+            assert snapshot.column == snapshot.boundary // block - 1
+            blocks = [group.get(snapshot.column, -1) for group in request.blocks]
+            if min(blocks) >= 0:
+                self.check(blocks, blocks, 0, request.tokens[: snapshot.boundary])
+                self.last_stored += bool(request.in_flight)
+        super().release(slot)
 
     def swap(self, slot: int, other: int) -> None:
         """The guesses that its state lacks are folded in as by a pass of its own."""

@@ -91,16 +91,47 @@ def test_greedy_text_is_that_of_the_cpu(wanted: list[list[int]], options: dict[s
                 break
 
 
-def test_seeded_sampling_is_the_same_with_graphs() -> None:
+@pytest.mark.parametrize(
+    "options", [{}, {"ssm_dtype": torch.float16, "stochastic_rounding": True}], ids=str
+)
+def test_seeded_sampling_is_the_same_with_graphs(options: dict[str, Any]) -> None:
     params = [
         SamplingParams(temperature=0.8, top_p=0.9, seed=i, max_tokens=40, ignore_eos=True)
         for i in range(len(PROMPTS))
     ]
     found = [
-        [a.tokens for a in build("cuda", graphs=graphs).generate(PROMPTS, params)]
+        [a.tokens for a in build("cuda", graphs=graphs, **options).generate(PROMPTS, params)]
         for graphs in (True, False)
     ]
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("steps_ahead", [0, 1])
+def test_second_turns_start_behind_the_last_guesses(steps_ahead: int) -> None:
+    """What they passed is folded, or stored by the step that is queued, and nobody waits."""
+    options = {"block_size": 16, "max_requests": 16, "num_blocks": (600, 400)}
+    runs = build("cuda", steps_ahead=steps_ahead, **options)
+    runs.capture()
+    plain = build("cuda", prefix_caching=False, **options)
+    prompts = [f"# {n}\n{prompt}" for n in range(8) for prompt in PROMPTS]
+    params = [SamplingParams(max_tokens=20 + n, ignore_eos=True) for n in range(len(prompts))]
+    runs.generate(["x = 1"] * 3, params[:3])  # compiles what only such loads need
+    with sync_guard() as waits:
+        first = runs.generate(prompts, params)
+        chats = [[*p.encode(), *a.tokens] for p, a in zip(prompts, first, strict=True)]
+        second = runs.generate(chats, params[0])
+    assert not waits.undeclared, waits.reasons
+    for prompt, before, chat, answer, want in zip(
+        prompts, first, chats, second, plain.generate(chats, params[0]), strict=True
+    ):
+        assert answer.hit.tokens >= len(chat) - 16
+        for i, (a, b) in enumerate(zip(answer.tokens, want.tokens, strict=True)):
+            if a != b:
+                assert margin(prompt, before.tokens + want.tokens[:i]) < NOISE
+                break
+    stats = runs.stats().state
+    assert stats.rows_materialised >= stats.materialise_launches
+    assert stats.materialise_launches > 0 or steps_ahead
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,10 @@ import pytest
 import torch
 from replay_model import ReplayRunner
 
+from hybrid_runtime.kernels.replay import Records
 from hybrid_runtime.state import HybridStateManager, StateLayout, StepRows
 from hybrid_runtime.state.layout import Component
+from hybrid_runtime.state.materialise import Foldable
 
 K, SLOTS, COLUMNS, BLOCK = 3, 4, 6, 8
 LIVE = COLUMNS - 1
@@ -185,6 +187,39 @@ def test_guesses_behind_a_chunk() -> None:
         runs.step([(slot, 1, [i, slot], 1 + (i + slot) % 3) for slot in (2, 0, 1)])
     assert (0, 0, 8, 0) in runs.recent
     assert runs.direct == 0
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_a_released_request_leaves_what_its_last_guesses_reached(depth: int) -> None:
+    """To be folded where no step is queued behind them, by that step where one is."""
+    runs = ReplayRunner(num_draft=K, block_size=BLOCK, max_requests=1, depth=depth)
+    for i in range(4 * BLOCK):
+        runs.admit(0, list(range(5 + i % BLOCK)))
+        first = min(5 + i % BLOCK, BLOCK)
+        runs.step([(0, first, [], int(first == 5 + i % BLOCK))])
+        if first < 5 + i % BLOCK:
+            runs.step([(0, 5 + i % BLOCK - first, [], 1)])
+        for accepted in (4, 1 + i // BLOCK):
+            runs.step([(0, 1, [1, 2, 3], accepted)])
+        runs.release(0)
+    assert bool(runs.last_folded) == (depth == 0)
+    assert bool(runs.last_stored) == (depth == 1)
+
+
+def test_foldable_must_fit_the_layout() -> None:
+    made = HybridStateManager(LAYOUT, SLOTS, K, "cpu")
+    table = torch.zeros(SLOTS, COLUMNS, dtype=torch.int32)
+    records = Records.allocate(1, SLOTS, K, (1, 1, 4), 1, torch.float32, "cpu")
+    for foldable, message in (
+        (Foldable(records.layer(0), torch.zeros(1, 1)), r"foldable.records.dt is \[2, 4, 3, 1\]"),
+        (Foldable(records, torch.zeros(2, 1)), r"foldable.A_log is \[2, 1\]; it must be \[1, 1\]"),
+        (Foldable(records, torch.zeros(1, 1), table[0, :2]), r"foldable.seed is torch.int32 \[2\]"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            made.bind({0: LAYOUT.allocate(9, "cpu")}, table, foldable=foldable)
+    made.bind({0: LAYOUT.allocate(9, "cpu")}, table)
+    with pytest.raises(ValueError, match="slot is 2, which holds no request"):
+        made.last_snapshot(2)
 
 
 @pytest.mark.parametrize("late", range(4))

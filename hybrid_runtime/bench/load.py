@@ -15,7 +15,8 @@ from hybrid_runtime.state.layout import LayoutKind, StateLayout
 from hybrid_runtime.state.manager import Strategy
 
 Lengths = Literal["equal", "staggered"]
-SSM_DTYPES = ("float32", "float16", "bfloat16")
+STOCHASTIC = "-stochastic"
+SSM_DTYPES = ("float32", "float16", "bfloat16", f"float16{STOCHASTIC}", f"bfloat16{STOCHASTIC}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +30,8 @@ class Load:
     run before the timed ones. profile_steps: steady steps to trace after them, under those of the
     strategies that are in `profiled`. block_size: tokens;
     None = derived from the layout. max_model_len: what the engine is made for, in tokens (more
-    where the load needs it).
+    where the load needs it). ssm_dtype: of `SSM_DTYPES`; those with rounding by chance need the
+    replay layout.
     """
 
     batch: int = 1
@@ -67,6 +69,15 @@ class Load:
                 raise ValueError(f"{name} is {values}; each must be one of {known}")
 
     @property
+    def state_dtype(self) -> torch.dtype:
+        dtype: torch.dtype = getattr(torch, self.ssm_dtype.removesuffix(STOCHASTIC))
+        return dtype
+
+    @property
+    def stochastic_rounding(self) -> bool:
+        return self.ssm_dtype.endswith(STOCHASTIC)
+
+    @property
     def synthetic_length(self) -> float | None:
         """As the engine takes it."""
         if self.acceptance is None or self.drafts == 0:
@@ -102,7 +113,7 @@ class Load:
         return StateLayout.from_config(
             config,
             self.drafts,
-            getattr(torch, self.ssm_dtype),
+            self.state_dtype,
             conv_dtype=dtype,
             block_size=self.block_size,
             kind=self.state_layout if self.drafts else "columns",

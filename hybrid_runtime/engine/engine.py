@@ -38,6 +38,7 @@ from hybrid_runtime.specdecode.sequences import Sequences
 from hybrid_runtime.state.guard import Waits, allowed
 from hybrid_runtime.state.layout import ConvLayout, LayoutKind, StateLayout
 from hybrid_runtime.state.manager import HybridStateManager, Strategy
+from hybrid_runtime.state.materialise import Foldable
 from hybrid_runtime.state.stats import Stats
 from hybrid_runtime.state.step import Step
 
@@ -77,6 +78,10 @@ class Engine:
     where the host then never keeps it waiting.
     state_layout: "replay" keeps one state per request, into which the next step folds what was
     accepted; "columns" one for every guess (without drafts both are the same, and it is used).
+    stochastic_rounding: fp16 or bf16 states of decoding rows are rounded up or down by chance, so
+    that their mean error is zero; by the request's seed, position, layer and element, whatever slot
+    or batch it is in. States of prompt chunks are rounded to nearest, so a request that is computed
+    again after a preemption, or from a prefix hit, may round otherwise there.
     prefix_caching: later prompts start from the blocks that earlier ones with the same beginning
     and tenant have left. retention: which states are kept for that (see `PrefixCache`).
     host_blocks: KV blocks and state blocks in pinned host memory, for what the device has no room
@@ -106,6 +111,7 @@ class Engine:
         graphs: bool | None = None,
         steps_ahead: int | None = None,
         state_layout: LayoutKind = "replay",
+        stochastic_rounding: bool = False,
         prefix_caching: bool = True,
         retention: Retention = "all",
         host_blocks: tuple[int, int] | None = None,
@@ -144,17 +150,29 @@ class Engine:
             model.config, k, ssm_dtype, conv_layout, conv_dtype=dtype, block_size=block_size,
             kind=state_layout if k else "columns",
         )  # fmt: skip
+        if stochastic_rounding and (ssm_dtype == torch.float32 or not layout.replays):
+            raise ValueError(
+                f"stochastic_rounding is True with ssm_dtype={ssm_dtype} and "
+                f"state_layout={layout.kind!r}; it must be False unless states are float16 or "
+                "bfloat16 in the replay layout, which needs drafts"
+            )
         longest = max_model_len + overshoot(k, ahead)
         host_decides = strategy in ("blocking", "defer")
         self.manager = HybridStateManager(
             layout, max_requests, k, device, strategy, steps_in_flight=ahead, readback=host_decides
         )
+        drawn = model.config.vocab_size if sampled_drafts and head is not None else 0
+        self.sequences = Sequences(max_requests, longest, k, device, drawn, ahead)
         self.waits = Waits()
         memory = Memory.allocate(
             model, head, layout, max_requests, longest, num_blocks, ahead + 2, self.waits
         )
         if memory.states:
-            self.manager.bind(memory.states, memory.state.device_table)
+            foldable = None
+            if memory.records is not None:
+                seed = self.sequences.rounding_seed if stochastic_rounding else None
+                foldable = Foldable(memory.records, model.A_log, seed)
+            self.manager.bind(memory.states, memory.state.device_table, foldable=foldable)
         self.prefix_cache = PrefixCache(
             memory.kv, memory.state, layout.block_size, retention,
             None if host_blocks is None else HostCache(memory.host_tier(host_blocks)),
@@ -165,12 +183,10 @@ class Engine:
         )  # fmt: skip
         self.max_waiting = max_waiting
         self._deadlines: list[tuple[float, int, Request]] = []
-        drawn = model.config.vocab_size if sampled_drafts and head is not None else 0
-        self.sequences = Sequences(max_requests, longest, k, device, drawn, ahead)
         self.loop = SpeculativeLoop(
             model, self.manager, self.sequences, memory.caches,
             _drafter(drafter, head, memory.caches, k, sampled_drafts),
-            max_tokens_per_step, ahead, graphs,
+            max_tokens_per_step, ahead, graphs, stochastic_rounding,
         )  # fmt: skip
         self._steps_ahead = ahead
         self._launched = False
@@ -382,7 +398,8 @@ class Engine:
             emitted = self.loop.read(step, why)
         now = time.perf_counter()
         self._steps += 1
-        touched = []
+        touched: list[Request] = []
+        ended: list[tuple[Request, FinishReason]] = []
         cache, snapshots = self.scheduler.cache, defaultdict(list)
         if cache is not None:
             for snapshot in self.manager.published(step):
@@ -411,12 +428,15 @@ class Engine:
             if cache is not None:
                 cache.file(request, snapshots[request.slot])
             if reason is not None:
-                self._finish(request, reason)
+                ended.append((request, reason))
             new = len(request.output) - before
             self._emitted += new
             if new:
                 request.times.append((now, new))
             touched.append(request)
+        self.scheduler.close([request for request, reason in ended if reason != "error"])
+        for request, reason in ended:
+            self._finish(request, reason)
         return touched
 
     def _finish(self, request: Request, reason: FinishReason) -> None:

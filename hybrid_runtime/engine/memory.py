@@ -22,12 +22,13 @@ from hybrid_runtime.state.layout import StateLayout
 @dataclass(frozen=True, slots=True)
 class Memory:
     """kv, state: who owns which blocks. states: layer to (window, SSM) blocks as the layout has
-    them. caches: all of it as models take it."""
+    them. caches: all of it as models take it. records: those of all layers, stacked (replay)."""
 
     kv: BlockTable
     state: BlockTable
     states: dict[int, tuple[Tensor, Tensor]]
     caches: Caches
+    records: Records | None
 
     @classmethod
     def allocate(
@@ -71,14 +72,17 @@ class Memory:
         if head is not None:
             keys |= {layer: cache(head.kv_shape) for layer in head.kv_layers}
         states = {layer: layout.allocate(state.pool.size, device) for layer in model.state_layers}
+        records = _records(model, layout, slots) if layout.replays else None
         caches = Caches(
             kv=keys,
             states={i: (layout.positions_first(w), s) for i, (w, s) in states.items()},
             kv_block_table=kv.device_table,
             state_block_table=state.device_table,
-            records=_records(model, layout, slots) if layout.replays else {},
+            records={}
+            if records is None
+            else {layer: records.layer(i) for i, layer in enumerate(model.state_layers)},
         )
-        return cls(kv, state, states, caches)
+        return cls(kv, state, states, caches, records)
 
     def host_tier(self, num_blocks: tuple[int, int]) -> HostTier:
         """Host memory for KV blocks and state blocks."""
@@ -90,8 +94,8 @@ class Memory:
         return HostTier({name: g for name, g in groups.items() if g}, counts)
 
 
-def _records(model: NemotronH, layout: StateLayout, slots: int) -> dict[int, Records]:
-    stacked = Records.allocate(
+def _records(model: NemotronH, layout: StateLayout, slots: int) -> Records:
+    return Records.allocate(
         len(model.state_layers),
         slots,
         layout.num_speculative_tokens,
@@ -100,4 +104,3 @@ def _records(model: NemotronH, layout: StateLayout, slots: int) -> dict[int, Rec
         model.dtype,
         model.device,
     )
-    return {layer: stacked.layer(i) for i, layer in enumerate(model.state_layers)}

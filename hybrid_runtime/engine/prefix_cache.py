@@ -181,6 +181,14 @@ class PrefixCache:
             cuts.append((start // every + 1) * every)
         return min(cuts, default=request.length)
 
+    def lacks(self, request: Request, snapshot: Snapshot) -> bool:
+        """Whether this state of a request's text, in a block it owns, could be found but is not."""
+        self._hash(request)
+        index = snapshot.boundary // self.block
+        if index > len(request.hashes) or self.state.block(request.slot, snapshot.column) < 0:
+            return False
+        return self.state.pool.find(request.hashes[index - 1]) is None
+
     def file(self, request: Request, snapshots: Iterable[Snapshot]) -> None:
         """Let others find what a request has left by a step whose results were read: snapshots that
         the step published, and keys and values of blocks that are full. All launches that wrote

@@ -13,6 +13,7 @@ from hybrid_runtime.engine.prefix_cache import PrefixCache
 from hybrid_runtime.engine.request import Hit, Request
 from hybrid_runtime.state.manager import HybridStateManager
 from hybrid_runtime.state.rows import StepRows
+from hybrid_runtime.state.step import Snapshot
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +113,21 @@ class Scheduler:
             admitted.append(request)
         return admitted
 
+    def close(self, requests: list[Request]) -> None:
+        """Before these requests are retired: file what no later results will tell of, the tokens
+        that queued steps run for certain and the snapshots behind the last guesses."""
+        if self.cache is None:
+            return
+        last: dict[int, Snapshot] = {}
+        for request in requests:
+            request.computed = request.computed_min
+            snapshot = self.manager.last_snapshot(request.slot)
+            if snapshot is not None and self.cache.lacks(request, snapshot):
+                last[request.slot] = snapshot
+        self.manager.materialise(list(last.values()))
+        for request in requests:
+            self.cache.file(request, [last[request.slot]] if request.slot in last else [])
+
     def retire(self, request: Request) -> None:
         """Take a request out of its slot, or out of the queue; what it owned is free again."""
         if request.slot < 0:
@@ -128,6 +144,7 @@ class Scheduler:
     def preempt(self, request: Request) -> None:
         """Take a running request's blocks and let it begin again when there is room. Steps that are
         queued may still write them; whoever gets them is launched later on the same stream."""
+        self.close([request])
         self.retire(request)
         request.queued.clear()
         request.computed, request.epoch = 0, request.epoch + 1

@@ -5,7 +5,7 @@ from torch import Tensor, nn
 
 from hybrid_runtime.kernels.causal_conv_scan import causal_conv_scan
 from hybrid_runtime.kernels.causal_conv_update import causal_conv_update
-from hybrid_runtime.kernels.replay import Replay
+from hybrid_runtime.kernels.replay import Replay, Rounding
 from hybrid_runtime.kernels.replay_update import replay_update
 from hybrid_runtime.kernels.replay_window import replay_window_update
 from hybrid_runtime.kernels.ssm_scan import ssm_chunk_scan
@@ -93,9 +93,14 @@ class Mamba2Mixer(nn.Module):
                 part.rows(positions.read_offset),
                 part.rows(positions.write_column),
             )
-            replay = None
+            replay = rounding = None
             if part.update and positions.replay is not None:
                 replay = Replay(*(part.rows(field) for field in positions.replay))
+                if positions.rounding is not None:
+                    seed, position, _ = positions.rounding
+                    rounding = Rounding(
+                        seed, part.rows(position), config.pattern[:layer].count("M")
+                    )
 
             inputs = (part.tokens(mixed), self.conv1d.weight[:, 0], self.conv1d.bias, windows)
             if replay is not None:
@@ -117,7 +122,7 @@ class Mamba2Mixer(nn.Module):
             if replay is not None:
                 records = caches.records[layer]
                 y = replay_update(
-                    *operands, records, *where, replay, part.max_scheduled, None, low, high
+                    *operands, records, *where, replay, part.max_scheduled, rounding, low, high
                 )
             elif part.update:
                 y = ssm_update(*operands, *where, *place, part.max_scheduled, low, high)

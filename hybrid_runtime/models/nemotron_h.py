@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from hybrid_runtime.models.attention import join_projections
 from hybrid_runtime.models.config import NemotronHConfig
 from hybrid_runtime.models.layers import Layer
+from hybrid_runtime.models.mamba import Mamba2Mixer
 from hybrid_runtime.models.norm import RMSNorm
 from hybrid_runtime.specdecode.batch import Caches, RowBatch, StatePositions
 
@@ -61,6 +62,17 @@ class NemotronH(nn.Module):
     def dtype(self) -> torch.dtype:
         """Dtype of the matrices and activations."""
         return self.backbone.norm_f.weight.dtype
+
+    @property
+    def A_log(self) -> Tensor:
+        """[Mamba layers, heads]: log of the rates at which states decay."""
+        return torch.stack(
+            [
+                layer.mixer.A_log
+                for layer in self.backbone.layers
+                if isinstance(layer, Layer) and isinstance(layer.mixer, Mamba2Mixer)
+            ]
+        )
 
     def embed(self, tokens: Tensor) -> Tensor:
         """int [T] to [T, hidden_size]."""

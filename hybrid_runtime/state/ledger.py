@@ -37,6 +37,15 @@ class Ledger:
     def __len__(self) -> int:
         return len(self._open)
 
+    def next_step(self, slot: int) -> Step | None:
+        """The oldest outstanding step that the request in `slot` has a row in."""
+        for step in self._open:
+            if step.accepted is None:
+                own = (step.rows.slot == slot) & (step.generation == self._book.generation[slot])
+                if own.any():
+                    return step
+        return None
+
     def add(self, step: Step) -> None:
         self._open.append(step)
 
@@ -118,6 +127,7 @@ class Ledger:
             for i in np.flatnonzero(complete)
         ]
         book.computed[rows.slot[current]] = final[current]
+        book.stored[rows.slot[complete]] = boundary[complete]
         self._open.pop(0)
         self._shed()
         step.accepted = accepted

@@ -22,6 +22,7 @@ from hybrid_runtime.state.columns import Columns
 from hybrid_runtime.state.guard import Waits, allowed
 from hybrid_runtime.state.layout import StateLayout
 from hybrid_runtime.state.ledger import Ledger
+from hybrid_runtime.state.materialise import Foldable, Materialiser
 from hybrid_runtime.state.plan import pack_unfinished
 from hybrid_runtime.state.readback import Readback
 from hybrid_runtime.state.replay import Replaying
@@ -118,6 +119,7 @@ class HybridStateManager:
         self._pending: tuple[Step, Tensor] | None = None
         self._next = 0
         self._states: StateTable | None = None
+        self._materialiser: Materialiser | None = None
 
     @property
     def computed(self) -> Tensor:
@@ -144,20 +146,29 @@ class HybridStateManager:
         states: Mapping[int, tuple[Tensor, Tensor]],
         block_tables: Tensor | Sequence[Tensor],
         groups: Mapping[int, int] | None = None,
+        foldable: Foldable | None = None,
     ) -> None:
         """Tell the manager, once, where the state lives.
 
         states: {layer: (window blocks, ssm blocks)} with the layout's component shapes behind a
         leading block dimension. block_tables: int32 `[max_requests, columns]`, one per cache group.
-        groups: {layer: index into block_tables}; None puts all layers into group 0.
+        groups: {layer: index into block_tables}; None puts all layers into group 0. foldable: what
+        `materialise` folds (replay layout); without it, it stores nothing.
         """
         if self._states is not None:
             raise ValueError("states are bound already; a manager is bound once")
         tables = [block_tables] if isinstance(block_tables, Tensor) else list(block_tables)
+        if foldable is not None:
+            foldable.check(self.layout, len(states), self.max_requests)
         self._states = bind_states(
             self.layout, self.max_requests, self.device, states, tables, groups
         )
         self._rule.bind(self._states, min(t.shape[1] for t in tables))
+        if isinstance(self._rule, Replaying):
+            self._materialiser = Materialiser(
+                self._states, foldable, self._rule.slots.turn, self._rule.columns - 1, self._book,
+                self._ledger, self.layout.block_size, self._steps_in_flight + 2, self._waits,
+            )  # fmt: skip
 
     def admit(self, slot: int, computed: int = 0, hit_column: int | None = None) -> int:
         """Start a request in `slot`; its generation.
@@ -285,6 +296,30 @@ class HybridStateManager:
         that comes later on this stream. Rows released meanwhile are not among them."""
         self.accepted(step)
         return [s for s in step.published if self._book.holds(s.slot, s.generation)]
+
+    def last_snapshot(self, slot: int) -> Snapshot | None:
+        """Of a request that is about to be released, in the replay layout: at a retained boundary
+        among the guesses that its last settled step accepted, or where a queued step ends for
+        certain; without either the last one that a settled step stored, if any.
+
+        Its bytes are stored by that step, or, if the column is the live one, by `materialise`; they
+        are for launches that come after both.
+        """
+        self._book.require_live(slot)
+        return None if self._materialiser is None else self._materialiser.find(slot)
+
+    def materialise(self, snapshots: Sequence[Snapshot]) -> None:
+        """Store last snapshots, just found, in one launch, or none if queued steps store them all.
+        The states of those in the live column are overwritten: release their slots next."""
+        if self._materialiser is not None:
+            count = self._materialiser.fold(snapshots)
+            self._stats.rows_materialised += count
+            self._stats.materialise_launches += count > 0
+
+    def prepare(self) -> None:
+        """Compile now what `materialise` would compile when it is first needed."""
+        if self._materialiser is not None:
+            self._materialiser.prepare()
 
     def abandon(self, step: Step) -> None:
         """Give up a step whose forward pass or drafter failed: its requests are released, because

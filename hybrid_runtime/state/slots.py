@@ -37,6 +37,7 @@ class SlotBook:
     left its state (-1: none, it is in the live column).
     computed: exact tokens computed after the last settled step.
     covered: exact tokens in the state after it, fewer where guesses are still records (replay).
+    stored: tokens in the last snapshot of a settled step, 0 = none.
     version: changes with every admission, release and change of retention.
     """
 
@@ -54,6 +55,7 @@ class SlotBook:
         self.live = np.zeros(max_requests, bool)
         self.computed = np.zeros(max_requests, np.int32)
         self.covered = np.zeros(max_requests, np.int32)
+        self.stored = np.zeros(max_requests, np.int32)
         self._admitted: list[int] = []
         self._special: set[int] = set()
         self.version = 0
@@ -77,6 +79,7 @@ class SlotBook:
         self.live[slot] = True
         self.known[slot] = held, held, 0, NONE, computed
         self.computed[slot] = self.covered[slot] = computed
+        self.stored[slot] = 0
         self.unfinished[slot] = NONE
         self.lines[slot, fields.ADMIT : fields.ADMIT_COLUMN + 1] = 1, computed, held
         self.lines[slot, fields.EVERY : fields.SECOND + 1] = self._block_size, 0, 0
