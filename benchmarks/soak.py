@@ -39,6 +39,8 @@ from hybrid_runtime.specdecode.sampling import (
 )
 
 CHECKPOINT = Path(__file__).parents[1] / "hybrid_runtime" / "checkpoints" / "python-small"
+BAD = ("wrong", "beginnings wrong", "unexpected errors", "leaked")
+"""Counts that must be 0."""
 SAMPLES = 20
 """How often memory is read while the requests come."""
 TIE = 1e-3
@@ -294,10 +296,10 @@ def merge(argv: list[str]) -> None:
     parser.add_argument("--out", type=Path, help="default: under benchmarks/results/")
     args = parser.parse_args(argv)
     parts = [json.loads(path.read_text()) for path in args.results]
-    sums: dict[str, Counter[str]] = {"all": Counter()}
+    sums: dict[str, Counter[str]] = {}
     for part in parts:
         for name in ("all", part["options"]["state_layout"]):
-            sums.setdefault(name, Counter()).update(part["counts"])
+            sums.setdefault(name, Counter(dict.fromkeys(BAD, 0))).update(part["counts"])
     counts = {name: dict(sorted(each.items())) for name, each in sums.items()}
     environment = parts[0]["environment"]
     parts = [{k: v for k, v in part.items() if k != "environment"} for part in parts]
@@ -347,9 +349,7 @@ def main() -> None:
     print("left behind:", result["left"], "memory:", result["memory"])
     if args.out:
         save("soak", result, args.out)
-    counts = result["counts"]
-    bad = ("wrong", "beginnings wrong", "unexpected errors", "leaked")
-    sys.exit(any(counts.get(name, 0) for name in bad))
+    sys.exit(any(result["counts"].get(name, 0) for name in BAD))
 
 
 if __name__ == "__main__":
