@@ -31,8 +31,9 @@ def rolled(value: int, token: int) -> int:
 
 
 def attended(keys: Sequence[int], values: Sequence[int]) -> int:
-    """What attention makes of keys (tokens) and values (positions)."""
-    return sum((key + 1) * (value + 1) for key, value in zip(keys, values, strict=True)) % PRIME
+    """What attention makes of keys (tokens) and values (positions): each must be in its place."""
+    pairs = zip(keys, values, strict=True)
+    return sum(at * (key + 1) * (value + 1) for at, (key, value) in enumerate(pairs, 1)) % PRIME
 
 
 def chosen(states: Sequence[int], window: Sequence[int], context: int) -> int:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
+from unittest.mock import patch
 
-import pytest
 from hash_target import (
     KV_LAYER,
     STATE_LAYERS,
@@ -21,6 +21,7 @@ from hash_target import (
 from hybrid_runtime.engine import Engine, SamplingParams
 from hybrid_runtime.engine.batch_copy import CopyPath
 from hybrid_runtime.engine.block_pool import REMEMBERED, BlockPool, BlockTable
+from hybrid_runtime.engine.host_cache import HostCache
 from hybrid_runtime.engine.request import Hit, Request
 
 BLOCK = 4
@@ -46,9 +47,7 @@ class World:
     def __init__(self, num_draft: int, **options: Any) -> None:
         self.now = 0.0
         self.target = HashTarget()
-        self.clock = pytest.MonkeyPatch()
-        clock = SimpleNamespace(perf_counter=lambda: self.now)
-        self.clock.setattr("hybrid_runtime.engine.engine.time", clock)
+        self.sound = True  # False from a check that fails on
         self.engine = engine = Engine(
             cast(Any, self.target), None, [], drafter="ngram" if num_draft else None,
             num_speculative_tokens=num_draft, block_size=BLOCK, max_model_len=48, **options,
@@ -69,19 +68,24 @@ class World:
         self.key_of: dict[Text, bytes] = {}
         self.ever: dict[str, set[bytes]] = {"kv": set(), "state": set()}
         self.events: Counter[str] = Counter()
-        self.broken = False
 
-    def close(self) -> None:
-        self.clock.undo()
+    def clock(self) -> Any:
+        """Lets the engine see a time that passes by steps."""
+        clock = SimpleNamespace(perf_counter=lambda: self.now)
+        return patch("hybrid_runtime.engine.engine.time", clock)
 
     # -- what can happen -------------------------------------------------------------------------
 
-    def submit(self, prompt: list[int], tenant: str, lasts: float | None, **params: Any) -> None:
-        request = self.engine.submit(
-            prompt, SamplingParams(seed=1, **params), tenant=tenant, deadline=lasts
-        )
+    def submit(
+        self, prompt: list[int], tenant: str = "", lasts: float | None = None, **params: Any
+    ) -> Request:
+        with self.clock():
+            request = self.engine.submit(
+                prompt, SamplingParams(seed=1, **params), tenant=tenant, deadline=lasts
+            )
         self.requests.append(request)
         self.open[request] = request.hit
+        return request
 
     def abort(self, which: int) -> None:
         request = list(self.open)[which % len(self.open)]
@@ -94,7 +98,6 @@ class World:
 
     def break_copies(self, broken: bool) -> None:
         if self.host is not None:
-            self.broken = broken
             path = CopyPath("broken", cast(Any, fails)) if broken else self.copies
             self.host.tier._copies.path = path
 
@@ -102,8 +105,9 @@ class World:
         before = {request: Before(request.tokens, request.epoch) for request in self.requests}
         expected = self._expected()
         preempted, failing = self.engine.scheduler.preemptions, self.target.fails
-        self.now += 1.0
-        self.engine.step()
+        self.now, self.sound = self.now + 1.0, False
+        with self.clock():
+            self.engine.step()
         self.events["preemptions"] += self.engine.scheduler.preemptions - preempted
         for request in self.open:
             assert (request.error is not None) <= failing
@@ -115,27 +119,29 @@ class World:
         self._check_accounts()
         self._check_content()
         self._close()
+        self.sound = True
 
-    def finish(self) -> None:
-        """Serve whoever is left; nothing may be left then, and nothing stand still."""
-        self.target.fails = False
+    def drain(self) -> None:
+        """Serve whoever is left; nobody may stand still."""
         for _ in range(60 * (1 + len(self.open))):
             if self.engine.idle:
                 break
             self.step()
         assert self.engine.idle
         assert not self.open
-        for pool in self.pools.values():
+
+    def finish(self) -> None:
+        """Serve whoever is left; every block and slot must be back then."""
+        self.target.fails = False
+        self.drain()
+        for group, pool in self.pools.items():
             assert pool.free == pool.size
             pool.clear()
             assert (pool.free, pool.cached) == (pool.size, 0)
+            if self.host is not None:
+                self.break_copies(False)
+                self._check_host(self.host, group, pool)
         assert sorted(self.engine.scheduler._slots) == list(range(self.engine.manager.max_requests))
-        if self.host is not None:
-            self.host.clear()
-            for group in self.pools:
-                usage = self.host.tier.usage(group)
-                assert (usage.used, usage.in_flight) == (0, 0)
-        self.close()
 
     # -- what must hold --------------------------------------------------------------------------
 
@@ -205,6 +211,22 @@ class World:
                 assert self._wanted(tenant, tokens)
         for name, pool in self.pools.items():
             self.ever[name] |= pool._block.keys()
+
+    def _check_host(self, host: HostCache, group: str, pool: BlockPool) -> None:
+        """All that the host kept comes back as its key says."""
+        keys = list(host._blocks[group])
+        for start in range(0, len(keys), pool.size):
+            part = keys[start : start + pool.size]
+            blocks = [pool.take() for _ in part]
+            assert host.fetch(group, part, blocks)
+            for key, block in zip(part, blocks, strict=True):
+                assert pool.file(key, block)
+                pool.put(block)
+            self._check_content()
+            pool.clear()
+        host.tier.free(group, [host._blocks[group].pop(key) for key in keys])
+        usage = host.tier.usage(group)
+        assert (usage.used, usage.in_flight) == (0, 0)
 
     def _wanted(self, tenant: str, tokens: tuple[int, ...]) -> bool:
         retention, depth = self.engine.prefix_cache.retention, len(tokens)

@@ -16,7 +16,7 @@ from pool_world import BLOCK, World
 LONGEST_PROMPT, MOST_OUTPUT = 30, 12
 # Few symbols: beginnings are shared by chance too.
 DOCUMENTS = [random.Random(seed).choices(range(3), k=28) for seed in range(3)]
-HOSTS = [None, (24, 16), (7, 3)]
+HOSTS = [(40, 30), (24, 16), (7, 3), None]
 
 layouts = st.sampled_from(["replay", "columns"])
 options = st.fixed_dictionaries(
@@ -27,7 +27,7 @@ options = st.fixed_dictionaries(
         "host_blocks": st.sampled_from(HOSTS),
         "num_blocks": st.tuples(st.integers(13, 18), st.integers(8, 14)),
         "max_requests": st.integers(1, 4),
-        "max_tokens_per_step": st.sampled_from([8, 17, 64]),
+        "max_tokens_per_step": st.sampled_from([4, 8, 17, 64]),
         "num_draft": st.sampled_from([3, 3, 1, 0]),
         "conv_layout": st.sampled_from(["SD", "DS"]),
         "strategy": st.sampled_from(["auto", "auto", "blocking", "defer", "always"]),
@@ -96,12 +96,12 @@ class Life(RuleBasedStateMachine):
             self.world.break_copies(what == "copies fail")
 
     def teardown(self) -> None:
-        if self.world is not None:
+        if self.world is not None and self.world.sound:
             self.world.finish()
 
 
 TestLife = Life.TestCase
-TestLife.settings = settings(max_examples=80, stateful_step_count=40)
+TestLife.settings = settings(max_examples=50, stateful_step_count=40)
 
 
 @pytest.mark.parametrize("state_layout", ["replay", "columns"])
