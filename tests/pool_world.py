@@ -90,7 +90,6 @@ class World:
     def abort(self, which: int) -> None:
         request = list(self.open)[which % len(self.open)]
         self.engine.abort(request)
-        self.events["aborts"] += request.slot < 0
         self._close()
 
     def fail_next_step(self) -> None:
@@ -180,7 +179,7 @@ class World:
             assert (scheduler.state._view[slot] < 0).all()
 
     def _check_pool(self, pool: BlockPool, table: BlockTable) -> None:
-        """Every block is free, kept for its content or owned, as often as it stands in the table."""
+        """Every block is free, kept for its content, or owned as often as the table names it."""
         owned = Counter(table._view[table._view >= 0].tolist())
         assert pool._owners == [owned[block] for block in range(pool.size)]
         idle = [b for b in range(pool.size) if not owned[b] and pool._key[b] is not None]
@@ -190,7 +189,7 @@ class World:
         assert keyed == pool._block
 
     def _check_content(self) -> None:
-        """What can be found is what its key says, and a state lies where the retention wants one."""
+        """What can be found is what its key says, and states lie where the retention wants them."""
         caches = self.engine.loop.caches
         keys, values = (part.flatten(1).int().tolist() for part in caches.kv[KV_LAYER])
         states = {

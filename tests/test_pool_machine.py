@@ -18,10 +18,9 @@ LONGEST_PROMPT, MOST_OUTPUT = 30, 12
 DOCUMENTS = [random.Random(seed).choices(range(3), k=28) for seed in range(3)]
 HOSTS = [(40, 30), (24, 16), (7, 3), None]
 
-layouts = st.sampled_from(["replay", "columns"])
 options = st.fixed_dictionaries(
     {
-        "state_layout": layouts,
+        "state_layout": st.sampled_from(["replay", "columns"]),
         "steps_ahead": st.integers(0, 1),
         "retention": st.sampled_from(["all", "prompt", 2 * BLOCK]),
         "host_blocks": st.sampled_from(HOSTS),
@@ -53,7 +52,7 @@ arrivals = st.fixed_dictionaries(
 class Life(RuleBasedStateMachine):
     """Requests come, go on, give way and end, while copies and steps fail."""
 
-    world: World | None = None
+    world: World
 
     @initialize(options=options)
     def begin(self, options: dict[str, Any]) -> None:
@@ -61,15 +60,13 @@ class Life(RuleBasedStateMachine):
 
     @rule(arrivals=st.lists(arrivals, min_size=1, max_size=4))
     def submit(self, arrivals: list[dict[str, Any]]) -> None:
-        assert self.world is not None
         for arrival in arrivals:
             self.world.submit(**arrival)
 
-    @precondition(lambda self: self.world and any(r.output for r in self.world.requests))
+    @precondition(lambda self: any(r.output for r in self.world.requests))
     @rule(which=st.integers(0, 99), more=st.lists(st.integers(0, 2), min_size=1, max_size=3))
     def next_turn(self, which: int, more: list[int]) -> None:
         """A prompt that goes on where another request's output ends."""
-        assert self.world is not None
         told = [r for r in self.world.requests if r.output]
         last = told[which % len(told)]
         prompt = (last.tokens + more)[:LONGEST_PROMPT]
@@ -77,31 +74,29 @@ class Life(RuleBasedStateMachine):
 
     @rule(count=st.integers(1, 12))
     def steps(self, count: int) -> None:
-        assert self.world is not None
         for _ in range(count):
             self.world.step()
 
-    @precondition(lambda self: self.world and self.world.open)
+    @precondition(lambda self: self.world.open)
     @rule(which=st.integers(0, 99))
     def abort(self, which: int) -> None:
-        assert self.world is not None
         self.world.abort(which)
 
     @rule(what=st.sampled_from(["copies work", "copies fail", "a pass fails"]))
     def disturb(self, what: str) -> None:
-        assert self.world is not None
         if what == "a pass fails":
             self.world.fail_next_step()
         else:
             self.world.break_copies(what == "copies fail")
 
     def teardown(self) -> None:
-        if self.world is not None and self.world.sound:
+        if "world" in vars(self) and self.world.sound:
             self.world.finish()
 
 
 TestLife = Life.TestCase
-TestLife.settings = settings(max_examples=50, stateful_step_count=40)
+EXAMPLES = 50 if settings.get_current_profile_name() == "ci" else 1000
+TestLife.settings = settings(max_examples=EXAMPLES, stateful_step_count=40)
 
 
 @pytest.mark.parametrize("state_layout", ["replay", "columns"])
@@ -137,7 +132,6 @@ def test_all_of_it_happens(state_layout: str) -> None:
         "failed copies": host.failed,
         "guesses accepted": int(stats.mean_acceptance_length > 1),
     }
-    print(counts)
     for name, least in {
         "hits": 50, "misses": 10, "preemptions": 10, "resumes": 10, "resumes from a snapshot": 5,
         "evictions": 100, "blocks to the host": 100, "blocks from the host": 20,
