@@ -15,7 +15,7 @@ RETENTIONS = ("all", "prompt", 2 * BLOCK)
 
 
 def world_of(**options: Any) -> World:
-    roomy = {"num_draft": 3, "max_requests": 3, "num_blocks": (90, 60)}
+    roomy: dict[str, Any] = {"num_draft": 3, "max_requests": 3, "num_blocks": (90, 60)}
     return World(**roomy | options)
 
 
