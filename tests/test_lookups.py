@@ -84,3 +84,16 @@ def test_any_tail_joins_a_batch_that_speculates(
             hits = [request.hit.tokens for request in twins]
             assert hits == [below(length) if turn else 0] * 2
         world.finish()
+
+
+@pytest.mark.parametrize("state_layout", LAYOUTS)
+def test_what_was_evicted_and_computed_again_is_found_again(state_layout: str) -> None:
+    """Rows 33, 61: a preempted request loses all that it had filed, and files it once more."""
+    world = world_of(state_layout=state_layout, max_requests=2, num_blocks=(13, 30))
+    world.submit(TEXT[:14], max_tokens=28)
+    second = world.submit([200, *TEXT[:13]], max_tokens=28)
+    world.drain()
+    assert world.events["preemptions"] > 0
+    assert world.events["resumes"] > world.events["resumes from a snapshot"]
+    assert hit_of(world, second.tokens[:30]) == below(30)
+    world.finish()
