@@ -164,7 +164,11 @@ BAD_OPTIONS = [
     ({"strategy": "hope"}, "strategy is 'hope'"),
     ({"max_requests": 0}, "max_requests is 0"),
     ({"max_model_len": 1}, "max_model_len is 1"),
-    ({"max_tokens_per_step": 0}, "max_tokens_per_step is 0"),
+    ({"max_tokens_per_step": 0}, "max_tokens_per_step is 0; .* at least 2"),
+    (
+        {"drafter": "ngram", "num_speculative_tokens": 3, "max_tokens_per_step": 3},
+        "max_tokens_per_step is 3; .* at least 4",
+    ),
     ({"conv_layout": "XY"}, "conv_layout is 'XY'"),
     ({"num_blocks": (0, 4)}, "size is 0"),
 ]

@@ -127,12 +127,13 @@ class Engine:
                 f"num_speculative_tokens is {k} with drafter={drafter!r}; it must be 0 without a "
                 "drafter and at least 1 with one"
             )
-        for name, value in (
-            ("max_model_len", max_model_len),
-            ("max_tokens_per_step", max_tokens_per_step),
-        ):
-            if value < 2:
-                raise ValueError(f"{name} is {value}; it must be at least 2")
+        if max_model_len < 2:
+            raise ValueError(f"max_model_len is {max_model_len}; it must be at least 2")
+        if max_tokens_per_step < max(2, k + 1):
+            raise ValueError(
+                f"max_tokens_per_step is {max_tokens_per_step}; with num_speculative_tokens={k} it "
+                f"must be at least {max(2, k + 1)}, or nobody could ever decode"
+            )
         on_gpu = model.device.type == "cuda"
         graphs = on_gpu if graphs is None else graphs
         ahead = int(on_gpu) if steps_ahead is None else steps_ahead
