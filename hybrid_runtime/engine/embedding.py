@@ -47,10 +47,11 @@ class Pooler:
 
         hidden: `[T, size]`. row_start: int32 `[rows + 1]`, first token of each row.
         """
-        index, packed = self._staging.take()
-        lines = most = 0
         result = {row: line for line, row in enumerate(schedule.pooled)}
-        for row, request in enumerate(schedule.requests):
+        lines: list[tuple[int, ...]] = []
+        most = 0
+        for row in range(schedule.num_decoding, len(schedule.requests)):
+            request = schedule.requests[row]
             if request.pooled_from is None:
                 continue
             last = int(schedule.rows.scheduled[row])
@@ -58,10 +59,12 @@ class Pooler:
             before = request.computed_min - request.pooled_from
             first = max(-before, 0)
             if first < last:
-                packed[lines] = row, first, last, request.slot, max(before, 0), result.get(row, -1)
-                lines, most = lines + 1, max(most, last - first)
+                lines.append((row, first, last, request.slot, max(before, 0), result.get(row, -1)))
+                most = max(most, last - first)
         if lines:
-            entries = self._staging.upload(index, lines)[:lines]
+            index, packed = self._staging.take()
+            packed[: len(lines)] = lines
+            entries = self._staging.upload(index, len(lines))[: len(lines)]
             pool(hidden, row_start, entries, self._sums, self._means, most)
         if result:
             done = self._means[: len(result)].flatten()
