@@ -156,6 +156,29 @@ def test_a_hit_never_takes_what_is_pooled(hf: NemotronHForCausalLM, tokenizer: T
     assert runs.stats().prefix.short["pooled"] == 2
 
 
+@pytest.mark.parametrize(("pooling", "tokens"), [("mean", 16), ("last", 40)])
+def test_a_hit_from_the_host_is_cut_alike(
+    hf: NemotronHForCausalLM, tokenizer: Tokenizer, pooling: Any, tokens: int
+) -> None:
+    runs = small(hf, tokenizer, max_requests=1, num_blocks=(14, 9), host_blocks=(60, 60))
+    instruction, prompt = text(19, 1), text(22, 2)
+    runs.embed([prompt], "last", instruction)
+    runs.embed([text(60, 20 + n) for n in range(4)])
+    request = runs.submit_embedding(prompt, pooling, instruction)
+    while request.finish_reason is None:
+        runs.step()
+    assert runs.stats().prefix.host_blocks > 0
+    assert request.hit.tokens == tokens
+    close(vector(request), wanted(hf, [prompt], pooling, instruction, normalize=False)[0])
+    nothing_leaked(runs)
+
+
+def test_embeddings_need_no_logits(hf: NemotronHForCausalLM, tokenizer: Tokenizer) -> None:
+    runs = small(hf, tokenizer, max_tokens_per_step=16)
+    runs.model.logits = lambda _: 1 / 0  # type: ignore[method-assign, return-value, assignment]
+    close(runs.embed(PROMPTS), wanted(hf, PROMPTS, "last"))
+
+
 @pytest.mark.parametrize("options", [{}, MTP | {"steps_ahead": 1}], ids=str)
 def test_a_preempted_embedding_begins_again(
     hf: NemotronHForCausalLM, tokenizer: Tokenizer, options: dict[str, Any]
