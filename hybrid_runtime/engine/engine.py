@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from heapq import heappop, heappush
 from pathlib import Path
@@ -22,10 +21,11 @@ from torch import Tensor
 from hybrid_runtime.engine.embedding import Pooler, Pooling, pooled_from
 from hybrid_runtime.engine.host_cache import HostCache
 from hybrid_runtime.engine.memory import Memory
-from hybrid_runtime.engine.prefix_cache import PrefixCache, PrefixStats, Retention
+from hybrid_runtime.engine.prefix_cache import PrefixCache, Retention
 from hybrid_runtime.engine.prompt import Prompt, encode, encode_instructed
 from hybrid_runtime.engine.request import Completion, FinishReason, Request
 from hybrid_runtime.engine.scheduler import Schedule, Scheduler, overshoot
+from hybrid_runtime.engine.stats import EngineStats
 from hybrid_runtime.models.checkpoint import load_eagle, load_mtp, load_nemotron_h, resolve
 from hybrid_runtime.models.nemotron_h import NemotronH
 from hybrid_runtime.specdecode.acceptance import (
@@ -42,24 +42,7 @@ from hybrid_runtime.specdecode.sequences import Sequences
 from hybrid_runtime.state.guard import Waits, allowed
 from hybrid_runtime.state.layout import ConvLayout, LayoutKind, StateLayout
 from hybrid_runtime.state.manager import HybridStateManager, Strategy
-from hybrid_runtime.state.stats import Stats
 from hybrid_runtime.state.step import Step
-
-
-@dataclass(frozen=True, slots=True)
-class EngineStats:
-    """Counters since construction.
-
-    mean_acceptance_length: emitted tokens per step of a row that had drafts (1 .. K + 1), counted
-    before the request's own limits cut its end; nan without drafts.
-    """
-
-    steps: int
-    emitted: int
-    mean_acceptance_length: float
-    state: Stats
-    preemptions: int
-    prefix: PrefixStats
 
 
 class QueueFull(RuntimeError):
@@ -343,8 +326,10 @@ class Engine:
         )
         for error in (r.error for r in requests if r.error is not None):
             raise error
-        found = [r.embedding for r in requests if r.embedding is not None]
-        vectors = torch.stack(found) if found else torch.empty(0, self.model.config.hidden_size)
+        vectors = torch.empty(len(requests), self.model.config.hidden_size)
+        for line, request in zip(vectors, requests, strict=True):
+            assert request.embedding is not None
+            line.copy_(request.embedding)
         return F.normalize(vectors) if normalize else vectors
 
     def stream(
