@@ -15,8 +15,8 @@ from hybrid_runtime.bench import options as bench_options
 from hybrid_runtime.bench import report
 from hybrid_runtime.bench.machine import copy_bandwidth, machine
 from hybrid_runtime.engine import Engine, SamplingParams
-from hybrid_runtime.engine.engine import DrafterName
 from hybrid_runtime.models.checkpoint import load_mtp, load_nemotron_h, resolve
+from hybrid_runtime.specdecode.drafter import DrafterName
 from hybrid_runtime.state.manager import Strategy
 
 

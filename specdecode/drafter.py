@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -15,6 +15,8 @@ from hybrid_runtime.specdecode import ngram
 from hybrid_runtime.specdecode.batch import Caches, RowBatch
 from hybrid_runtime.specdecode.sampling import DRAFT, probabilities, sample, uniform
 from hybrid_runtime.specdecode.sequences import Sequences
+
+DrafterName = Literal["mtp", "eagle", "ngram"]
 
 
 class DraftHead(Protocol):
@@ -105,3 +107,16 @@ class NgramDrafter:
         at = verified.inputs.slot.clamp(min=0)
         sequences = verified.sequences
         return ngram.propose(sequences.history[at], sequences.length[at], self.num_draft), None
+
+
+def make_drafter(
+    name: DrafterName | None, head: DraftHead | None, caches: Caches, k: int, sampled: bool
+) -> Drafter | None:
+    """The drafter of that name, None for none; `ValueError` for one without its network."""
+    if name is None:
+        return None
+    if name == "ngram":
+        return NgramDrafter(k)
+    if head is None:
+        raise ValueError(f"head is None; drafter {name!r} needs its network")
+    return HeadDrafter(head, caches, k, sampled)

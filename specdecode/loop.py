@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from hybrid_runtime.kernels.emission import DraftInputs, emit
 from hybrid_runtime.kernels.place import Placement, place
 from hybrid_runtime.kernels.replay import Replay, Rounding
-from hybrid_runtime.specdecode.acceptance import Acceptance, greedy
+from hybrid_runtime.specdecode.acceptance import Acceptance, Accepted, greedy
 from hybrid_runtime.specdecode.batch import Caches, RowBatch, StatePositions
 from hybrid_runtime.specdecode.drafter import Drafter, Verified
 from hybrid_runtime.specdecode.graphs import Graphs
@@ -56,6 +56,11 @@ class Frame:
     key: Hashable = None
 
 
+Watch = Callable[[int, Tensor, Tensor], None]
+"""Called with a step's number, the target's hidden states `[T, hidden]` after the final norm, and
+the first token of each row in them, int32 `[rows + 1]`, as soon as the verify pass is queued."""
+
+
 class SpeculativeLoop:
     """Steps of a batch of sequences under one target, one drafter (None: plain decoding).
 
@@ -86,6 +91,10 @@ class SpeculativeLoop:
         self._place = Placement.empty(slots, most, sequences.num_draft, device)
         self._drafting = DraftInputs.empty(slots, most, sequences.num_draft, device)
         self._emitted = torch.zeros((slots, self.width + 1), dtype=torch.int32, device=device)
+        self._nothing = Accepted(
+            torch.full((slots, self.width), -1, dtype=torch.int32, device=device),
+            torch.zeros(slots, dtype=torch.int32, device=device),
+        )
         self.waits = Waits()
         size = slots * (self.width + 1)
         self._results = Readback(size, steps_ahead + 1, device, self.waits)
@@ -95,12 +104,20 @@ class SpeculativeLoop:
         self._frames: dict[tuple[int, Acceptance], Frame] = {}
 
     @torch.inference_mode()
-    def step(self, rows: StepRows, num_update_rows: int, accept: Acceptance) -> Step:
+    def step(
+        self,
+        rows: StepRows,
+        num_update_rows: int,
+        accept: Acceptance | None,
+        watch: Watch | None = None,
+    ) -> Step:
         """Queue one step of `rows`; `read` gives what it emitted.
 
         The first `num_update_rows` rows decode: one certain token and K drafts, those that the
         last step proposed (-1 where it proposed none). The others run any number of certain tokens.
-        Raises what the model raises, after giving up the step: its requests are released.
+        accept: None where no row comes to the end of its text; there are no logits then, and
+        nothing travels back. Raises what the model or `watch` raises, after giving up the step: its
+        requests are released.
         """
         state, n = self.manager, len(rows)
         step = state.begin_step(rows)
@@ -111,6 +128,7 @@ class SpeculativeLoop:
             if graphs is None:
                 frame = self._eager(rows, num_update_rows)
             else:
+                assert accept is not None  # rows that decode come to their end
                 frame = self._captured(graphs, padded(n, state.max_requests), accept)
             self._place_rows(step.entries, n, frame, pad=self.width)
             if graphs is None:
@@ -118,8 +136,11 @@ class SpeculativeLoop:
             else:
                 graphs.replay(("verify", frame.key))
             assert frame.num_accepted is not None
+            if watch is not None:
+                assert frame.verified is not None
+                watch(step.number, frame.verified.hidden, frame.batch.row_start)
             state.end_step(step, frame.num_accepted)
-            self._send(step, frame)
+            self._send(step, frame, 0 if accept is None else n)
             if self.drafter is not None:
                 if graphs is None:
                     self._draft(frame)
@@ -134,8 +155,12 @@ class SpeculativeLoop:
         """What a step emitted, `[rows, K + 2]`: up to K + 1 tokens (tail -1) and their count, 0
         where the row is in the middle of its prompt. Waits if it must."""
         n = len(step.rows)
-        values = self._results.read(step.number, n * (self.width + 1), reason)
-        emitted = values.reshape(n, self.width + 1)
+        values = self._results.read(step.number, reason)
+        if len(values):
+            emitted = values.reshape(n, self.width + 1)
+        else:
+            emitted = np.full((n, self.width + 1), -1, np.int32)
+            emitted[:, -1] = 0
         self.manager.resolve(step, emitted[:, -1])
         return emitted
 
@@ -191,26 +216,17 @@ class SpeculativeLoop:
             pad,
         )
 
-    def _verify(self, frame: Frame, accept: Acceptance) -> None:
+    def _verify(self, frame: Frame, accept: Acceptance | None) -> None:
         """The target reads the certain tokens and all guesses in one pass; a prefix of the guesses
         is accepted, and one token of the target's own follows."""
         place, text = frame.place, self.sequences
         hidden = self.target(place.tokens, frame.batch, frame.positions, self.caches)
-        judged = hidden if frame.uniform else hidden.index_select(0, place.verify)
-        logits = self.target.logits(judged).unflatten(0, (-1, self.width))
-        if accept is greedy:
-            accepted = greedy(logits, place.guesses, place.draft, place.emits)
+        if accept is None:
+            rows = place.slot.shape[0]
+            nothing = self._nothing
+            accepted = Accepted(nothing.tokens[:rows], nothing.num_accepted[:rows])
         else:
-            at = place.slot.clamp(min=0)
-            accepted = accept(
-                logits,
-                place.guesses,
-                place.draft,
-                place.emits,
-                None if text.draft_probs is None else text.draft_probs[at],
-                text.sampling.select(at),
-                place.certain.long(),
-            )
+            accepted = self._judge(frame, hidden, accept)
         emit(
             place,
             accepted.tokens,
@@ -224,6 +240,24 @@ class SpeculativeLoop:
         frame.num_accepted = accepted.num_accepted
         frame.verified = Verified(frame.batch, place, hidden, frame.drafting, text)
 
+    def _judge(self, frame: Frame, hidden: Tensor, accept: Acceptance) -> Accepted:
+        """What of the guesses the target's own distributions leave."""
+        place, text = frame.place, self.sequences
+        judged = hidden if frame.uniform else hidden.index_select(0, place.verify)
+        logits = self.target.logits(judged).unflatten(0, (-1, self.width))
+        if accept is greedy:
+            return greedy(logits, place.guesses, place.draft, place.emits)
+        at = place.slot.clamp(min=0)
+        return accept(
+            logits,
+            place.guesses,
+            place.draft,
+            place.emits,
+            None if text.draft_probs is None else text.draft_probs[at],
+            text.sampling.select(at),
+            place.certain.long(),
+        )
+
     def _draft(self, frame: Frame) -> None:
         """Guesses for the next step, from what is certain now."""
         assert frame.verified is not None
@@ -231,9 +265,9 @@ class SpeculativeLoop:
         drafts, probs = self.drafter.propose(frame.verified)
         self.sequences.propose(frame.drafting.slot, drafts, probs)
 
-    def _send(self, step: Step, frame: Frame) -> None:
-        """Start the results on their way to the host."""
-        values = frame.emitted[: len(step.rows)].flatten()
+    def _send(self, step: Step, frame: Frame, rows: int) -> None:
+        """Start the results of the first `rows` rows on their way to the host."""
+        values = frame.emitted[:rows].flatten()
         if self._aside is None:
             self._results.start(step.number, values)
             return

@@ -29,6 +29,7 @@ from hybrid_runtime.kernels import (
     kv_write,
     norm,
     paged_attention,
+    pool,
     relu2,
     replay_materialise,
     replay_update,
@@ -50,7 +51,7 @@ TYPES = {
     "addresses": "*i64", "value": "fp32", "x": "*bf16", "out": "*bf16", "weight": "*bf16",
     "bias": "*bf16", "windows": "*bf16", "dt": "*bf16", "B": "*bf16", "C": "*bf16",
     "A_log": "*fp32", "D": "*fp32", "dt_bias": "*fp32", "dt_min": "fp32", "dt_max": "fp32",
-    "states": "*fp32", "totals": "*i64",
+    "states": "*fp32", "totals": "*i64", "hidden": "*bf16", "sums": "*fp32",
 }  # fmt: skip
 MOVE: dict[str, Any] = {
     "word_type": tl.int32, "tap_type": tl.int16, "FIELDS": 16, "POST": True, "EVERY_ROW": False,
@@ -71,6 +72,7 @@ SSM: dict[str, Any] = {
     "HEADS": 128, "HEADS_PER_GROUP": 16, "DIM": 64, "STATE": 128, "TOKENS": 4, "TILE": 8,
     "WIDTH": 128, "x_dim": 1, "dt_head": 1, "B_state": 1, "C_state": 1,
 }  # fmt: skip
+POOL: dict[str, Any] = {"FIELDS": 6, "SIZE": 4096, "TOKENS": 32, "TILE": 128}
 NO_SNAPSHOT = {"snapshot_column": None, "snapshot_after": None}
 KERNELS = [
     (advance._advance_kernel, ADVANCE),
@@ -82,6 +84,7 @@ KERNELS = [
     *((decide._decide_move_kernel, SETTLE | {"PHASE": phase}) for phase in (0, 1)),
     (block_fill._fill_kernel, FILL),
     (block_fill._fill_kernel, FILL | {"window_type": tl.float32, "ssm_type": tl.float32}),
+    (pool._pool_kernel, POOL),
     (causal_conv_update._causal_conv_update_kernel, CONV | NO_SNAPSHOT),
     (
         causal_conv_update._causal_conv_update_kernel,

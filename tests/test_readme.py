@@ -25,6 +25,14 @@ def test_the_runner_example_runs_and_is_short() -> None:
     assert "steps=30" in done.stdout
 
 
+def test_the_embedding_example_runs() -> None:
+    (example,) = (b for b in blocks("python") if "engine.embed" in b)
+    command = [sys.executable, "-P", "-c", example]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("1.0000") == 3  # each text is like itself
+
+
 def test_figures_are_those_of_the_results() -> None:
     done = subprocess.run(
         [sys.executable, "benchmarks/tables.py", "--check"],

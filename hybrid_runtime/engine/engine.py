@@ -4,23 +4,28 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict, deque
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from heapq import heappop, heappush
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from rich.progress import Progress
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
+from torch import Tensor
 
+from hybrid_runtime.engine.embedding import Pooler, Pooling, pooled_from
 from hybrid_runtime.engine.host_cache import HostCache
 from hybrid_runtime.engine.memory import Memory
-from hybrid_runtime.engine.prefix_cache import PrefixCache, PrefixStats, Retention
+from hybrid_runtime.engine.prefix_cache import PrefixCache, Retention
+from hybrid_runtime.engine.prompt import Prompt, encode, encode_instructed
 from hybrid_runtime.engine.request import Completion, FinishReason, Request
 from hybrid_runtime.engine.scheduler import Schedule, Scheduler, overshoot
+from hybrid_runtime.engine.stats import EngineStats
 from hybrid_runtime.models.checkpoint import load_eagle, load_mtp, load_nemotron_h, resolve
 from hybrid_runtime.models.nemotron_h import NemotronH
 from hybrid_runtime.specdecode.acceptance import (
@@ -30,8 +35,7 @@ from hybrid_runtime.specdecode.acceptance import (
     synthetic_acceptance,
     synthetic_rates,
 )
-from hybrid_runtime.specdecode.batch import Caches
-from hybrid_runtime.specdecode.drafter import Drafter, DraftHead, HeadDrafter, NgramDrafter
+from hybrid_runtime.specdecode.drafter import DrafterName, make_drafter
 from hybrid_runtime.specdecode.loop import SpeculativeLoop
 from hybrid_runtime.specdecode.sampling import SamplingParams
 from hybrid_runtime.specdecode.sequences import Sequences
@@ -39,26 +43,7 @@ from hybrid_runtime.state.guard import Waits, allowed
 from hybrid_runtime.state.layout import ConvLayout, LayoutKind, StateLayout
 from hybrid_runtime.state.manager import HybridStateManager, Strategy
 from hybrid_runtime.state.materialise import Foldable
-from hybrid_runtime.state.stats import Stats
 from hybrid_runtime.state.step import Step
-
-DrafterName = Literal["mtp", "eagle", "ngram"]
-
-
-@dataclass(frozen=True, slots=True)
-class EngineStats:
-    """Counters since construction.
-
-    mean_acceptance_length: emitted tokens per step of a row that had drafts (1 .. K + 1), counted
-    before the request's own limits cut its end; nan without drafts.
-    """
-
-    steps: int
-    emitted: int
-    mean_acceptance_length: float
-    state: Stats
-    preemptions: int
-    prefix: PrefixStats
 
 
 class QueueFull(RuntimeError):
@@ -163,7 +148,8 @@ class Engine:
             layout, max_requests, k, device, strategy, steps_in_flight=ahead, readback=host_decides
         )
         drawn = model.config.vocab_size if sampled_drafts and head is not None else 0
-        self.sequences = Sequences(max_requests, longest, k, device, drawn, ahead)
+        # One more than can be computed: see `Request.told`.
+        self.sequences = Sequences(max_requests, longest + 1, k, device, drawn, ahead)
         self.waits = Waits()
         memory = Memory.allocate(
             model, head, layout, max_requests, longest, num_blocks, ahead + 2, self.waits
@@ -186,11 +172,12 @@ class Engine:
         self._deadlines: list[tuple[float, int, Request]] = []
         self.loop = SpeculativeLoop(
             model, self.manager, self.sequences, memory.caches,
-            _drafter(drafter, head, memory.caches, k, sampled_drafts),
+            make_drafter(drafter, head, memory.caches, k, sampled_drafts),
             max_tokens_per_step, ahead, graphs, stochastic_rounding,
         )  # fmt: skip
         self._steps_ahead = ahead
         self._launched = False
+        self._pooler: Pooler | None = None
         self._queue: deque[tuple[Schedule, Step]] = deque()
         self._next_id = 0
         self._steps = self._emitted = self._draft_steps = self._draft_emitted = 0
@@ -240,7 +227,7 @@ class Engine:
 
     def submit(
         self,
-        prompt: str | Sequence[int],
+        prompt: Prompt,
         params: SamplingParams | None = None,
         *,
         tenant: str = "",
@@ -249,24 +236,41 @@ class Engine:
         """Queue one prompt (text or token ids); `ValueError` if it can never run, `QueueFull` if
         too many wait. tenant: who must not find what others have computed. deadline: seconds from
         now, after which it ends with what it has."""
+        self._check_queue()
+        tokens = encode(prompt, self.tokenizer, self.model.config.vocab_size)
         params = params or SamplingParams()
-        waiting = len(self.scheduler.waiting)
-        if self.max_waiting is not None and waiting >= self.max_waiting:
-            raise QueueFull(f"{waiting} requests wait; max_waiting is {self.max_waiting}")
-        tokens = self._encode(prompt)
         seed = params.seed
         if seed is None:
             seed = int(np.random.default_rng().integers(2**63 - 1))
-        request = Request(
-            self._next_id, tokens, params, seed, DecodeStream(ids=tokens[-4:]), tenant=tenant
+        stream = DecodeStream(ids=tokens[-4:])
+        request = Request(self._next_id, tokens, params, seed, stream, tenant=tenant)
+        return self._add(request, deadline)
+
+    def submit_embedding(
+        self,
+        prompt: Prompt,
+        pooling: Pooling = "last",
+        instruction: Prompt = "",
+        *,
+        tenant: str = "",
+        deadline: float | None = None,
+    ) -> Request:
+        """Queue one prompt to be embedded, beside those that generate; arguments and errors as of
+        `embed` and `submit`. It ends as "embedded", with `request.embedding` not normalised."""
+        self._check_queue()
+        tokens, count = encode_instructed(
+            prompt, instruction, self.tokenizer, self.model.config.vocab_size
         )
-        request.submitted = time.perf_counter()
-        self.scheduler.add(request)
-        self._next_id += 1
-        if deadline is not None:
-            request.deadline = request.submitted + deadline
-            heappush(self._deadlines, (request.deadline, request.id, request))
-        return request
+        request = Request(
+            self._next_id, tokens, SamplingParams(), 0, DecodeStream(), tenant=tenant,
+            pooled_from=pooled_from(pooling, len(tokens), count),
+        )  # fmt: skip
+        if self._pooler is None:
+            self._pooler = Pooler(
+                self.manager.max_requests, self.model.config.hidden_size, self._steps_ahead,
+                self.model.device, self.waits,
+            )  # fmt: skip
+        return self._add(request, deadline)
 
     def abort(self, request: Request) -> None:
         """End a request now; nothing happens to one that has ended."""
@@ -308,20 +312,42 @@ class Engine:
             params = [params or SamplingParams()] * len(prompts)
         if len(params) != len(prompts):
             raise ValueError(f"params has {len(params)} entries; it must have {len(prompts)}")
-        requests: list[Request] = []
-        try:
-            for prompt, p in zip(prompts, params, strict=True):
-                requests.append(self.submit(prompt, p))
-            with Progress(disable=not progress, transient=True) as bar:
-                task = bar.add_task("tokens", total=sum(p.max_tokens for p in params))
-                while any(r.finish_reason is None for r in requests):
-                    self.step()
-                    bar.update(task, completed=sum(len(r.output) for r in requests))
-        except BaseException:
-            for request in requests:
-                self.abort(request)
-            raise
+        with Progress(disable=not progress, transient=True) as bar:
+            task = bar.add_task("tokens", total=sum(p.max_tokens for p in params))
+            requests = self._serve(
+                (self.submit(prompt, p) for prompt, p in zip(prompts, params, strict=True)),
+                lambda live: bar.update(task, completed=sum(len(r.output) for r in live)),
+            )
         return [Completion.of(r) for r in requests]
+
+    def embed(
+        self,
+        prompts: Sequence[Prompt],
+        pooling: Pooling = "last",
+        instruction: Prompt = "",
+        normalize: bool = True,
+    ) -> Tensor:
+        """One vector per prompt, float32 `[prompts, hidden]` on the CPU, pooled from the model's
+        hidden states after its final norm.
+
+        pooling: "last", the last token's (with an end-of-text token, if the tokenizer adds one), or
+        "mean" over all tokens. instruction: what stands in front of every prompt, text or ids as
+        they are; its tokens run, and are left out of the mean. normalize: to length 1. `ValueError`
+        for a prompt that is empty or, instruction included, longer than `max_model_len`. What the
+        step of a prompt raises is raised here, after the others have ended.
+        """
+        if isinstance(prompts, str):
+            raise ValueError("prompts is a str; it must be a list of prompts")
+        requests = self._serve(
+            self.submit_embedding(prompt, pooling, instruction) for prompt in prompts
+        )
+        for error in (r.error for r in requests if r.error is not None):
+            raise error
+        vectors = torch.empty(len(requests), self.model.config.hidden_size)
+        for line, request in zip(vectors, requests, strict=True):
+            assert request.embedding is not None
+            line.copy_(request.embedding)
+        return F.normalize(vectors) if normalize else vectors
 
     def stream(
         self, prompt: str | Sequence[int], params: SamplingParams | None = None
@@ -332,9 +358,7 @@ class Engine:
         try:
             while request.finish_reason is None:
                 self.step()
-                # A stop string may still be cut off the end.
-                hold = 0 if request.finish_reason else _held(request.text, request.params.stop)
-                ready = len(request.text) - hold
+                ready = request.settled
                 if ready > shown:
                     yield request.text[shown:ready]
                     shown = ready
@@ -349,6 +373,24 @@ class Engine:
             self._steps, self._emitted, length, self.manager.stats(),
             self.scheduler.preemptions, self.prefix_cache.stats(),
         )  # fmt: skip
+
+    def _serve(
+        self, submitted: Iterable[Request], shown: Callable[[list[Request]], None] | None = None
+    ) -> list[Request]:
+        """Submit requests and run until all have ended; none is left behind by a failure."""
+        requests: list[Request] = []
+        try:
+            for request in submitted:
+                requests.append(request)
+            while any(r.finish_reason is None for r in requests):
+                self.step()
+                if shown is not None:
+                    shown(requests)
+        except BaseException:
+            for request in requests:
+                self.abort(request)
+            raise
+        return requests
 
     # -- inside a step ---------------------------------------------------------------------------
 
@@ -366,15 +408,18 @@ class Engine:
         """Queue the next step, if anybody can run; the requests that failed in it."""
         admitted = self.scheduler.admit()
         if admitted:
-            self.sequences.admit([(r.slot, r.tokens, r.params, r.seed) for r in admitted])
+            self.sequences.admit([(r.slot, r.told, r.params, r.seed) for r in admitted])
         schedule = self.scheduler.schedule()
         self._launched = schedule is not None
         if schedule is None:
             return []
         cold = all(r.params.temperature == 0 for r in schedule.requests)
         accept = self._greedy_only if cold else self._sampling
+        watch = None if self._pooler is None else partial(self._pooler.add, schedule)
         try:
-            step = self.loop.step(schedule.rows, schedule.num_decoding, accept)
+            step = self.loop.step(
+                schedule.rows, schedule.num_decoding, accept if schedule.speaks else None, watch
+            )
         except Exception as error:
             # The forward pass may have half written these requests' state; the others' is exact.
             for request in schedule.requests:
@@ -395,8 +440,11 @@ class Engine:
         """Hand out the oldest results."""
         schedule, step = self._queue.popleft()
         why = "tokens handed to the caller" + ("" if self._queue else ", nothing queued behind")
+        embeddings: dict[int, Tensor] = {}
         with allowed(why):
             emitted = self.loop.read(step, why)
+            if self._pooler is not None:
+                embeddings = self._pooler.read(schedule, step, why)
         now = time.perf_counter()
         self._steps += 1
         touched: list[Request] = []
@@ -406,7 +454,7 @@ class Engine:
             for snapshot in self.manager.published(step):
                 snapshots[snapshot.slot].append(snapshot)
         rows = zip(schedule.requests, schedule.epochs, emitted.tolist(), strict=True)
-        for request, epoch, tokens in rows:
+        for row, (request, epoch, tokens) in enumerate(rows):
             if request.finish_reason is not None or request.epoch != epoch:
                 continue  # it ended or was preempted while this row was queued
             count = tokens[-1]
@@ -415,6 +463,10 @@ class Engine:
             if not count:
                 if cache is not None:
                     cache.file(request, snapshots[request.slot])
+                if row in embeddings:
+                    request.embedding = embeddings[row]
+                    self._finish(request, "embedded")
+                    touched.append(request)
                 continue
             if draft:
                 self._draft_steps += 1
@@ -444,40 +496,16 @@ class Engine:
         self.scheduler.retire(request)
         request.finish_reason = reason
 
-    def _encode(self, prompt: str | Sequence[int]) -> list[int]:
-        if isinstance(prompt, str):
-            if self.tokenizer is None:
-                raise ValueError("prompt is a str; without a tokenizer it must be token ids")
-            tokens = self.tokenizer.encode(prompt).ids
-        else:
-            tokens = list(prompt)
-        if not tokens:
-            raise ValueError("prompt is empty; it must hold at least one token")
-        vocabulary = self.model.config.vocab_size
-        for token in tokens:
-            if not isinstance(token, int | np.integer) or not 0 <= token < vocabulary:
-                raise ValueError(f"prompt holds token {token!r}; it must be in 0..{vocabulary - 1}")
-        return [int(t) for t in tokens]
+    def _check_queue(self) -> None:
+        waiting = len(self.scheduler.waiting)
+        if self.max_waiting is not None and waiting >= self.max_waiting:
+            raise QueueFull(f"{waiting} requests wait; max_waiting is {self.max_waiting}")
 
-
-def _drafter(
-    name: DrafterName | None, head: DraftHead | None, caches: Caches, k: int, sampled: bool
-) -> Drafter | None:
-    if name is None:
-        return None
-    if name == "ngram":
-        return NgramDrafter(k)
-    if head is None:
-        raise ValueError(f"head is None; drafter {name!r} needs its network")
-    return HeadDrafter(head, caches, k, sampled)
-
-
-def _held(text: str, stop: tuple[str, ...]) -> int:
-    """Characters at the end of `text` that could be the beginning of a stop string."""
-    longest = 0
-    for s in stop:
-        for n in range(min(len(s) - 1, len(text)), 0, -1):
-            if text.endswith(s[:n]):
-                longest = max(longest, n)
-                break
-    return longest
+    def _add(self, request: Request, deadline: float | None) -> Request:
+        request.submitted = time.perf_counter()
+        self.scheduler.add(request)
+        self._next_id += 1
+        if deadline is not None:
+            request.deadline = request.submitted + deadline
+            heappush(self._deadlines, (request.deadline, request.id, request))
+        return request

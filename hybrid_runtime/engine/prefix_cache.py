@@ -82,7 +82,7 @@ class PrefixCache:
         return self._stats
 
     def find(self, request: Request) -> Hit:
-        """The longest hit for what is known of a request's text, one token less at the least."""
+        """The longest hit for what is known of a request's text, `most_hit` at the most."""
         self._hash(request)
         most = (request.length - 1) // self.block
         if not most:
@@ -97,11 +97,13 @@ class PrefixCache:
         short: ShortHit | None = None
         if known < most and self.keys.pool.evicted(request.hashes[known]):
             short = "evicted_keys"
-        count = known
+        usable = count = min(known, request.most_hit // self.block)
+        if usable < known:
+            short = "pooled"
         while count and self.state.pool.find(request.hashes[count - 1]) is None:
             count -= 1
-        if count < known:
-            gone = self.state.pool.evicted(request.hashes[known - 1])
+        if count < usable:
+            gone = self.state.pool.evicted(request.hashes[usable - 1])
             short = "evicted_snapshot" if gone else "no_snapshot"
         state = self.state.pool.find(request.hashes[count - 1]) if count else None
         return Hit(count * self.block, tuple(keys[:count]), state, known * self.block, short)
@@ -112,8 +114,8 @@ class PrefixCache:
         if self.host is None:
             return hit
         pools = {KEYS: self.keys.pool, STATE: self.state.pool}
-        count = hit.known // self.block
-        most = (request.length - 1) // self.block
+        most = request.most_hit // self.block
+        count = min(hit.known // self.block, most)
         while count < most and self.host.has(KEYS, request.hashes[count]):
             count += 1
         first = hit.tokens // self.block

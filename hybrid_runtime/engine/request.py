@@ -10,13 +10,14 @@ from typing import Literal
 
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
+from torch import Tensor
 
 from hybrid_runtime.specdecode.sampling import SamplingParams
 
-FinishReason = Literal["stop", "length", "abort", "deadline", "error"]
+FinishReason = Literal["stop", "length", "embedded", "abort", "deadline", "error"]
 
 
-ShortHit = Literal["short_prompt", "no_snapshot", "evicted_keys", "evicted_snapshot"]
+ShortHit = Literal["short_prompt", "pooled", "no_snapshot", "evicted_keys", "evicted_snapshot"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +27,8 @@ class Hit:
     tokens: whose keys, values and state are there. keys: their blocks. state: block of the
     snapshot, None without a hit. known: tokens whose keys and values are there, so that others
     share them. short: why `tokens` is not more: the prompt does not fill a block and one token
-    more; keys and values go on beyond the last snapshot; either was there and had to make room;
-    None: no more of it was ever there.
+    more; an embedding needs the hidden states behind it; keys and values go on beyond the last
+    snapshot; either was there and had to make room; None: no more of it was ever there.
     """
 
     tokens: int = 0
@@ -47,7 +48,9 @@ class Request:
     that arrived then). deadline: of perf_counter. prefill: tokens known when it was admitted last,
     which are run before it decodes. epoch: how often it was preempted; results of steps queued
     before that are void. hit: what it found in the prefix cache then; hashes: of its full blocks;
-    filed: leading blocks whose keys and values others can find.
+    filed: leading blocks whose keys and values others can find. pooled_from: position of the first
+    token whose hidden state goes into an embedding, None where text is wanted. embedding: float32
+    `[hidden]` on the CPU, the mean of those hidden states, once it has ended as "embedded".
     """
 
     id: int
@@ -71,6 +74,8 @@ class Request:
     hit: Hit = field(default_factory=Hit)
     hashes: list[bytes] = field(default_factory=list)
     filed: int = 0
+    pooled_from: int | None = None
+    embedding: Tensor | None = None
 
     @property
     def tokens(self) -> list[int]:
@@ -98,9 +103,41 @@ class Request:
         return self.prefill - self.computed_min
 
     @property
+    def most_hit(self) -> int:
+        """Tokens that a prefix hit may cover at the most. One is left to run, because what comes
+        next needs its hidden state; of an embedding all are that are pooled, because the cache
+        keeps keys, values and states, and no hidden states."""
+        return self.length - 1 if self.pooled_from is None else self.pooled_from
+
+    @property
+    def max_tokens(self) -> int:
+        """Most tokens of output."""
+        return self.params.max_tokens if self.pooled_from is None else 0
+
+    @property
+    def told(self) -> list[int]:
+        """Tokens known, as the device is told. It takes a row for a prompt's chunk, which brings no
+        token and no drafts, as long as more are known: so an embedding's text ends in one that
+        never runs."""
+        return self.tokens if self.pooled_from is None else [*self.prompt, self.prompt[-1]]
+
+    @property
     def sure_output(self) -> int:
         """Tokens emitted, and to be emitted by what is queued, at the least."""
         return len(self.output) + max(self.computed_min + 1 - self.length, 0)
+
+    @property
+    def settled(self) -> int:
+        """Characters of the text that no stop string can still cut off."""
+        if self.finish_reason is not None:
+            return len(self.text)
+        longest = 0
+        for stop in self.params.stop:
+            for n in range(min(len(stop) - 1, len(self.text)), longest, -1):
+                if self.text.endswith(stop[:n]):
+                    longest = n
+                    break
+        return len(self.text) - longest
 
     def append(
         self,

@@ -19,12 +19,27 @@ from hybrid_runtime.state.step import Snapshot
 @dataclass(frozen=True, slots=True)
 class Schedule:
     """Rows of one step; rows that decode (one certain token and K guesses) stand first. epochs:
-    of the requests, by which to know results of those that were preempted meanwhile."""
+    of the requests, by which to know results of those that were preempted meanwhile. speaks: some
+    row brings a token. pooled: rows whose embedding is complete after the step."""
 
     requests: list[Request]
     epochs: list[int]
     rows: StepRows
     num_decoding: int
+    speaks: bool
+    pooled: list[int]
+
+    @classmethod
+    def of(cls, requests: list[Request], rows: StepRows, num_decoding: int) -> Schedule:
+        """Of requests that none of this has been queued for yet."""
+        speaks, pooled = num_decoding > 0, []
+        for row in range(num_decoding, len(requests)):
+            if requests[row].prompt_left == rows.scheduled[row]:
+                if requests[row].pooled_from is None:
+                    speaks = True
+                else:
+                    pooled.append(row)
+        return cls(requests, [r.epoch for r in requests], rows, num_decoding, speaks, pooled)
 
 
 class Scheduler:
@@ -68,11 +83,12 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Queue a request; `ValueError` at once for one that can never run."""
-        kv, state = self.footprint(len(request.prompt), request.params.max_tokens)
-        if len(request.prompt) >= self.max_length:
+        kv, state = self.footprint(len(request.prompt), request.max_tokens)
+        if len(request.prompt) + bool(request.max_tokens) > self.max_length:
+            one = "with at least one of output " if request.max_tokens else ""
             raise ValueError(
-                f"prompt has {len(request.prompt)} tokens; with at least one of output it must fit "
-                f"max_model_len ({self.max_length})"
+                f"prompt has {len(request.prompt)} tokens; {one}it must fit max_model_len "
+                f"({self.max_length})"
             )
         for name, need, have in (
             ("KV", kv, self.kv.pool.size),
@@ -81,7 +97,7 @@ class Scheduler:
             if need > have:
                 raise ValueError(
                     f"prompt of {len(request.prompt)} tokens with max_tokens="
-                    f"{request.params.max_tokens} needs {need} {name} blocks; it must need at most "
+                    f"{request.max_tokens} needs {need} {name} blocks; it must need at most "
                     f"{have}, all that there are"
                 )
         self.waiting.append(request)
@@ -189,7 +205,7 @@ class Scheduler:
             )
             requests = [r for r, _, _ in chosen]
             if self._hand_out(rows, np.array([r.computed for r in requests], np.int32)):
-                return Schedule(requests, [r.epoch for r in requests], rows, num_decoding)
+                return Schedule.of(requests, rows, num_decoding)
             if len(self.running) == 1:
                 raise RuntimeError("a request needs more blocks than its bound, which add() checks")
             self.preempt(self.running[-1])
@@ -216,7 +232,7 @@ class Scheduler:
         return chosen, num_decoding
 
     def _most_output(self, request: Request) -> int:
-        return min(request.params.max_tokens, self.max_length - len(request.prompt))
+        return min(request.max_tokens, self.max_length - len(request.prompt))
 
     def _chunk(self, request: Request, most: int) -> int:
         """Prompt tokens to run: a chunk ends where a snapshot is wanted, so that the state there is

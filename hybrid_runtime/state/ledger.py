@@ -86,7 +86,7 @@ class Ledger:
                 raise ValueError(
                     f"step {oldest.number} has not ended; results settle in step order"
                 )
-            self.settle(oldest, self._readback.read(oldest.number, len(oldest.rows), reason))
+            self.settle(oldest, self._readback.read(oldest.number, reason))
 
     def settle(self, step: Step, accepted: NDArray[np.int32]) -> None:
         """Book the counts of the oldest step: exact positions, copies made, snapshots published."""
