@@ -32,6 +32,7 @@ def serving() -> str:
                 *(str(counted.get(f"vllm:{key}", "-")) for key in COUNTED),
                 *(str(ours["adapter"][0][key]) for key in ("steps", "skipped")),
                 str(sum(ours["adapter"][0][key] for key in ("precopied", "postcopied"))),
+                result["environment"]["commit"],
             ]
         )
     checked = [run["adapter"][0] for run in _load("check")["runs"]]
@@ -39,11 +40,11 @@ def serving() -> str:
     env = _load("serve-3")["environment"]
     header = [
         "GPUs", "drafts", "texts that differ", "hits, acceptance, preemptions", "prefix-hit tokens",
-        "accepted drafts", "preemptions", "steps", "skipped", "states moved",
+        "accepted drafts", "preemptions", "steps", "skipped", "states moved", "commit",
     ]  # fmt: skip
     return (
-        f"{markdown(header, lines)}\n\n{env['device']}, vLLM 0.25.1, blocks of 64 tokens, commit "
-        f"{env['commit']}. Check mode: {total['checked_steps']} steps beside vLLM's kernels, "
+        f"{markdown(header, lines)}\n\n{env['device']}, vLLM 0.25.1, blocks of 64 tokens. "
+        f"Check mode: {total['checked_steps']} steps beside vLLM's kernels, "
         f"{total['different_bytes']} bytes different."
     )
 
