@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import itl_tables
+import memory_tables
 import vllm_tables
 from markdown import markdown
 
@@ -115,6 +116,27 @@ def numerics() -> str:
     return markdown(header, rows) + "\n\n" + note
 
 
+def verify() -> str:
+    """GPU time of the state update of one layer, both layouts, at 4 tokens a row."""
+    result = load("h200", "verify")
+    rows = []
+    for row in result["gpu"]:
+        if row["tokens"] != 4:
+            continue
+        share = row["replay TB/s"] * 1e12 / row["bandwidth"]
+        rows.append(
+            [
+                row["state"],
+                str(row["rows"]),
+                *(us(row[name]) for name in ("update", "floor", "replay", "replay floor")),
+                f"{row['replay ÷ update']:.3f}",
+                f"{100 * share:.0f} %",
+            ]
+        )
+    header = ["state", "rows", "`columns`", "floor", "`replay`", "floor", "ratio", "of bandwidth"]
+    return markdown(header, rows) + "\n\n" + environment(result)
+
+
 # A table may say None as long as nothing has been measured for it; README is then left alone.
 TABLES: dict[str, Callable[[], str | None]] = {
     "acceptance": acceptance,
@@ -122,7 +144,9 @@ TABLES: dict[str, Callable[[], str | None]] = {
     "host": host,
     "predicate": predicate,
     "numerics": numerics,
+    "verify": verify,
     **itl_tables.TABLES,
+    **memory_tables.TABLES,
     **vllm_tables.TABLES,
 }
 

@@ -1,0 +1,131 @@
+"""README's tables of memory: what a request costs, how many fit, prefix hits, and the soak."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from markdown import markdown
+
+RESULTS = Path(__file__).parent / "results" / "h200"
+LAYOUTS = ("columns", "replay")
+
+
+def request() -> str:
+    """State of one request, by shape and dtype."""
+    lines = []
+    for entry in _load("capacity")["memory"]:
+        parts = [entry[layout] for layout in LAYOUTS]
+        lines.append(
+            [
+                entry["name"],
+                entry["ssm_dtype"],
+                str(parts[0]["block_size"]),
+                *(_mib(parts[0][part]) for part in ("live", "snapshot")),
+                *(_mib(part["guesses"]) for part in parts),
+                *(_mib(part["state"]) for part in parts),
+                f"{entry['state_ratio']:.2f}",
+                f"{parts[0]['kv_per_token'] / 1024:.0f}",
+            ]
+        )
+    header = [
+        "shape", "state", "block, tokens", "live state", "a snapshot", "guesses, `columns`",
+        "records, `replay`", "sum, `columns`", "sum, `replay`", "ratio", "KV, KiB a token",
+    ]  # fmt: skip
+    return markdown(header, lines)
+
+
+def capacity() -> str:
+    """Requests in the same memory, and what they yield at once."""
+    lines = []
+    for name in ("capacity", "capacity-fp16"):
+        result = _load(name)
+        for row in result["rows"]:
+            lines.append(
+                [
+                    row["ssm_dtype"],
+                    row["state_layout"],
+                    str(row["requests"]),
+                    str(row["preemptions"]),
+                    "-" if row["step_ms"] is None else f"{row['step_ms']:.1f}",
+                    "-" if row["decode_tok_s"] is None else f"{row['decode_tok_s']:.0f}",
+                    f"{row['output_tok_s']:.0f}",
+                ]
+            )
+    ratios = _load("capacity")["ratios"]["float32"]
+    note = (
+        f"With float32 states {ratios['requests']:.2f} times the requests, "
+        f"{ratios['decode_tok_s']:.2f} times the tokens per second while they decode, and "
+        f"{ratios['output_tok_s']:.2f} times with their prompts. {_environment(_load('capacity'))}"
+    )
+    header = [
+        "state", "layout", "requests", "preempted", "step, ms", "tokens/s, decoding",
+        "tokens/s, with prompts",
+    ]  # fmt: skip
+    return markdown(header, lines) + "\n\n" + note
+
+
+def prefix() -> str:
+    """Time to the first token on a miss, a hit, and a hit that comes from the host."""
+    result = _load("prefix")
+    cases: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for row in result["rows"]:
+        key = tuple(row[name] for name in ("block_size", "retention", "state_layout"))
+        cases.setdefault(key, {})["host" if row["host_tier"] else "device"] = row
+    lines = []
+    for (block, retention, layout), found in cases.items():
+        here, host = found["device"], found["host"]
+        lines.append(
+            [
+                str(block),
+                f"`{retention}`",
+                layout,
+                str(here["run_tokens"]),
+                *(f"{here['ttft_ms'][name]:.1f}" for name in ("miss", "hit")),
+                f"{here['ratio']:.3f}",
+                f"{host['ttft_ms']['host hit']:.1f}",
+                f"{host['ratio']:.3f}",
+            ]
+        )
+    header = [
+        "block", "retention", "layout", "tokens left to run", "miss, ms", "hit", "÷ miss",
+        "hit on the host", "÷ miss",
+    ]  # fmt: skip
+    same = result["identical_prompts"][0]
+    note = (
+        f"Three equal prompts of {same['prompt_tokens']} tokens, drafts on: hits of "
+        f"{', '.join(map(str, same['hit_blocks']))} blocks of {same['block_size']}, of at most "
+        f"{same['most_blocks']}. {_environment(result)}"
+    )
+    return markdown(header, lines) + "\n\n" + note
+
+
+def soak() -> str:
+    """What the long form of the soak counted."""
+    result = _load("soak")
+    names = (
+        "submitted", "preemptions", "ended by abort", "ended by deadline", "ended by error",
+        "blocks from the host", "right", "wrong", "beginnings right", "beginnings wrong", "leaked",
+    )  # fmt: skip
+    lines = [
+        [layout, *(str(result["counts"][layout].get(name, 0)) for name in names)]
+        for layout in (*LAYOUTS, "all")
+    ]
+    return markdown(["layout", *names], lines) + "\n\n" + _environment(result)
+
+
+TABLES = {"request-memory": request, "capacity": capacity, "prefix": prefix, "soak": soak}
+
+
+def _mib(value: int) -> str:
+    return f"{value / 2**20:.1f}"
+
+
+def _environment(result: dict[str, Any]) -> str:
+    return f"{result['environment']['device']}, commit {result['environment']['commit']}."
+
+
+def _load(name: str) -> dict[str, Any]:
+    result: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text())
+    return result
