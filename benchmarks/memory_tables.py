@@ -82,14 +82,14 @@ def prefix() -> str:
                 f"`{retention}`",
                 layout,
                 str(here["run_tokens"]),
-                *(f"{here['ttft_ms'][name]:.1f}" for name in ("miss", "hit")),
+                *(f"{here['ttft_ms'][name]:.1f}" for name in ("remainder", "miss", "hit")),
                 f"{here['ratio']:.3f}",
                 f"{host['ttft_ms']['host hit']:.1f}",
                 f"{host['ratio']:.3f}",
             ]
         )
     header = [
-        "block", "retention", "layout", "tokens left to run", "miss, ms", "hit", "÷ miss",
+        "block", "retention", "layout", "tokens left to run", "alone, ms", "miss, ms", "hit", "÷ miss",
         "hit on the host", "÷ miss",
     ]  # fmt: skip
     same = result["identical_prompts"][0]

@@ -374,14 +374,15 @@ def test_replay_moves_16_bytes_at_once(
     copies = re.findall(r"cp\.async\.cg\.shared\.global \[[^]]*\], \[[^]]*\], (\S+),", text)
     assert len(copies) >= parts
     assert set(copies) == {"0x10"}
-    # The live state; on the slow path, which takes one chunk after another, it and snapshots in
-    # three places.
+    # The live state, and again with a snapshot where there are registers for that; token by token,
+    # which takes one chunk after another, it and snapshots in three places.
+    passes = 3 if dtype == torch.float32 and constants["KEEP"] else 1
     chunk = parts * shape.high // shape.tile
-    assert len(re.findall(r"st\.global\S*\.v4\.b32", text)) == parts + 4 * chunk
+    assert len(re.findall(r"st\.global\S*\.v4\.b32", text)) == passes * parts + 4 * chunk
     if constants["TOKENS"] <= 4:
-        # One warp a program is the fastest for narrow states (Triton 3.6, no spill); Triton 3.7
-        # keeps eight words of it on the stack.
-        assert spilled(code, tmp_path) <= (0 if dtype.itemsize == 4 else 32)
+        # A few words stay on the stack: with a snapshot in fp32, and with Triton 3.7 in narrow
+        # states, where one warp a program is the fastest.
+        assert spilled(code, tmp_path) <= (16 if dtype.itemsize == 4 else 32)
 
 
 @pytest.mark.parametrize("rounding", [NEAREST, BY_CHANCE], ids=["nearest", "chance"])
