@@ -89,8 +89,8 @@ def prefix() -> str:
             ]
         )
     header = [
-        "block", "retention", "layout", "tokens left to run", "alone, ms", "miss, ms", "hit", "÷ miss",
-        "hit on the host", "÷ miss",
+        "block", "retention", "layout", "tokens left to run", "alone, ms", "miss, ms", "hit",
+        "÷ miss", "hit on the host", "÷ miss",
     ]  # fmt: skip
     same = result["identical_prompts"][0]
     note = (
