@@ -16,6 +16,8 @@ import torch
 from hash_model import PRIME
 from torch import Tensor
 
+from hybrid_runtime.kernels.replay import Records, Replay, Rounding
+from hybrid_runtime.kernels.state_table import StateTable
 from hybrid_runtime.specdecode.batch import Caches, RowBatch, StatePositions
 from hybrid_runtime.specdecode.drafter import Verified
 
@@ -79,6 +81,7 @@ class HashTarget:
     )  # fmt: skip
     device, dtype = torch.device("cpu"), torch.float32
     state_layers, kv_layers, kv_shape = STATE_LAYERS, (KV_LAYER,), (1, 1)
+    A_log = torch.zeros(len(STATE_LAYERS), 1)
     fails = False
 
     def __call__(
@@ -174,6 +177,31 @@ class HashTarget:
             store(write, values[end], inputs[end:])
             record[1 - turn, :draft] = torch.tensor(run[certain:]).float()
         return values[len(past) + 1 :], inputs[first + 1 :]
+
+
+def fold_records(
+    table: StateTable,
+    records: Records,
+    A_log: Tensor,
+    rows: Tensor,
+    slot: Tensor,
+    replay: Replay,
+    rounding: Rounding | None,
+) -> None:
+    """`replay_materialise` of this model: its states are hashes, its records tokens."""
+    for row in rows.tolist():
+        at, fold = int(slot[row]), int(replay.fold[row])
+        layers = zip(table.windows, table.ssm, table.tables, strict=True)
+        for layer, (windows, ssm, blocks) in enumerate(layers):
+            source, target = (
+                int(blocks[at, int(column[row])])
+                for column in (replay.read_column, replay.write_column)
+            )
+            value = int(ssm[source])
+            for token in records.x[layer, int(replay.turn[row]), at, :fold, 0, 0].int().tolist():
+                value = rolled(value, token)
+            ssm[target] = value
+            windows[target, :WINDOW] = windows[source, fold : fold + WINDOW].clone()
 
 
 class HashDrafter:

@@ -13,6 +13,7 @@ from hash_target import (
     WINDOW,
     HashDrafter,
     HashTarget,
+    fold_records,
     true_states,
     true_text,
     true_window,
@@ -105,7 +106,10 @@ class World:
         expected = self._expected()
         preempted, failing = self.engine.scheduler.preemptions, self.target.fails
         self.now, self.sound = self.now + 1.0, False
-        with self.clock():
+        with (
+            self.clock(),
+            patch("hybrid_runtime.state.materialise.replay_materialise", fold_records),
+        ):
             self.engine.step()
         self.events["preemptions"] += self.engine.scheduler.preemptions - preempted
         for request in self.open:

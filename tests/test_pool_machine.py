@@ -99,12 +99,15 @@ EXAMPLES = 50 if settings.get_current_profile_name() == "ci" else 1000
 TestLife.settings = settings(max_examples=EXAMPLES, stateful_step_count=40)
 
 
-@pytest.mark.parametrize("state_layout", ["replay", "columns"])
-def test_all_of_it_happens(state_layout: str) -> None:
+@pytest.mark.parametrize(
+    ("state_layout", "steps_ahead", "folded"),
+    [("replay", 1, 0), ("replay", 0, 20), ("columns", 1, 0)],
+)
+def test_all_of_it_happens(state_layout: str, steps_ahead: int, folded: int) -> None:
     """A long fixed run, of which every kind of event is part."""
     draw = random.Random(7)
     world = World(
-        3, state_layout=state_layout, steps_ahead=1, max_requests=4, num_blocks=(16, 14),
+        3, state_layout=state_layout, steps_ahead=steps_ahead, max_requests=4, num_blocks=(16, 14),
         host_blocks=(24, 16), max_tokens_per_step=17,
     )  # fmt: skip
     for turn in range(150):
@@ -131,11 +134,12 @@ def test_all_of_it_happens(state_layout: str) -> None:
         "blocks from the host": stats.prefix.host_blocks,
         "failed copies": host.failed,
         "guesses accepted": int(stats.mean_acceptance_length > 1),
+        "last snapshots folded": stats.state.rows_materialised,
     }
     for name, least in {
-        "hits": 50, "misses": 10, "preemptions": 10, "resumes": 10, "resumes from a snapshot": 5,
+        "hits": 50, "misses": 10, "preemptions": 4, "resumes": 4, "resumes from a snapshot": 2,
         "evictions": 100, "blocks to the host": 100, "blocks from the host": 20,
         "failed copies": 1, "guesses accepted": 1, "ended by length": 50, "ended by abort": 5,
-        "ended by deadline": 3, "ended by error": 1,
+        "ended by deadline": 3, "ended by error": 1, "last snapshots folded": folded,
     }.items():  # fmt: skip
         assert counts[name] >= least, (name, counts)

@@ -171,7 +171,9 @@ class Scheduler:
         """Blocks for a request beside those who run, and what these may need any time."""
         keys = -(-(request.length + 1) // self.block_size) - len(hit.keys)
         keys += self.kv.pool.unowned(hit.keys) + sum(map(self._owed, self.running))
-        state = 2 if self.manager.layout.replays else self.num_draft + 2
+        # Those admitted a moment ago have not taken theirs yet.
+        unborn = sum(not r.queued and r.computed == r.hit.tokens for r in self.running)
+        state = (2 if self.manager.layout.replays else self.num_draft + 2) * (1 + unborn)
         if hit.state is not None:
             state += self.state.pool.unowned([hit.state])
         return keys <= self.kv.pool.free and state <= self.state.pool.free
