@@ -226,6 +226,22 @@ def test_nothing_is_kept_free_for_requests_that_cannot_get_longer(
     nothing_leaked(runs)
 
 
+def test_no_more_are_admitted_at_once_than_there_are_states_for(
+    hf: NemotronHForCausalLM, tokenizer: Tokenizer
+) -> None:
+    # A request begins with K + 2 state blocks, which nobody has taken yet when the next is asked.
+    few = {"max_requests": 4, "num_blocks": (80, 11), "state_layout": "columns"}
+    runs = engine(hf, tokenizer, **N_GRAM | few)
+    for first in range(4):
+        runs.submit(list(range(first, first + 12)), SamplingParams(max_tokens=2, ignore_eos=True))
+    runs.step()
+    assert len(runs.scheduler.running) == 2
+    assert runs.stats().preemptions == 0
+    while not runs.idle:
+        runs.step()
+    nothing_leaked(runs)
+
+
 def test_lists_of_parameters_must_match(
     hf: NemotronHForCausalLM, tokenizer: Tokenizer, prompts: Any
 ) -> None:
