@@ -73,7 +73,7 @@ class World:
     def clock(self) -> Any:
         """Lets the engine see a time that passes by steps."""
         clock = SimpleNamespace(perf_counter=lambda: self.now)
-        return patch("hybrid_runtime.engine.engine.time", clock)
+        return patch("hybrid_runtime.engine.pipeline.time", clock)
 
     # -- what can happen -------------------------------------------------------------------------
 

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
-from heapq import heappop, heappush
 from pathlib import Path
 from typing import Any, get_args
 
@@ -21,10 +17,11 @@ from torch import Tensor
 from hybrid_runtime.engine.embedding import Pooler, Pooling, pooled_from
 from hybrid_runtime.engine.host_cache import HostCache
 from hybrid_runtime.engine.memory import Memory
+from hybrid_runtime.engine.pipeline import Pipeline
 from hybrid_runtime.engine.prefix_cache import PrefixCache, Retention
 from hybrid_runtime.engine.prompt import Prompt, encode, encode_instructed
-from hybrid_runtime.engine.request import Completion, FinishReason, Request
-from hybrid_runtime.engine.scheduler import Schedule, Scheduler, overshoot
+from hybrid_runtime.engine.request import Completion, Request
+from hybrid_runtime.engine.scheduler import Scheduler, overshoot
 from hybrid_runtime.engine.stats import EngineStats
 from hybrid_runtime.models.checkpoint import load_eagle, load_mtp, load_nemotron_h, resolve
 from hybrid_runtime.models.nemotron_h import NemotronH
@@ -39,11 +36,10 @@ from hybrid_runtime.specdecode.drafter import DrafterName, make_drafter
 from hybrid_runtime.specdecode.loop import SpeculativeLoop
 from hybrid_runtime.specdecode.sampling import SamplingParams
 from hybrid_runtime.specdecode.sequences import Sequences
-from hybrid_runtime.state.guard import Waits, allowed
+from hybrid_runtime.state.guard import Waits
 from hybrid_runtime.state.layout import ConvLayout, LayoutKind, StateLayout
 from hybrid_runtime.state.manager import HybridStateManager, Strategy
 from hybrid_runtime.state.materialise import Foldable
-from hybrid_runtime.state.step import Step
 
 
 class QueueFull(RuntimeError):
@@ -125,13 +121,12 @@ class Engine:
         if ahead not in (0, 1):
             raise ValueError(f"steps_ahead is {ahead}; it must be 0 or 1")
         self.model, self.tokenizer = model, tokenizer
-        self._eos = frozenset(eos_token_ids)
         self._greedy_only: Acceptance = greedy
-        self._sampling: Acceptance = rejection
+        sampling: Acceptance = rejection
         device, dtype = model.device, model.dtype
         if synthetic_length is not None:
             forced = synthetic_acceptance(synthetic_rates(synthetic_length, k), device)
-            self._greedy_only = self._sampling = forced
+            self._greedy_only = sampling = forced
         layout = StateLayout.from_config(
             model.config, k, ssm_dtype, conv_layout, conv_dtype=dtype, block_size=block_size,
             kind=state_layout if k else "columns",
@@ -169,18 +164,15 @@ class Engine:
             max_model_len, ahead, self.prefix_cache if prefix_caching else None,
         )  # fmt: skip
         self.max_waiting = max_waiting
-        self._deadlines: list[tuple[float, int, Request]] = []
         self.loop = SpeculativeLoop(
             model, self.manager, self.sequences, memory.caches,
             make_drafter(drafter, head, memory.caches, k, sampled_drafts),
             max_tokens_per_step, ahead, graphs, stochastic_rounding,
         )  # fmt: skip
-        self._steps_ahead = ahead
-        self._launched = False
-        self._pooler: Pooler | None = None
-        self._queue: deque[tuple[Schedule, Step]] = deque()
+        self.pipeline = Pipeline(
+            self.scheduler, self.loop, tokenizer, eos_token_ids, self._greedy_only, sampling, ahead
+        )
         self._next_id = 0
-        self._steps = self._emitted = self._draft_steps = self._draft_emitted = 0
 
     @classmethod
     def from_pretrained(
@@ -265,9 +257,9 @@ class Engine:
             self._next_id, tokens, SamplingParams(), 0, DecodeStream(), tenant=tenant,
             pooled_from=pooled_from(pooling, len(tokens), count),
         )  # fmt: skip
-        if self._pooler is None:
-            self._pooler = Pooler(
-                self.manager.max_requests, self.model.config.hidden_size, self._steps_ahead,
+        if self.pipeline.pooler is None:
+            self.pipeline.pooler = Pooler(
+                self.manager.max_requests, self.model.config.hidden_size, self.pipeline.ahead,
                 self.model.device, self.waits,
             )  # fmt: skip
         return self._add(request, deadline)
@@ -275,12 +267,12 @@ class Engine:
     def abort(self, request: Request) -> None:
         """End a request now; nothing happens to one that has ended."""
         if request.finish_reason is None:
-            self._finish(request, "abort")
+            self.pipeline.finish(request, "abort")
 
     @property
     def idle(self) -> bool:
         """Nothing waits, nothing runs, and no results are on their way."""
-        return not (self.scheduler.waiting or self.scheduler.running or self._queue)
+        return not self.scheduler.waiting and self.pipeline.idle
 
     def capture(self) -> None:
         """Compile all kernels and capture all CUDA graphs of greedy decoding now, not when a step
@@ -290,14 +282,7 @@ class Engine:
     def step(self) -> list[Request]:
         """Queue one step and read the results of the one before (with `steps_ahead` 0: of this
         one); the requests that got tokens or ended by them."""
-        late = self._expire()
-        touched = self._launch()
-        if touched:  # by a failure; what was queued before it stands
-            while self._queue:
-                touched = touched + self._read()
-        elif len(self._queue) > self._steps_ahead or (self._queue and not self._launched):
-            touched = self._read()
-        return late + touched
+        return self.pipeline.step()
 
     def generate(
         self,
@@ -368,9 +353,9 @@ class Engine:
             raise request.error
 
     def stats(self) -> EngineStats:
-        length = self._draft_emitted / self._draft_steps if self._draft_steps else float("nan")
+        done = self.pipeline.counts
         return EngineStats(
-            self._steps, self._emitted, length, self.manager.stats(),
+            done.steps, done.emitted, done.mean_acceptance_length, self.manager.stats(),
             self.scheduler.preemptions, self.prefix_cache.stats(),
         )  # fmt: skip
 
@@ -392,120 +377,12 @@ class Engine:
             raise
         return requests
 
-    # -- inside a step ---------------------------------------------------------------------------
-
-    def _expire(self) -> list[Request]:
-        """End the requests whose time is over."""
-        late = []
-        while self._deadlines and self._deadlines[0][0] <= time.perf_counter():
-            *_, request = heappop(self._deadlines)
-            if request.finish_reason is None:
-                self._finish(request, "deadline")
-                late.append(request)
-        return late
-
-    def _launch(self) -> list[Request]:
-        """Queue the next step, if anybody can run; the requests that failed in it."""
-        admitted = self.scheduler.admit()
-        if admitted:
-            self.sequences.admit([(r.slot, r.told, r.params, r.seed) for r in admitted])
-        schedule = self.scheduler.schedule()
-        self._launched = schedule is not None
-        if schedule is None:
-            return []
-        cold = all(r.params.temperature == 0 for r in schedule.requests)
-        accept = self._greedy_only if cold else self._sampling
-        watch = None if self._pooler is None else partial(self._pooler.add, schedule)
-        try:
-            step = self.loop.step(
-                schedule.rows, schedule.num_decoding, accept if schedule.speaks else None, watch
-            )
-        except Exception as error:
-            # The forward pass may have half written these requests' state; the others' is exact.
-            for request in schedule.requests:
-                request.error = error
-                self._finish(request, "error")
-            return schedule.requests
-        for request, scheduled, draft in zip(
-            schedule.requests,
-            schedule.rows.scheduled.tolist(),
-            schedule.rows.draft.tolist(),
-            strict=True,
-        ):
-            request.queued.append((scheduled, draft))
-        self._queue.append((schedule, step))
-        return []
-
-    def _read(self) -> list[Request]:
-        """Hand out the oldest results."""
-        schedule, step = self._queue.popleft()
-        why = "tokens handed to the caller" + ("" if self._queue else ", nothing queued behind")
-        embeddings: dict[int, Tensor] = {}
-        with allowed(why):
-            emitted = self.loop.read(step, why)
-            if self._pooler is not None:
-                embeddings = self._pooler.read(schedule, step, why)
-        now = time.perf_counter()
-        self._steps += 1
-        touched: list[Request] = []
-        ended: list[tuple[Request, FinishReason]] = []
-        cache, snapshots = self.scheduler.cache, defaultdict(list)
-        if cache is not None:
-            for snapshot in self.manager.published(step):
-                snapshots[snapshot.slot].append(snapshot)
-        rows = zip(schedule.requests, schedule.epochs, emitted.tolist(), strict=True)
-        for row, (request, epoch, tokens) in enumerate(rows):
-            if request.finish_reason is not None or request.epoch != epoch:
-                continue  # it ended or was preempted while this row was queued
-            count = tokens[-1]
-            scheduled, draft = request.queued.popleft()
-            request.computed += scheduled - draft + max(count, 1) - 1
-            if not count:
-                if cache is not None:
-                    cache.file(request, snapshots[request.slot])
-                if row in embeddings:
-                    request.embedding = embeddings[row]
-                    self._finish(request, "embedded")
-                    touched.append(request)
-                continue
-            if draft:
-                self._draft_steps += 1
-                self._draft_emitted += count
-            before = len(request.output)
-            try:
-                reason = request.append(
-                    tokens[:count], self.tokenizer, self._eos, self.scheduler.max_length
-                )
-            except Exception as error:
-                request.error, reason = error, "error"
-            if cache is not None:
-                cache.file(request, snapshots[request.slot])
-            if reason is not None:
-                ended.append((request, reason))
-            new = len(request.output) - before
-            self._emitted += new
-            if new:
-                request.times.append((now, new))
-            touched.append(request)
-        self.scheduler.close([request for request, reason in ended if reason != "error"])
-        for request, reason in ended:
-            self._finish(request, reason)
-        return touched
-
-    def _finish(self, request: Request, reason: FinishReason) -> None:
-        self.scheduler.retire(request)
-        request.finish_reason = reason
-
     def _check_queue(self) -> None:
         waiting = len(self.scheduler.waiting)
         if self.max_waiting is not None and waiting >= self.max_waiting:
             raise QueueFull(f"{waiting} requests wait; max_waiting is {self.max_waiting}")
 
     def _add(self, request: Request, deadline: float | None) -> Request:
-        request.submitted = time.perf_counter()
-        self.scheduler.add(request)
+        self.pipeline.add(request, deadline)
         self._next_id += 1
-        if deadline is not None:
-            request.deadline = request.submitted + deadline
-            heappush(self._deadlines, (request.deadline, request.id, request))
         return request
