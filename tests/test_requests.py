@@ -207,6 +207,21 @@ def test_a_request_that_can_never_fit_is_refused_at_once(
     nothing_leaked(runs)
 
 
+def test_nothing_is_kept_free_for_requests_that_cannot_get_longer(
+    hf: NemotronHForCausalLM, tokenizer: Tokenizer
+) -> None:
+    # 16 tokens, 2 of output, and 6 of guesses that may be written: three blocks from the start.
+    runs = engine(hf, tokenizer, **N_GRAM | {"max_requests": 4, "num_blocks": (12, 40)})
+    for first in range(4):
+        runs.submit(list(range(first, first + 16)), SamplingParams(max_tokens=2, ignore_eos=True))
+    runs.step()
+    assert len(runs.scheduler.running) == 4
+    while not runs.idle:
+        runs.step()
+    assert runs.stats().preemptions == 0
+    nothing_leaked(runs)
+
+
 def test_lists_of_parameters_must_match(
     hf: NemotronHForCausalLM, tokenizer: Tokenizer, prompts: Any
 ) -> None:

@@ -135,17 +135,21 @@ class Scheduler:
         self.preemptions += 1
 
     def _room(self, request: Request, hit: Hit) -> bool:
-        """Blocks for a request beside those who run, who may need one more each any time."""
-        block = self.block_size
-        owed = sum(
-            max(-(-(r.prefill + 1) // block) - -(-r.computed_max // block), 0) for r in self.running
-        )
-        keys = -(-(request.length + 1) // block) - len(hit.keys)
-        keys += self.kv.pool.unowned(hit.keys) + owed + len(self.running)
+        """Blocks for a request beside those who run, and what these may need any time."""
+        keys = -(-(request.length + 1) // self.block_size) - len(hit.keys)
+        keys += self.kv.pool.unowned(hit.keys) + sum(map(self._owed, self.running))
         state = 2 if self.manager.layout.replays else self.num_draft + 2
         if hit.state is not None:
             state += self.state.pool.unowned([hit.state])
         return keys <= self.kv.pool.free and state <= self.state.pool.free
+
+    def _owed(self, request: Request) -> int:
+        """KV blocks that a running request may take any time: for the tokens it is known to need,
+        and one more if it can get that long."""
+        have = -(-request.computed_max // self.block_size)
+        known = max(-(-(request.prefill + 1) // self.block_size), have)
+        most, _ = self.footprint(len(request.prompt), request.params.max_tokens)
+        return known - have + (known < most)
 
     def schedule(self) -> Schedule | None:
         """Rows of the next step, with their blocks handed out; None when nobody can run.
