@@ -4,9 +4,11 @@ request gets alone; each text that was cut short must be its beginning; nothing 
 
     python benchmarks/soak.py --short
     python benchmarks/soak.py --requests 20000 --seconds 420 --state soak.state --out soak.json
+    python benchmarks/soak.py merge a.json b.json --out soak.json
 
 Arrivals are drawn per step, not per second, so a run's load does not depend on the machine. The
-long form runs in parts: `--state` keeps counters between them.
+long form runs in parts, one after the other (`--state` keeps counters between them) or side by side
+with a `--seed` each; `merge` adds them up.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from __future__ import annotations
 import argparse
 import heapq
 import json
+import resource
 import sys
 import sysconfig
 import time
@@ -36,6 +39,8 @@ from hybrid_runtime.specdecode.sampling import (
 )
 
 CHECKPOINT = Path(__file__).parents[1] / "hybrid_runtime" / "checkpoints" / "python-small"
+SAMPLES = 20
+"""How often memory is read while the requests come."""
 TIE = 1e-3
 """Best logits closer than this, or a random number so close to a token's edge, may go either way:
 the batch's shape changes the order of sums."""
@@ -172,7 +177,9 @@ class Judge:
         return token in {int(sample(chances, m)) for m in moved}
 
 
-def soak(args: argparse.Namespace, cases: list[Case], counts: Counter[str]) -> Engine:
+def soak(
+    args: argparse.Namespace, cases: list[Case], counts: Counter[str], memory: list[list[int]]
+) -> Engine:
     """Load until the requests are served or the time is over; then let everything come to rest."""
     rng = np.random.default_rng([args.seed, counts["submitted"]])
     engine, fault, judge = build(args, alone=False), Fault(counts), Judge(args)
@@ -226,8 +233,16 @@ def soak(args: argparse.Namespace, cases: list[Case], counts: Counter[str]) -> E
                 print(repr(request.error), flush=True)
             verdict = judge(case, request.output, reason in ("stop", "length"))
             counts[verdict if reason in ("stop", "length") else f"beginnings {verdict}"] += 1
+        if counts["submitted"] >= args.requests * len(memory) // SAMPLES:
+            memory.append([counts["submitted"], *used()])
     counts["steps"] += tick
     return engine
+
+
+def used() -> tuple[int, int]:
+    """Bytes that the process holds on the device, and resident on the host."""
+    device = torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
+    return device, int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
 def left_behind(engine: Engine) -> dict[str, int]:
@@ -253,7 +268,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     memory = state.get("memory", [])
     cases = catalogue(args)
     started = time.perf_counter()
-    engine = soak(args, cases, counts)
+    engine = soak(args, cases, counts, memory)
     counts["seconds"] += round(time.perf_counter() - started)
     stats = engine.stats()
     counts["preemptions"] += stats.preemptions
@@ -264,13 +279,29 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     counts.update({f"short: {why}": n for why, n in stats.prefix.short.items()})
     left = left_behind(engine)
     counts["leaked"] += sum(left.values())
-    if engine.model.device.type == "cuda":
-        memory.append(torch.cuda.memory_allocated())
+    memory.append([counts["submitted"], *used()])
     result = {"counts": dict(sorted(counts.items())), "left": left, "memory": memory}
     if args.state:
         args.state.write_text(json.dumps(result))
     options = {k: str(v) for k, v in vars(args).items() if k not in ("out", "state")}
     return {"options": options} | result
+
+
+def merge(argv: list[str]) -> None:
+    """Results of several runs as one, with the sums of their counts by layout and of all."""
+    parser = argparse.ArgumentParser(prog="soak.py merge", description=merge.__doc__)
+    parser.add_argument("results", type=Path, nargs="+")
+    parser.add_argument("--out", type=Path, help="default: under benchmarks/results/")
+    args = parser.parse_args(argv)
+    parts = [json.loads(path.read_text()) for path in args.results]
+    sums: dict[str, Counter[str]] = {"all": Counter()}
+    for part in parts:
+        for name in ("all", part["options"]["state_layout"]):
+            sums.setdefault(name, Counter()).update(part["counts"])
+    counts = {name: dict(sorted(each.items())) for name, each in sums.items()}
+    environment = parts[0]["environment"]
+    parts = [{k: v for k, v in part.items() if k != "environment"} for part in parts]
+    print(save("soak", {"environment": environment, "counts": counts, "parts": parts}, args.out))
 
 
 def parsed(argv: list[str] | None = None) -> argparse.Namespace:
@@ -305,6 +336,9 @@ def parsed(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def main() -> None:
+    if sys.argv[1:2] == ["merge"]:
+        merge(sys.argv[2:])
+        return
     args = parsed()
     torch.set_float32_matmul_precision("highest")
     result = run(args)
