@@ -154,7 +154,7 @@ def alike(bench: Bench, tokens: int) -> Row:
     }
 
 
-def run(args: argparse.Namespace) -> Row:
+def run(args: argparse.Namespace) -> tuple[Row, Path]:
     device = torch.device(args.device)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     model, head = build(config(SHAPES[args.shape]), device, dtype, args.seed)
@@ -167,8 +167,11 @@ def run(args: argparse.Namespace) -> Row:
         "rows": [],
         "identical_prompts": [],
     }
-    for block_size, retention in ((None, "all"), (None, "prompt"), (args.small_block, "prompt")):
-        for kind in ("replay", "columns"):
+    path = Path()
+    ways: list[tuple[int | None, Retention]] = [(None, "all"), (None, "prompt")]
+    kinds: tuple[LayoutKind, LayoutKind] = ("replay", "columns")
+    for block_size, retention in [*ways, (args.small_block, "prompt")]:
+        for kind in kinds:
             for host in (False, True):
                 started = time.perf_counter()
                 bench = Bench(model, head, args, kind, block_size, retention, host)
@@ -186,7 +189,8 @@ def run(args: argparse.Namespace) -> Row:
                 if device.type == "cuda":
                     torch.cuda.empty_cache()
                 print(f"{key}: {time.perf_counter() - started:.1f} s", flush=True)
-    return result
+                path = save("prefix", result, args.out)  # a time limit costs only the last
+    return result, path
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -204,8 +208,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="JSON file; default under benchmarks/results/")
     args = parser.parse_args(arguments)
-    result = run(args)
-    path = save("prefix", result, args.out)
+    result, path = run(args)
     names = ("state_layout", "block_size", "retention", "host_tier", "run_tokens")
     show(
         f"time to first token, {args.isl} tokens, {result['name']}",
