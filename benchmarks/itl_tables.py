@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +81,8 @@ def strategies() -> str | None:
     if not lines:
         return None
     header = ["shape", "rows", "lengths", *(f"`{n}`" for n in OTHERS), "`auto`"]
-    return markdown([*header, "from `blocking`", "÷ best other"], lines)
+    table = markdown([*header, "from `blocking`", "÷ best other"], lines)
+    return f"{table}\n\n{_commits(STRATEGIES)}"
 
 
 def shapes() -> str | None:
@@ -109,10 +111,17 @@ def shapes() -> str | None:
     if not lines:
         return None
     header = ["shape", "layers", "rows", "state", "step, ms", "ITL, ms", "p99", "tokens/s", "idle"]
-    return markdown([*header, "÷ floor"], lines)
+    return f"{markdown([*header, '÷ floor'], lines)}\n\n{_commits(SHAPES)}"
 
 
 TABLES = {"itl-peer": peer, "itl-strategies": strategies, "itl-shapes": shapes}
+
+
+def _commits(shapes: Sequence[str]) -> str:
+    """Where and of what these files were measured."""
+    found = [result for result in map(_load, shapes) if result is not None]
+    commits = dict.fromkeys(str(run["commit"]) for result in found for run in result["runs"])
+    return f"{found[0]['environment']['device']}, commits {', '.join(commits)}."
 
 
 def _load(shape: str) -> Row | None:

@@ -33,7 +33,11 @@ def request() -> str:
         "shape", "state", "block, tokens", "live state", "a snapshot", "guesses, `columns`",
         "records, `replay`", "sum, `columns`", "sum, `replay`", "ratio", "KV, KiB a token",
     ]  # fmt: skip
-    return markdown(header, lines)
+    return (
+        markdown(header, lines)
+        + "\n\nFrom the layouts of commit "
+        + (f"{_load('capacity')['environment']['commit']}; nothing is measured.")
+    )
 
 
 def capacity() -> str:

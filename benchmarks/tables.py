@@ -76,14 +76,16 @@ def host() -> str:
         f"the parts took {slow['check'] / fast['check']:.1f} times as long, the repeated step "
         f"of 256 rows took {us(slow['again both'])} and the whole one {us(slow['whole both'])}."
     )
-    return markdown([*header, *(f"of it: {p}" for p in parts)], rows) + "\n\n" + note
+    table = markdown([*header, *(f"of it: {p}" for p in parts)], rows)
+    return f"{table}\n\n{note} {environment(result)}"
 
 
 def predicate() -> str:
     result = load("h200", "predicate")
     names = ("python loop", "post-copy list", "with pre-copy")
     rows = [[str(row["rows"]), *(us(row[n]) for n in names)] for row in result["rows"]]
-    return markdown(["rows", "Python loop", "candidate list", "with the pre-copy's"], rows)
+    table = markdown(["rows", "Python loop", "candidate list", "with the pre-copy's"], rows)
+    return f"{table}\n\n{environment(result)}"
 
 
 def acceptance() -> str:
@@ -94,7 +96,8 @@ def acceptance() -> str:
         for row in result["rows"]
         if row["drafter"] in words
     ]
-    return markdown(["drafter", "tokens per step", "text as without drafts"], rows)
+    table = markdown(["drafter", "tokens per step", "text as without drafts"], rows)
+    return f"{table}\n\nOn a CPU, commit {result['environment']['commit']}."
 
 
 def numerics() -> str:

@@ -78,7 +78,14 @@ def timing() -> str:
         "shape", "rows", "step, ms", "vLLM V2", "÷ V2", "vLLM V1", "kernels, µs", "of vLLM V2",
         "share", "launches, ours : V2", "host µs, ours : V2",
     ]  # fmt: skip
-    return f"{markdown(header, lines)}\n\n{env['device']}, {env['cpu']}, commit {env['commit']}."
+    pairs = [r for found in _load("time-narrow")["batches"].values() for r in found["ratios"]]
+    note = (
+        "Milliseconds are medians of each side, ÷ V2 the median over neighbouring runs; on the "
+        f"narrow shape these lie between {min(pairs):.2f} and {max(pairs):.2f}. Launches without "
+        "the one that notes accepted tokens, which both make; its time is included."
+    )
+    where = f"{env['device']}, {env['cpu']}, commit {env['commit']}."
+    return f"{markdown(header, lines)}\n\n{note} {where}"
 
 
 TABLES = {"vllm-serving": serving, "vllm-timing": timing}

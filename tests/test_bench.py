@@ -48,7 +48,8 @@ def measured(itl: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> dict[
     """A result of the tiny shape, as written."""
     path = tmp_path_factory.mktemp("itl") / "a.json"
     arguments = ["--shape", "tiny", "--batches", "2", "--strategies", "blocking,auto"]
-    assert itl.main([*arguments, "--lengths", "all", "--acceptance", "3", "--out", str(path)]) == 0
+    arguments += ["--lengths", "all", "--acceptance", "3", "--layouts", "columns"]
+    assert itl.main([*arguments, "--out", str(path)]) == 0
     result: dict[str, Any] = json.loads(path.read_text())
     return result
 

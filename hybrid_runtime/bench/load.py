@@ -50,7 +50,7 @@ class Load:
     max_model_len: int = 8192
     max_tokens_per_step: int = 8192
     graphs: bool | None = None
-    state_layout: LayoutKind = "columns"
+    state_layout: LayoutKind = "replay"
     seed: int = 0
 
     def __post_init__(self) -> None:

@@ -27,7 +27,7 @@ def add_options(parser: argparse.ArgumentParser, repeats: int) -> None:
     add("--osl", type=_ints, default=[256], help="output tokens")
     add("--lengths", type=_words(Lengths), default=("equal",), help="equal, staggered")
     add("--strategies", type=_words(Strategy), default=("auto",), help="or all, interleaved")
-    add("--layouts", type=_words(LayoutKind), default=("columns",), help="columns, replay")
+    add("--layouts", type=_words(LayoutKind), default=("replay",), help="columns, replay")
     add("--ssm-dtype", type=lambda s: s.split(","), default=["float32"], help=", ".join(SSM_DTYPES))
     add(
         "--acceptance",

@@ -49,6 +49,10 @@ class QueueFull(RuntimeError):
 class Engine:
     """Continuous batching over one Nemotron-H model with an optional drafter.
 
+    drafter: "mtp" or "eagle" (with their `head`), "ngram", or None. strategy: see
+    `HybridStateManager`. max_requests, max_model_len: requests that run at once and tokens of each,
+    output included; they size the memory. max_tokens_per_step: bounds a step's prompt chunks.
+    ssm_dtype: of the SSM states. conv_layout: of the windows, see `StateLayout`.
     num_speculative_tokens: most drafts per step (K); must be 0 without a drafter.
     block_size: tokens per block; None derives it from the state layout. num_blocks: KV blocks and
     state blocks of the pools; None makes both large enough for `max_requests` full-length requests.
@@ -58,7 +62,8 @@ class Engine:
     steps_ahead: steps queued before the results of the first are read, 0 or 1; None: 1 on a GPU,
     where the host then never keeps it waiting.
     state_layout: "replay" keeps one state per request, into which the next step folds what was
-    accepted; "columns" one for every guess (without drafts both are the same, and it is used).
+    accepted; "columns" one for every guess. Without drafts there are no guesses, and "columns" is
+    used.
     stochastic_rounding: fp16 or bf16 states of decoding rows are rounded up or down by chance, so
     that their mean error is zero; by the request's seed, position, layer and element, whatever slot
     or batch it is in. States of prompt chunks are rounded to nearest, so a request that is computed
@@ -155,6 +160,11 @@ class Engine:
                 seed = self.sequences.rounding_seed if stochastic_rounding else None
                 foldable = Foldable(memory.records, model.A_log, seed)
             self.manager.bind(memory.states, memory.state.device_table, foldable=foldable)
+        if host_blocks is not None and not prefix_caching:
+            raise ValueError(
+                f"host_blocks is {host_blocks} with prefix_caching=False; it must be None, because "
+                "only filed blocks go to the host"
+            )
         self.prefix_cache = PrefixCache(
             memory.kv, memory.state, layout.block_size, retention,
             None if host_blocks is None else HostCache(memory.host_tier(host_blocks)),

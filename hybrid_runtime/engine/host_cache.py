@@ -1,7 +1,8 @@
 """The prefix cache's second level: filed blocks once more in host memory, found by the same keys.
 
 Blocks are copied when they are filed, not when they are evicted: a block that has to make room can
-then be taken at once. Preempted requests come back from here too, as far as their blocks were full.
+then be taken at once. Preempted requests come back from here too, up to the last boundary whose
+state was kept.
 """
 
 from __future__ import annotations
@@ -30,22 +31,26 @@ class HostCache:
         return key in self._blocks[group]
 
     def keep(self, group: str, keys: Sequence[bytes], blocks: Sequence[int]) -> None:
-        """Copy filed device blocks to the host; those that are there already are not copied."""
+        """Copy filed device blocks to the host, those used longest ago making room; those that are
+        there already are not copied. More than there is room for are not kept at all."""
         found = self._blocks[group]
         new = [(key, block) for key, block in zip(keys, blocks, strict=True) if key not in found]
-        if not new:
+        room = self.tier.groups[group]
+        if not new or len(new) > room.size:
             return
         device = [block for _, block in new]
         try:
             ticket = self.tier.store(group, device)
-            while ticket is None and found:
-                self.tier.free(group, [found.popitem(last=False)[1]])
+            if ticket is None:
+                lacking = min(len(device) - room.usage().free, len(found))
+                oldest = [found.popitem(last=False)[1] for _ in range(lacking)]
+                self.tier.free(group, oldest)
                 ticket = self.tier.store(group, device)
         except Exception:
             self.failed += 1
             return
         if ticket is None:
-            return  # more than the host has room for, or its copies are still under way
+            return  # copies of the blocks that made room are still under way
         for (key, block), host in zip(new, ticket.blocks.tolist(), strict=True):
             found[key] = host
             self._reading[group, block] = ticket

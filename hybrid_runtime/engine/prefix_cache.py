@@ -33,9 +33,9 @@ KEYS, STATE = "kv", "state"
 
 @dataclass(slots=True)
 class PrefixStats:
-    """queried_tokens, hit_tokens: of admitted requests. host_blocks: that came from the host tier.
-    short: requests by why their hit was not
-    longer; those that share nothing with anybody are not among them."""
+    """queried_tokens, hit_tokens: of admitted requests, again after a preemption. evictions: blocks
+    that made room. host_blocks: that came from the host tier. short: admissions by why their hit
+    was not longer; a longer prefix that nobody ever had is not counted."""
 
     queried_tokens: int = 0
     hit_tokens: int = 0
@@ -192,9 +192,9 @@ class PrefixCache:
         return self.state.pool.find(request.hashes[index - 1]) is None
 
     def file(self, request: Request, snapshots: Iterable[Snapshot]) -> None:
-        """Let others find what a request has left by a step whose results were read: snapshots that
-        the step published, and keys and values of blocks that are full. All launches that wrote
-        them come before any that a later hit leads to, on the same stream."""
+        """Let others find what a request has left: snapshots that a step whose results were read
+        published, or that `Scheduler.close` had stored, and keys and values of full blocks. All
+        launches that wrote them come before any that a later hit leads to, on the same stream."""
         self._hash(request)
         # What was accepted beyond the request's own end has no place in its text.
         hashes = request.hashes

@@ -36,17 +36,16 @@ from hybrid_runtime.state.step import Snapshot, Step
 
 __all__ = ["HybridStateManager", "Strategy"]
 
-_FILL = 256
-"""Blocks that one launch zeroes."""
-
 
 class HybridStateManager:
     """State of every request's Mamba layers, by slot and column; README shows how to plug it in.
 
     strategy: "blocking" waits for the accepted counts in each step and decides on the host; "defer"
     does so only when a block boundary may be crossed; "always" lets a kernel decide for all rows;
-    "auto" launches that kernel for the rows that may cross one and nothing otherwise. Where
-    `layout.kind` is "replay" nothing is ever launched, and strategies differ in their waits only.
+    "auto" launches that kernel for the rows that may cross one and for no others. Where
+    `layout.kind` is "replay" no state is copied: the runner's verify pass folds and stores. Besides
+    the small launch of each `begin_step` there is then only that of `materialise`, and strategies
+    differ in their waits only.
     in_place: the runner's kernels read and write one column, so states are moved there before the
     forward pass; otherwise kernels take separate read and write positions and nothing is moved.
     steps_in_flight: steps that may be outstanding (begun, results not yet read) beyond the current.
@@ -102,7 +101,6 @@ class HybridStateManager:
             )
         )
         self._steady = Steady(self._book, self._rule, layout.block_size)
-        self._fresh = Staging(1, _FILL, 4 * depth, self.device, self._waits)
         self._ledger = Ledger(
             self._book,
             Readback(n, steps_in_flight + 1, self.device, self._waits) if readback else None,
@@ -183,7 +181,8 @@ class HybridStateManager:
         return self._book.take(slot, computed, hit_column)
 
     def retain(self, slot: int, every: int, positions: tuple[int, ...] = ()) -> None:
-        """Keep only snapshots at multiples of `every` tokens (0: none) and at 2 positions."""
+        """Keep only snapshots at multiples of `every` tokens (0: none) and at up to 2 positions;
+        all are multiples of the block size."""
         self._steady.catch_up()
         self._book.retain(slot, every, positions)
 
@@ -211,7 +210,8 @@ class HybridStateManager:
         return self._rule.needed(rows)
 
     def begin_step(self, rows: StepRows) -> Step:
-        """Place a step's rows, before the forward pass: one host-to-device copy, one small launch.
+        """Place a step's rows, before the forward pass: one small launch, one host-to-device copy
+        unless the rows are those of the last step, and with `in_place` the moves that may be due.
 
         Raises `ValueError` for rows that break the contract, before anything is changed.
         """
@@ -243,7 +243,8 @@ class HybridStateManager:
         return self._begun(step)
 
     def end_step(self, step: Step, num_accepted: Tensor) -> None:
-        """Take the sampler's counts, on the device, and copy boundary states where some are due.
+        """Take the sampler's counts, on the device; in the columns layout, copy boundary states
+        where some are due (in the replay layout the next step stores them).
 
         num_accepted: int32 `[rows]` or longer; row i belongs to `step.rows.slot[i]`. It must stay
         unchanged until the launches of the next `begin_step` are queued.
@@ -333,16 +334,9 @@ class HybridStateManager:
         self._ledger.abandon(step)
 
     def fill(self, blocks: Tensor, value: float = 0.0) -> None:
-        """Set whole blocks (int `[n]`, device): 0 when handed out, NaN to poison freed ones."""
+        """Set whole blocks (int `[n]`, device) to one value. Nothing needs it: no kernel reads what
+        was not written, and freed blocks full of NaN show who does."""
         fill_blocks(self._bound(), blocks, value)
-
-    def zero(self, blocks: Sequence[int]) -> None:
-        """Zero blocks that are being handed out."""
-        for start in range(0, len(blocks), _FILL):
-            some = blocks[start : start + _FILL]
-            index, packed = self._fresh.take()
-            packed[0, : len(some)] = some
-            self.fill(self._fresh.upload(index, 1)[0, : len(some)])
 
     def stats(self) -> Stats:
         """Counters so far."""

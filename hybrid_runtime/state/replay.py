@@ -26,7 +26,8 @@ from hybrid_runtime.state.step import Step
 
 
 class Replaying:
-    """`Rule` by which the verify pass itself folds, stores and writes: nothing else is launched.
+    """`Rule` by which the forward pass itself folds, stores and writes. Besides it there are only
+    the launch that places a step (`advance`) and, for requests that end, `Materialiser`'s.
 
     The last column of a block table is the live one and always owned; the others hold snapshots. A
     row reads the state as its last step left it, in the live column or, if that step ended on a

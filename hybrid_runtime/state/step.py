@@ -26,7 +26,7 @@ class Snapshot(NamedTuple):
 @dataclass(slots=True, eq=False)
 class Step:
     """Handle of a step. Device tensors are int32 `[max_requests]` at addresses that never change,
-    -1 in rows that are not running; they are valid until the next `begin_step`.
+    columns -1 in rows that are not running; they are valid until the next `begin_step`.
 
     read_column, read_offset: where each row's state is read (column -1: zero state, read nothing).
     write_column: running column; the state after R + j tokens goes to column + j, the window to it.
