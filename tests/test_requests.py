@@ -171,6 +171,7 @@ BAD_OPTIONS = [
     ),
     ({"conv_layout": "XY"}, "conv_layout is 'XY'"),
     ({"num_blocks": (0, 4)}, "size is 0"),
+    ({"host_blocks": (4, 4), "prefix_caching": False}, "host_blocks is .* must be None"),
 ]
 
 
