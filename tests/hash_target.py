@@ -76,8 +76,8 @@ class HashTarget:
     """What the engine asks of a model, on the CPU. fails: raise in the middle of the next pass."""
 
     config = SimpleNamespace(
-        vocab_size=VOCABULARY, mamba_num_heads=1, mamba_head_dim=1, ssm_state_size=1, n_groups=1,
-        conv_kernel=WINDOW + 1,
+        vocab_size=VOCABULARY, hidden_size=1, mamba_num_heads=1, mamba_head_dim=1,
+        ssm_state_size=1, n_groups=1, conv_kernel=WINDOW + 1,
     )  # fmt: skip
     device, dtype = torch.device("cpu"), torch.float32
     state_layers, kv_layers, kv_shape = STATE_LAYERS, (KV_LAYER,), (1, 1)

@@ -80,6 +80,10 @@ class BlockPool:
         """How many of these found blocks `share` would take out of `free`."""
         return sum(block in self._idle for block in blocks)
 
+    def sole(self, blocks: Iterable[int]) -> int:
+        """How many of these owned blocks `put` would make free."""
+        return sum(self._owners[block] == 1 for block in blocks)
+
     def file(self, key: bytes, block: int) -> bool:
         """Let an owned block be found by `key`; False where another one is found by it already."""
         if key in self._block or self._key[block] is not None:
@@ -150,11 +154,12 @@ class BlockTable:
         wanted = np.stack([first, fresh, last, kept], 1)
         changed = (self._held[slots] != wanted).any(1).nonzero()[0]
         taken: list[int] = []
+        # What one slot gives back another one may need.
         for i in changed:
-            slot, row = int(slots[i]), self._view[slots[i]]
-            for column in np.flatnonzero(row != FREE):
-                if not first[i] <= column <= kept[i] and column != self._always:
-                    self._drop(slot, int(column))
+            for column in self._dropped(slots[i], first[i], kept[i]):
+                self._drop(int(slots[i]), int(column))
+        for i in changed:
+            row = self._view[slots[i]]
             missing = list(fresh[i] + np.flatnonzero(row[fresh[i] : last[i] + 1] == FREE))
             if self._always is not None and row[self._always] == FREE:
                 missing.append(self._always)
@@ -166,7 +171,7 @@ class BlockTable:
         return taken
 
     def missing(self, slots: Ints, first: Ints, fresh: Ints, last: Ints, kept: Ints) -> int:
-        """How many blocks `hold` would take from the pool, at most."""
+        """By how many blocks, at most, `hold` would leave the pool with fewer free ones."""
         wanted = np.stack([first, fresh, last, kept], 1)
         changed = (self._held[slots] != wanted).any(1).nonzero()[0]
         count = 0
@@ -174,7 +179,15 @@ class BlockTable:
             row = self._view[slots[i]]
             count += int((row[fresh[i] : last[i] + 1] == FREE).sum())
             count += self._always is not None and row[self._always] == FREE
+            dropped = row[self._dropped(slots[i], first[i], kept[i])]
+            count -= self.pool.sole(dropped.tolist())
         return count
+
+    def _dropped(self, slot: int, first: int, kept: int) -> Ints:
+        """Columns that a slot owns and need not keep."""
+        owned = np.flatnonzero(self._view[slot] != FREE)
+        always = FREE if self._always is None else self._always
+        return owned[((owned < first) | (owned > kept)) & (owned != always)]
 
     def block(self, slot: int, column: int) -> int:
         """The block in a column, -1 where there is none."""

@@ -128,6 +128,8 @@ class PrefixCache:
             pool = pools[group]
             # Those that are here must not make room for the others.
             here = [block for key in hashes if (block := pool.find(key)) is not None]
+            if group == STATE and hit.state is not None:
+                here.append(hit.state)  # all there is, if a copy fails
             for block in here:
                 pool.share(block)
             absent = [key for key in hashes if pool.find(key) is None]

@@ -169,7 +169,7 @@ class Scheduler:
 
     def _room(self, request: Request, hit: Hit) -> bool:
         """Blocks for a request beside those who run, and what these may need any time."""
-        keys = -(-(request.length + 1) // self.block_size) - len(hit.keys)
+        keys = self._known_keys(request, request.length) - len(hit.keys)
         keys += self.kv.pool.unowned(hit.keys) + sum(map(self._owed, self.running))
         # Those admitted a moment ago have not taken theirs yet.
         unborn = sum(not r.queued and r.computed == r.hit.tokens for r in self.running)
@@ -182,9 +182,13 @@ class Scheduler:
         """KV blocks that a running request may take any time: for the tokens it is known to need,
         and one more if it can get that long."""
         have = -(-request.computed_max // self.block_size)
-        known = max(-(-(request.prefill + 1) // self.block_size), have)
-        most, _ = self.footprint(len(request.prompt), request.params.max_tokens)
+        known = max(self._known_keys(request, request.prefill), have)
+        most, _ = self.footprint(len(request.prompt), request.max_tokens)
         return known - have + (known < most)
+
+    def _known_keys(self, request: Request, tokens: int) -> int:
+        """KV blocks for so many tokens of a request, and for the one that follows in a text."""
+        return -(-(tokens + bool(request.max_tokens)) // self.block_size)
 
     def schedule(self) -> Schedule | None:
         """Rows of the next step, with their blocks handed out; None when nobody can run.
