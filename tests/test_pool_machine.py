@@ -100,14 +100,16 @@ TestLife.settings = settings(max_examples=EXAMPLES, stateful_step_count=40)
 
 
 @pytest.mark.parametrize(
-    ("state_layout", "steps_ahead", "folded"),
-    [("replay", 1, 0), ("replay", 0, 20), ("columns", 1, 0)],
+    ("state_layout", "steps_ahead", "num_blocks", "folded"),
+    [("replay", 1, (16, 14), 5), ("replay", 0, (14, 11), 20), ("columns", 1, (16, 14), 0)],
 )
-def test_all_of_it_happens(state_layout: str, steps_ahead: int, folded: int) -> None:
+def test_all_of_it_happens(
+    state_layout: str, steps_ahead: int, num_blocks: tuple[int, int], folded: int
+) -> None:
     """A long fixed run, of which every kind of event is part."""
     draw = random.Random(7)
     world = World(
-        3, state_layout=state_layout, steps_ahead=steps_ahead, max_requests=4, num_blocks=(16, 14),
+        3, state_layout=state_layout, steps_ahead=steps_ahead, max_requests=4, num_blocks=num_blocks,
         host_blocks=(24, 16), max_tokens_per_step=17,
     )  # fmt: skip
     for turn in range(150):
@@ -137,7 +139,7 @@ def test_all_of_it_happens(state_layout: str, steps_ahead: int, folded: int) -> 
         "last snapshots folded": stats.state.rows_materialised,
     }
     for name, least in {
-        "hits": 50, "misses": 10, "preemptions": 4, "resumes": 4, "resumes from a snapshot": 2,
+        "hits": 50, "misses": 10, "preemptions": 10, "resumes": 10, "resumes from a snapshot": 5,
         "evictions": 100, "blocks to the host": 100, "blocks from the host": 20,
         "failed copies": 1, "guesses accepted": 1, "ended by length": 50, "ended by abort": 5,
         "ended by deadline": 3, "ended by error": 1, "last snapshots folded": folded,
