@@ -109,8 +109,8 @@ def test_all_of_it_happens(
     """A long fixed run, of which every kind of event is part."""
     draw = random.Random(7)
     world = World(
-        3, state_layout=state_layout, steps_ahead=steps_ahead, max_requests=4, num_blocks=num_blocks,
-        host_blocks=(24, 16), max_tokens_per_step=17,
+        3, state_layout=state_layout, steps_ahead=steps_ahead, max_requests=4,
+        num_blocks=num_blocks, host_blocks=(24, 16), max_tokens_per_step=17,
     )  # fmt: skip
     for turn in range(150):
         prompt = draw.choice(DOCUMENTS)[: draw.randint(1, 26)] + draw.choices(range(3), k=2)
