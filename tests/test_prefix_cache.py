@@ -57,6 +57,7 @@ def test_an_identical_prompt_hits_all_but_its_last_token(
         # Row 40: what is too short to hit says so.
         assert (answer.hit.short == "short_prompt") == (length < BLOCK + 1)
     assert runs.prefix_cache.min_cacheable_tokens == BLOCK + 1
+    assert runs.stats().prefix.hit_rate == 2 * hit / (3 * length)
     nothing_leaked(runs)
 
 
