@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hybrid_runtime.kernels.backend import runs_triton
+from hybrid_runtime.kernels.overlap import follow, overlap
 
 
 def argmax_reference(logits: Tensor, out: Tensor) -> Tensor:
@@ -23,8 +24,10 @@ def argmax_reference(logits: Tensor, out: Tensor) -> Tensor:
 
 @triton.jit
 def _part_kernel(
-    logits, values, indices, stride, V: tl.constexpr, PARTS: tl.constexpr, TILE: tl.constexpr
-):
+    logits, values, indices, stride, V: tl.constexpr, PARTS: tl.constexpr, TILE: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):  # fmt: skip
+    follow(OVERLAP)
     line = tl.program_id(0)
     part = tl.program_id(1)
     index = part * TILE + tl.arange(0, TILE)
@@ -38,7 +41,11 @@ def _part_kernel(
 
 
 @triton.jit
-def _whole_kernel(values, indices, out, out_stride, PARTS: tl.constexpr, WIDTH: tl.constexpr):
+def _whole_kernel(
+    values, indices, out, out_stride, PARTS: tl.constexpr, WIDTH: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):  # fmt: skip
+    follow(OVERLAP)
     line = tl.program_id(0)
     part = tl.arange(0, WIDTH)
     value = tl.load(values + line * PARTS + part, mask=part < PARTS, other=float("-inf"))
@@ -66,10 +73,10 @@ def argmax(logits: Tensor, out: Tensor | None = None) -> Tensor:
     if lines:
         _part_kernel[(lines, parts)](
             logits, values, indices, logits.stride(0), V=vocabulary, PARTS=parts, TILE=TILE,
-            num_warps=8,
+            num_warps=8, **overlap(logits),
         )  # fmt: skip
         _whole_kernel[(lines,)](
             values, indices, out, out.stride(0), PARTS=parts,
-            WIDTH=triton.next_power_of_2(parts), num_warps=1,
+            WIDTH=triton.next_power_of_2(parts), num_warps=1, **overlap(logits),
         )  # fmt: skip
     return out

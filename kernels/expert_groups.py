@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hybrid_runtime.kernels.backend import runs_triton
+from hybrid_runtime.kernels.overlap import follow, overlap
 
 MAX_RANKED = 8192
 """Pairs that are sorted by comparing each with every other in one launch; torch sorts more."""
@@ -70,8 +71,10 @@ def _group_kernel(
     COUNTED: tl.constexpr,
     RANKED: tl.constexpr,
     LINES: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """Program 0 lists the tiles, each other program places LINES pairs in the order."""
+    follow(OVERLAP)
     if tl.program_id(0) == 0:
         expert = tl.arange(0, BINS)
         sizes = tl.zeros((BINS,), tl.int32)
@@ -142,5 +145,6 @@ def group_pairs(experts: Tensor, count: int, block_m: int) -> Groups:
             RANKED=128,
             LINES=32,
             num_warps=4,
+            **overlap(flat),
         )
     return Groups(order, tiles)

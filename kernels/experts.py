@@ -17,6 +17,7 @@ from torch import Tensor
 
 from hybrid_runtime.kernels.backend import runs_triton
 from hybrid_runtime.kernels.expert_groups import Groups, group_pairs
+from hybrid_runtime.kernels.overlap import follow, overlap
 from hybrid_runtime.kernels.relu2 import relu2_reference
 
 
@@ -94,9 +95,11 @@ def _product_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """out[pair] = matrices[expert of pair] @ x[pair // SHARED], then perhaps relu2; one program per
     tile and BLOCK_N rows of the matrix."""
+    follow(OVERLAP)
     tile = tl.program_id(1)
     expert = tl.load(tiles + tile)
     if expert < 0:
@@ -142,8 +145,10 @@ def _sum_kernel(
     SIZE: tl.constexpr,
     TOP_K: tl.constexpr,
     BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """out[token] = sum over its pairs of weight * output, always in the same order."""
+    follow(OVERLAP)
     token = tl.program_id(0).to(tl.int64)
     n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
@@ -223,6 +228,7 @@ def expert_mlps(
         TOP_K=top_k,
         BLOCK=block,
         num_warps=max(block // 128, 1),
+        **overlap(x),
     )
     return out
 
@@ -259,6 +265,7 @@ def _product(
         BLOCK_K=tiling.block_k,
         num_warps=tiling.warps,
         num_stages=tiling.stages,
+        **overlap(x),
     )
 
 

@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hybrid_runtime.kernels.backend import runs_triton
+from hybrid_runtime.kernels.overlap import follow, overlap
 
 
 def kv_write_reference(
@@ -93,7 +94,9 @@ def _kv_write_kernel(
     ROWS: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    follow(OVERLAP)
     token = tl.program_id(0)
     index = tl.arange(0, ROWS)
     starts = tl.load(row_start + index, mask=index <= rows, other=2147483647)
@@ -161,4 +164,5 @@ def kv_write(
         BLOCK_H=triton.next_power_of_2(kv_heads),
         BLOCK_D=triton.next_power_of_2(size),
         num_warps=4,
+        **overlap(k),
     )

@@ -9,6 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hybrid_runtime.kernels.backend import runs_triton
+from hybrid_runtime.kernels.overlap import CACHE_LINE, follow, overlap, prefetch
 
 
 def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -72,11 +73,17 @@ def _norm_kernel(
     SIZE: tl.constexpr,
     GROUPS: tl.constexpr,
     BLOCK: tl.constexpr,
+    LINE: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """`other` is the residual or the gate; one program per token and group."""
     token = tl.program_id(0).to(tl.int64)
     index = tl.arange(0, BLOCK)
     inside = index < SIZE
+    # Weights come from memory each step, everything else from the L2 cache.
+    line = tl.minimum(tl.arange(0, (BLOCK + LINE - 1) // LINE) * LINE, SIZE - 1)
+    prefetch(weight + tl.program_id(1) * SIZE + line, OVERLAP)
+    follow(OVERLAP)
     index += tl.program_id(1) * SIZE
     scale = tl.load(weight + index, mask=inside, other=0.0)
     y = tl.load(x + token * x_stride + index, mask=inside, other=0.0).to(tl.float32)
@@ -132,7 +139,9 @@ def _launch(
             SIZE=size // groups,
             GROUPS=groups,
             BLOCK=block,
+            LINE=CACHE_LINE // weight.element_size(),
             num_warps=min(max(block // 512, 1), 16),
+            **overlap(x),
         )
     return out, total
 

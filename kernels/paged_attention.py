@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hybrid_runtime.kernels.backend import num_programs, runs_triton
+from hybrid_runtime.kernels.overlap import follow, overlap
 from hybrid_runtime.kernels.rows import gather_rows, row_tokens, scatter_rows
 
 
@@ -153,7 +154,9 @@ def _attention_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    follow(OVERLAP)
     group: tl.constexpr = HEADS // KV_HEADS
     kv_head = tl.program_id(0) % KV_HEADS
     first = tl.program_id(0) // KV_HEADS * TOKENS
@@ -266,7 +269,9 @@ def _reduce_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_S: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    follow(OVERLAP)
     head = tl.program_id(0)
     step = tl.program_id(1)
     row = tl.program_id(2)
@@ -436,6 +441,7 @@ def paged_attention(
         BLOCK_D=block_d,
         num_warps=tiling.warps,
         num_stages=tiling.stages,
+        **overlap(q),
     )
     if splits.programs > 1:
         block_s = triton.next_power_of_2(splits.programs)
@@ -457,6 +463,7 @@ def paged_attention(
             BLOCK_S=block_s,
             BLOCK_D=block_d,
             num_warps=min(max(block_s * block_d // 2048, 1), 8),  # at most 64 values a thread
+            **overlap(q),
         )
     return out
 

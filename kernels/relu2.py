@@ -9,6 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hybrid_runtime.kernels.backend import runs_triton
+from hybrid_runtime.kernels.overlap import follow, overlap
 
 
 def relu2_reference(x: Tensor) -> Tensor:
@@ -17,7 +18,8 @@ def relu2_reference(x: Tensor) -> Tensor:
 
 
 @triton.jit(do_not_specialize=["tiles"])
-def _relu2_kernel(x, out, size, tiles, x_line, x_dim, BLOCK: tl.constexpr):
+def _relu2_kernel(x, out, size, tiles, x_line, x_dim, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
+    follow(OVERLAP)
     line = (tl.program_id(0) // tiles).to(tl.int64)
     index = (tl.program_id(0) % tiles).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = index < size
@@ -44,6 +46,7 @@ def relu2(x: Tensor) -> Tensor:
         block = min(triton.next_power_of_2(size), 1024)
         tiles = triton.cdiv(size, block)
         _relu2_kernel[(lines * tiles,)](
-            flat, out, size, tiles, *flat.stride(), BLOCK=block, num_warps=max(block // 256, 1)
-        )
+            flat, out, size, tiles, *flat.stride(), BLOCK=block, num_warps=max(block // 256, 1),
+            **overlap(x),
+        )  # fmt: skip
     return out

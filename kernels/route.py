@@ -9,6 +9,7 @@ from torch import Tensor
 from triton.language.extra import libdevice
 
 from hybrid_runtime.kernels.backend import runs_triton
+from hybrid_runtime.kernels.overlap import follow, overlap
 
 MAX_EXPERTS = 1024
 MAX_TOP_K = 32
@@ -119,8 +120,10 @@ def _route_kernel(
     BLOCK_G: tl.constexpr,
     BLOCK_E: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """One program per token. Position g * BLOCK_E + e is expert e of group g."""
+    follow(OVERLAP)
     size: tl.constexpr = EXPERTS // GROUPS
     token = tl.program_id(0).to(tl.int64)
     position = tl.arange(0, BLOCK_G * BLOCK_E)
@@ -214,6 +217,7 @@ def route(
             BLOCK_K=triton.next_power_of_2(top_k),
             # Few warps: each choice is a reduction, and across warps that means a barrier.
             num_warps=WARPS if block_g * block_e > 256 else 1,
+            **overlap(logits),
         )
     return weights, experts
 

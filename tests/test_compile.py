@@ -123,13 +123,15 @@ def compiled(
     **types: str,
 ) -> Any:
     """`multiples`: arguments that are multiples of 16, as launches find out by themselves."""
+    given = {"OVERLAP": True, "EARLY": True, "LINE": 32}
+    constants = {name: given[name] for name in kernel.arg_names if name in given} | constants
     signature, attributes = {}, {}
     for index, name in enumerate(kernel.arg_names):
         if name in constants:
             signature[name] = "constexpr"
         else:
             signature[name] = (TYPES | types).get(name, "*i32" if name in POINTERS else "i32")
-        if name in multiples:
+        if name in multiples and name not in constants:
             attributes[(index,)] = [["tt.divisibility", 16]]
     source = ASTSource(kernel, signature, constants, attributes)
     options = options or {"num_warps": 2 if multiples else 4}

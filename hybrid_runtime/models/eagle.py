@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from hybrid_runtime.kernels.embedding import embedding
 from hybrid_runtime.models.attention import Attention, join_projections
 from hybrid_runtime.models.nemotron_h import NemotronH
 from hybrid_runtime.models.norm import RMSNorm
@@ -177,8 +178,9 @@ class EagleHead(nn.Module):
         """
         target, layer = self._target[0], self.layers[0]
         assert isinstance(layer, EagleLayer)
-        embed = target.embed if self.embed_tokens is None else self.embed_tokens
-        x = self.fc(torch.cat([embed(tokens), hidden], dim=-1))
+        own = self.embed_tokens
+        embedded = target.embed(tokens) if own is None else embedding(tokens, own.weight)
+        x = self.fc(torch.cat([embedded, hidden], dim=-1))
         cos, sin = self._rotation(batch, x.shape[0], x.dtype)
 
         def rotate(heads: Tensor) -> Tensor:

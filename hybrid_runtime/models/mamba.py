@@ -104,10 +104,15 @@ class Mamba2Mixer(nn.Module):
 
             inputs = (part.tokens(mixed), self.conv1d.weight[:, 0], self.conv1d.bias, windows)
             if replay is not None:
-                convolved = replay_window_update(*inputs, *where, replay, part.max_scheduled)
+                convolved = replay_window_update(
+                    *inputs, *where, replay, part.max_scheduled, early=True
+                )
+            elif part.update:
+                convolved = causal_conv_update(
+                    *inputs, *where, *place, part.max_scheduled, early=True
+                )
             else:
-                convolve = causal_conv_update if part.update else causal_conv_scan
-                convolved = convolve(*inputs, *where, *place, part.max_scheduled)
+                convolved = causal_conv_scan(*inputs, *where, *place, part.max_scheduled)
             heads, B, C = convolved.split([inner, state, state], dim=-1)
             operands = (
                 heads.unflatten(-1, (config.mamba_num_heads, config.mamba_head_dim)),
@@ -122,10 +127,11 @@ class Mamba2Mixer(nn.Module):
             if replay is not None:
                 records = caches.records[layer]
                 y = replay_update(
-                    *operands, records, *where, replay, part.max_scheduled, rounding, low, high
-                )
+                    *operands, records, *where, replay, part.max_scheduled, rounding, low, high,
+                    early=True,
+                )  # fmt: skip
             elif part.update:
-                y = ssm_update(*operands, *where, *place, part.max_scheduled, low, high)
+                y = ssm_update(*operands, *where, *place, part.max_scheduled, low, high, early=True)
             else:
                 y = ssm_chunk_scan(
                     *operands, *where, *place, part.max_scheduled, config.chunk_size, low, high

@@ -4,6 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from hybrid_runtime.kernels.embedding import embedding
 from hybrid_runtime.models.attention import join_projections
 from hybrid_runtime.models.config import NemotronHConfig
 from hybrid_runtime.models.layers import Layer
@@ -76,7 +77,7 @@ class NemotronH(nn.Module):
 
     def embed(self, tokens: Tensor) -> Tensor:
         """int [T] to [T, hidden_size]."""
-        return self.backbone.embeddings(tokens)
+        return embedding(tokens, self.backbone.embeddings.weight)
 
     def forward(
         self, tokens: Tensor, batch: RowBatch, positions: StatePositions, caches: Caches
