@@ -1,4 +1,5 @@
-"""README's tables of memory: what a request costs, how many fit, prefix hits, and the soak."""
+"""README's tables of memory: what a request costs, how many fit, prefix hits, copies to the host,
+and the soak."""
 
 from __future__ import annotations
 
@@ -105,6 +106,47 @@ def prefix() -> str:
     return markdown(header, lines) + "\n\n" + note
 
 
+def swap() -> str:
+    """Most scattered blocks of each kind as one batch of copies, beside loops over them."""
+    result = _load("swap")
+    cases = [case for case in result["cases"] if case["placement"] == "scattered"]
+    most: dict[tuple[str, str], int] = {}
+    for case in cases:
+        key = case["model"], case["group"]
+        most[key] = max(most.get(key, 0), case["blocks"])
+    lines = []
+    for case in cases:
+        if case["blocks"] < most[case["model"], case["group"]]:
+            continue
+        submit = case["submit_us"]
+        batched, loops = submit["batched"], ("loop of copy_", "loop of cuMemcpyAsync")
+        lines.append(
+            [
+                case["model"],
+                case["group"],
+                str(case["blocks"]),
+                case["direction"],
+                f"{case['bytes'] / 2**30:.2f}",
+                f"{case['asked']}",
+                f"{case['submitted']}",
+                f"{batched / 1e3:.2f}",
+                *(f"{submit[loop] / batched:.1f}" for loop in loops),
+                f"{case['bytes_per_s'] / 1e9:.1f}",
+                f"{case['share']:.3f}",
+            ]
+        )
+    header = [
+        "model", "kind", "blocks", "direction", "GiB", "copies", "after merging", "submit, ms",
+        "`copy_` loop ÷", "`cuMemcpyAsync` loop ÷", "GB/s", "of pinned limit",
+    ]  # fmt: skip
+    limit = result["limit_bytes_per_s"]
+    note = (
+        f"{result['path']}. One pinned copy of 1 GiB: {limit['store'] / 1e9:.1f} GB/s to the host, "
+        f"{limit['load'] / 1e9:.1f} from it. {_environment(result)}"
+    )
+    return markdown(header, lines) + "\n\n" + note
+
+
 def soak() -> str:
     """What the long form of the soak counted."""
     result = _load("soak")
@@ -119,7 +161,13 @@ def soak() -> str:
     return markdown(["layout", *names], lines) + "\n\n" + _environment(result)
 
 
-TABLES = {"request-memory": request, "capacity": capacity, "prefix": prefix, "soak": soak}
+TABLES = {
+    "request-memory": request,
+    "capacity": capacity,
+    "prefix": prefix,
+    "swap": swap,
+    "soak": soak,
+}
 
 
 def _mib(value: int) -> str:
