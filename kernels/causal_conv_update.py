@@ -8,8 +8,8 @@ import triton.language as tl
 from torch import Tensor
 
 from hybrid_runtime.kernels.backend import runs_triton
-from hybrid_runtime.kernels.overlap import follow, overlap
 from hybrid_runtime.kernels.causal_conv import causal_conv_reference
+from hybrid_runtime.kernels.overlap import follow, overlap
 
 MAX_TOKENS = 8
 """Tokens per row that the kernel unrolls; longer rows go to the reference."""
@@ -52,11 +52,9 @@ def _causal_conv_update_kernel(
     TAPS: tl.constexpr,
     TOKENS: tl.constexpr,
     TILE: tl.constexpr,
-    EARLY: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    if not EARLY:
-        follow(OVERLAP)
+    follow(OVERLAP)
     channel = tl.program_id(0) * TILE + tl.arange(0, TILE)
     row = tl.program_id(1)
     inside = channel < CHANNELS
@@ -72,21 +70,6 @@ def _causal_conv_update_kernel(
     offset = tl.load(read_offset + row)
     target = tl.load(write_column + row)
     active = (row_slot >= 0) & (target >= 0)
-    reads = active & (end > start) & (source >= 0)
-    table = block_table + tl.maximum(row_slot, 0).to(tl.int64) * table_stride
-    block = tl.load(table + source, mask=reads, other=0).to(tl.int64)
-    across = channel.to(tl.int64) * window_channel
-    taken = windows + block * window_block + across
-    held = ()
-    for j in tl.static_range(history):
-        position = (offset + j).to(tl.int64) * window_position
-        held += (tl.load(taken + position, mask=inside & reads, other=0.0),)
-    taps = ()
-    for tap in tl.static_range(TAPS):
-        element = channel * weight_channel + tap * weight_tap
-        taps += (tl.load(weight + element, mask=inside, other=0.0).to(tl.float32),)
-    if EARLY:
-        follow(OVERLAP)
 
     # What nobody computes is 0: tokens of a padded row, and those before and behind all rows.
     token = tl.where(row == 0, 0, start)
@@ -100,12 +83,24 @@ def _causal_conv_update_kernel(
         token += 1
 
     if active & (end > start):
+        table = block_table + row_slot.to(tl.int64) * table_stride
+        reads = source >= 0
+        block = tl.load(table + source, mask=reads, other=0).to(tl.int64)
         to = tl.load(table + target).to(tl.int64)
-        inputs = held
+        across = channel.to(tl.int64) * window_channel
+        taken = windows + block * window_block + across
+        inputs = ()
+        for j in tl.static_range(history):
+            at = (offset + j).to(tl.int64) * window_position
+            inputs += (tl.load(taken + at, mask=inside & reads, other=0.0),)
         for i in tl.static_range(TOKENS):
             at = (start + i).to(tl.int64) * x_token
             live = inside & (start + i < end)
             inputs += (tl.load(x + at + channel * x_channel, mask=live, other=0.0),)
+        taps = ()
+        for tap in tl.static_range(TAPS):
+            at = channel * weight_channel + tap * weight_tap
+            taps += (tl.load(weight + at, mask=inside, other=0.0).to(tl.float32),)
 
         for i in tl.static_range(TOKENS):
             y = tl.zeros((TILE,), tl.float32)
@@ -140,10 +135,10 @@ def _causal_conv_update_kernel(
         written = windows + to * window_block + across
         certain = end - start - guesses
         for i in tl.static_range(history + TOKENS):
-            place = i - certain
-            kept = (place >= 0) & (i < history + end - start) & (place < window_length)
+            position = i - certain
+            kept = (position >= 0) & (i < history + end - start) & (position < window_length)
             value = inputs[i].to(windows.dtype.element_ty)
-            at = place.to(tl.int64) * window_position
+            at = position.to(tl.int64) * window_position
             tl.store(written + at, value, mask=inside & kept)
 
 
@@ -162,15 +157,12 @@ def causal_conv_update(
     max_scheduled: int,
     snapshot_column: Tensor | None = None,
     snapshot_after: Tensor | None = None,
-    early: bool = False,
 ) -> Tensor:
     """`causal_conv_reference` for rows of few tokens, by one launch where Triton runs.
 
     No row may read a block that another row of the same call writes. Rows of more than
     `MAX_TOKENS` tokens and fp64 go to the reference. The snapshot arguments are those of
-    `replay_window_update`, which is the one to call with them. `early`: the launch ahead on the
-    stream may write x but nothing else that is read here, so the rest is read without waiting for
-    its end.
+    `replay_window_update`, which is the one to call with them.
 
     Raises:
         ValueError: as the reference.
@@ -223,7 +215,6 @@ def causal_conv_update(
         TAPS=taps,
         TOKENS=max_scheduled,
         TILE=tile,
-        EARLY=early,
         num_warps=WARPS,
         **overlap(x),
     )

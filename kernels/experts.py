@@ -99,7 +99,7 @@ def _product_kernel(
 ):
     """out[pair] = matrices[expert of pair] @ x[pair // SHARED], then perhaps relu2; one program per
     tile and BLOCK_N rows of the matrix."""
-    follow(OVERLAP)
+    follow(OVERLAP, False)
     tile = tl.program_id(1)
     expert = tl.load(tiles + tile)
     if expert < 0:

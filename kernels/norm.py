@@ -29,8 +29,21 @@ def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def add_rms_norm_reference(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """The norm of ``x + residual``, and that sum, rounded as torch rounds it, in its dtype."""
-    total = x + residual
+    """The norm of ``x + residual``, and that sum.
+
+    Args:
+        x: the residual's shape, or `[parts, ...]` of it: its sum over the first dimension is added.
+        residual: [..., size].
+        weight: [size].
+        eps: added to the mean square.
+
+    Returns:
+        The norm of the sum in the weight's dtype, and the sum: taken in fp32 (fp64 for fp64), and
+        rounded once to the dtype that torch would give it.
+    """
+    acc = torch.promote_types(x.dtype, torch.promote_types(residual.dtype, torch.float32))
+    added = x.to(acc).sum(0) if x.dim() > residual.dim() else x.to(acc)
+    total = (added + residual).to(torch.promote_types(x.dtype, residual.dtype))
     return rms_norm_reference(total, weight, eps), total
 
 
@@ -66,8 +79,10 @@ def _norm_kernel(
     out,
     total,
     eps,
+    part_stride,
     x_stride,
     other_stride,
+    PARTS: tl.constexpr,
     RESIDUAL: tl.constexpr,
     GATED: tl.constexpr,
     SIZE: tl.constexpr,
@@ -87,6 +102,9 @@ def _norm_kernel(
     index += tl.program_id(1) * SIZE
     scale = tl.load(weight + index, mask=inside, other=0.0)
     y = tl.load(x + token * x_stride + index, mask=inside, other=0.0).to(tl.float32)
+    for part in tl.static_range(1, PARTS):
+        at = x + part * part_stride + token * x_stride + index
+        y += tl.load(at, mask=inside, other=0.0).to(tl.float32)
     if RESIDUAL:
         y += tl.load(other + token * other_stride + index, mask=inside, other=0.0).to(tl.float32)
         added = y.to(total.dtype.element_ty)
@@ -104,7 +122,8 @@ def _norm_kernel(
 def _launch(
     x: Tensor, residual: Tensor | None, gate: Tensor | None, weight: Tensor, groups: int, eps: float
 ) -> tuple[Tensor, Tensor]:
-    shape, size = x.shape, x.shape[-1]
+    parts = x if residual is not None and x.dim() > residual.dim() else x[None]
+    shape, size = parts.shape[1:], x.shape[-1]
     other = residual if residual is not None else gate
     if other is not None and other.shape != shape:
         raise ValueError(
@@ -115,17 +134,17 @@ def _launch(
         raise ValueError(
             f"weight is {tuple(weight.shape)}, must be [{size}], a multiple of {groups} groups"
         )
-    flat = _lines(x)
+    flat = _lines(parts)
     out = torch.empty(shape, dtype=weight.dtype, device=x.device)
     total = out
     if residual is not None:
         total = torch.empty(
             shape, dtype=torch.promote_types(x.dtype, residual.dtype), device=x.device
         )
-    added = flat if other is None else _lines(other)
+    added = flat if other is None else _lines(other[None])
     block = triton.next_power_of_2(size // groups)
     if x.numel():
-        _norm_kernel[(flat.shape[0], groups)](
+        _norm_kernel[(flat.shape[1], groups)](
             flat,
             added,
             weight.contiguous(),
@@ -133,7 +152,9 @@ def _launch(
             total,
             eps,
             flat.stride(0),
-            added.stride(0),
+            flat.stride(1),
+            added.stride(1),
+            PARTS=len(parts),
             RESIDUAL=residual is not None,
             GATED=gate is not None,
             SIZE=size // groups,
@@ -146,10 +167,10 @@ def _launch(
     return out, total
 
 
-def _lines(x: Tensor) -> Tensor:
-    """[lines, size] with dense lines, of the same memory where it can be."""
-    lines = x.reshape(-1, x.shape[-1])
-    return lines if lines.stride(1) == 1 else lines.contiguous()
+def _lines(parts: Tensor) -> Tensor:
+    """[parts, lines, size] with dense lines, of the same memory where it can be."""
+    lines = parts.reshape(len(parts), -1, parts.shape[-1])
+    return lines if lines.stride(2) == 1 else lines.contiguous()
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -1,10 +1,8 @@
 """Programmatic dependent launch: a kernel is set up while the one ahead of it on the stream ends.
 
-A kernel launched with `overlap` starts once every program of the launch ahead has ended or called
-`follow`. It calls `follow` itself before it touches what that launch reads or writes. All its
-programs do, so when it ends the launch ahead has ended too, and order on the stream holds for
-everybody behind it. By the same reasoning whatever was written two launches ago is there from the
-first instruction on.
+A kernel launched with `overlap` starts once every program of the launch ahead has ended or let it
+start, and calls `follow` before it loads or stores anything. All its programs do, so when it ends
+the launch ahead has ended too, and order on the stream holds for everybody behind it.
 """
 
 from __future__ import annotations
@@ -34,17 +32,22 @@ def _dependent_launches(device: torch.device) -> bool:
 
 
 @triton.jit
-def follow(OVERLAP: tl.constexpr):
-    """Wait until the launch ahead has ended, then let the next one start."""
+def follow(OVERLAP: tl.constexpr, RELEASE: tl.constexpr = True):
+    """Wait until the launch ahead has ended, then perhaps let the next one start.
+
+    A kernel that fills the GPU for long does not: programs that wait would only take room (they
+    cost 2 us behind the state update).
+    """
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+        if RELEASE:
+            tl.extra.cuda.gdc_launch_dependents()
 
 
 @triton.jit
 def prefetch(lines, OVERLAP: tl.constexpr):
-    """Have the cache lines of the pointers `lines` brought to L2. Only a hint: what is written there
-    meanwhile is still seen."""
+    """Have the cache lines of the pointers `lines` brought to L2. Only a hint: what is written
+    there meanwhile is still seen."""
     if OVERLAP:
         tl.inline_asm_elementwise(
             "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [lines], tl.int32, False, 1

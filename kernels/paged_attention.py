@@ -156,7 +156,7 @@ def _attention_kernel(
     BLOCK_D: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    follow(OVERLAP)
+    follow(OVERLAP, False)
     group: tl.constexpr = HEADS // KV_HEADS
     kv_head = tl.program_id(0) % KV_HEADS
     first = tl.program_id(0) // KV_HEADS * TOKENS

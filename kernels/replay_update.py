@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hybrid_runtime.kernels.backend import num_programs, runs_triton
-from hybrid_runtime.kernels.overlap import CACHE_LINE, follow, overlap, prefetch
+from hybrid_runtime.kernels.overlap import follow, overlap
 from hybrid_runtime.kernels.replay import (
     LAST_PLACE,
     Records,
@@ -129,12 +129,9 @@ def _replay_update_kernel(
     ROUND: tl.constexpr,
     DIGITS: tl.constexpr,
     LEAST: tl.constexpr,
-    EARLY: tl.constexpr,
-    LINE: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    if not EARLY:
-        follow(OVERLAP)
+    follow(OVERLAP, False)
     tiles: tl.constexpr = (DIM + TILE - 1) // TILE
     groups: tl.constexpr = HEADS // HEADS_PER_GROUP
     item = tl.program_id(0)
@@ -155,17 +152,7 @@ def _replay_update_kernel(
     target = tl.load(write_column + row)
     kept = tl.load(snapshot_column + row)
     behind = tl.load(snapshot_after + row)
-    active = (row_slot >= 0) & (target >= 0) & (end > start)
-    reads = active & (source >= 0)
-    table = block_table + tl.maximum(row_slot, 0).to(tl.int64) * table_stride
-    block = tl.load(table + source, mask=reads, other=0).to(tl.int64)
-    taken = states + block * state_stride
-    if EARLY:
-        # The state's first part comes while the convolution still runs.
-        line = tl.minimum(tl.arange(0, TILE * SPLIT * LOW // LINE) * LINE, TILE * STATE - 1)
-        line = tl.minimum(line, (DIM - top) * STATE - 1)
-        prefetch(taken + (first * DIM + top) * STATE + tl.where(reads, line, 0), OVERLAP)
-        follow(OVERLAP)
+    active = (row_slot >= 0) & (target >= 0)
 
     # What nobody computes is 0: tokens of a padded row, and those before and behind all rows.
     wide = top + tl.arange(0, TILE)
@@ -185,11 +172,15 @@ def _replay_update_kernel(
             tl.store(at, nothing, mask=wide < DIM)
         token += 1
 
-    if active:
+    if active & (end > start):
         scheduled = end - start
         certain = scheduled - guesses
+        reads = source >= 0
         count = tl.where(reads, count, 0)
+        table = block_table + row_slot.to(tl.int64) * table_stride
+        block = tl.load(table + source, mask=reads, other=0).to(tl.int64)
         to = states + tl.load(table + target).to(tl.int64) * state_stride
+        taken = states + block * state_stride
         begin = start.to(tl.int64)
         inputs = (
             x + begin * x_token,
@@ -272,15 +263,12 @@ def replay_update(
     rounding: Rounding | None = None,
     dt_min: float = 0.0,
     dt_max: float = math.inf,
-    early: bool = False,
 ) -> Tensor:
     """`replay_update_reference` by one launch where Triton runs.
 
     Each block of `states` and all records must be contiguous, the records' x and B of x's dtype,
     and no row may read or write a block that another row of the same call writes. Records of more
-    than `MAX_RECORDS` guesses and fp64 go to the reference. `early`: the launch ahead on the stream
-    may write x, dt, B and C but nothing else that is read here, so rows and states are read without
-    waiting for its end.
+    than `MAX_RECORDS` guesses and fp64 go to the reference.
 
     Raises:
         ValueError: as the reference, or a tensor is not contiguous or has another dtype.
@@ -349,8 +337,6 @@ def replay_update(
         ROUND=narrow,
         DIGITS=digits,
         LEAST=least,
-        EARLY=early,
-        LINE=CACHE_LINE // states.element_size(),
         num_warps=shape.warps,
         maxnreg=shape.registers,
         **overlap(x),

@@ -74,10 +74,9 @@ def replay_window_update(
     draft: Tensor,
     replay: Replay,
     max_scheduled: int,
-    early: bool = False,
 ) -> Tensor:
     """`replay_window_reference` by one launch where Triton runs, within `causal_conv_update`'s
-    limits; `early` as there."""
+    limits."""
     if (
         not runs_triton(x)
         or max_scheduled > MAX_TOKENS
@@ -89,5 +88,5 @@ def replay_window_update(
     return causal_conv_update(
         x, weight, bias, windows, block_table, slot, row_start, draft, replay.read_column,
         replay.fold, replay.write_column, max_scheduled, replay.snapshot_column,
-        replay.snapshot_after, early,
+        replay.snapshot_after,
     )  # fmt: skip

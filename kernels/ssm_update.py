@@ -82,11 +82,9 @@ def _ssm_update_kernel(
     TOKENS: tl.constexpr,
     TILE: tl.constexpr,
     WIDTH: tl.constexpr,
-    EARLY: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    if not EARLY:
-        follow(OVERLAP)
+    follow(OVERLAP, False)
     tiles: tl.constexpr = (DIM + TILE - 1) // TILE
     item = tl.program_id(0)
     row = tl.program_id(1)
@@ -107,8 +105,6 @@ def _ssm_update_kernel(
     further = tl.load(read_offset + row)
     target = tl.load(write_column + row)
     active = (row_slot >= 0) & (target >= 0)
-    if EARLY:
-        follow(OVERLAP)
 
     # What nobody computes is 0: tokens of a padded row, and those before and behind all rows.
     token = tl.where(row == 0, 0, start)
@@ -195,13 +191,11 @@ def ssm_update(
     max_scheduled: int,
     dt_min: float = 0.0,
     dt_max: float = math.inf,
-    early: bool = False,
 ) -> Tensor:
     """`ssm_update_reference` by one launch where Triton runs.
 
     Each block of `states` must be contiguous, and no row may read a block that another row of the
-    same call writes. Rows of more than `MAX_TOKENS` tokens and fp64 go to the reference. `early`:
-    as for `replay_update`.
+    same call writes. Rows of more than `MAX_TOKENS` tokens and fp64 go to the reference.
 
     Raises:
         ValueError: as the reference, or blocks are not contiguous.
@@ -262,7 +256,6 @@ def ssm_update(
         TOKENS=max_scheduled,
         TILE=tile,
         WIDTH=triton.next_power_of_2(state),
-        EARLY=early,
         num_warps=warps,
         **overlap(x),
     )

@@ -123,7 +123,7 @@ def compiled(
     **types: str,
 ) -> Any:
     """`multiples`: arguments that are multiples of 16, as launches find out by themselves."""
-    given = {"OVERLAP": True, "EARLY": True, "LINE": 32}
+    given = {"OVERLAP": True, "LINE": 64, "PARTS": 2}
     constants = {name: given[name] for name in kernel.arg_names if name in given} | constants
     signature, attributes = {}, {}
     for index, name in enumerate(kernel.arg_names):

@@ -1,4 +1,5 @@
-"""Norm kernels against their references and against formulas written out in fp64.
+"""Norm and embedding kernels against their references, and norms against formulas written out in
+fp64.
 
 Without a CUDA device the kernels run in Triton's interpreter, in one process that a test starts.
 """
@@ -13,6 +14,7 @@ import torch
 import triton
 from torch import Tensor
 
+from hybrid_runtime.kernels.embedding import embedding, embedding_reference
 from hybrid_runtime.kernels.norm import (
     add_rms_norm,
     add_rms_norm_reference,
@@ -122,6 +124,17 @@ def test_norms(case: Case) -> None:
     assert total.dtype == case.dtype
     check(y, reference, norm(total.double(), weight, 1), case)
 
+    parts = torch.stack([x, other, x])  # and dense, which x need not be
+    y, total = add_rms_norm(parts, other, weight, EPS)
+    reference, total_reference = add_rms_norm_reference(parts, other, weight, EPS)
+    torch.testing.assert_close(total, total_reference, rtol=8e-3 if inexact else 0, atol=0)
+    want = (2 * x.double() + 2 * other.double()).to(case.dtype)
+    rounding = TOLERANCE[case.dtype]
+    torch.testing.assert_close(total_reference, want, rtol=rounding, atol=rounding)
+    assert total.dtype == case.dtype
+    assert total.shape == case.shape
+    check(y, reference, norm(total.double(), weight, 1), case)
+
     gated = x.double() * other.double() * other.double().sigmoid()
     want = norm(gated, weight, case.groups)
     y = gated_rms_norm(x, other, weight, case.groups, EPS)
@@ -155,3 +168,23 @@ def test_modules_and_wrong_shapes() -> None:
         gated_rms_norm(x, gate, weight, 5, EPS)
     with pytest.raises(ValueError, match="weight is"):
         rms_norm(x, weight[:8], EPS)
+
+
+@kernels
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("shape", [(7,), (2, 3), (0,)])
+def test_embedding(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    generator = torch.Generator().manual_seed(5)
+    wide = torch.randn(11, 1300, generator=generator).to(torch.bfloat16).to(DEVICE)
+    tokens = torch.randint(0, 11, shape, generator=generator).to(DEVICE, dtype)
+    for weight in (wide, wide[:, :1100], wide[:, :96].float(), wide[:, ::2]):
+        y = embedding(tokens, weight)
+        torch.testing.assert_close(y, embedding_reference(tokens, weight), rtol=0, atol=0)
+        assert y.is_contiguous()
+
+
+@kernels
+def test_embedding_of_a_token_outside_the_table() -> None:
+    weight = torch.ones(4, 8, device=DEVICE)
+    y = embedding(torch.tensor([4, -1, 2], device=DEVICE), weight)
+    assert y.sum(1).tolist() == [0, 0, 8]

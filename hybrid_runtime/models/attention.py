@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from hybrid_runtime.kernels.kv_write import kv_write
 from hybrid_runtime.kernels.paged_attention import paged_attention
+from hybrid_runtime.models.products import in_halves
 from hybrid_runtime.specdecode.batch import Caches, RowBatch
 
 Rotation = Callable[[Tensor], Tensor]
@@ -53,6 +54,7 @@ class Attention(nn.Module):
         caches: Caches,
         layer: int,
         rotate: Rotation | None = None,
+        halves: bool = False,
     ) -> Tensor:
         """Attend from each token to its row's cached context and itself.
 
@@ -62,9 +64,10 @@ class Attention(nn.Module):
             caches: holds the layer's keys and values; this step's are added.
             layer: key of caches.kv.
             rotate: position embedding of [T, heads, head_dim]; None = none.
+            halves: the result may be left as a sum.
 
         Returns:
-            [T, hidden_size].
+            [T, hidden_size], with `halves` perhaps [2, T, hidden_size] whose sum it is.
         """
         q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in self._project(x))
         if rotate is not None:
@@ -90,7 +93,8 @@ class Attention(nn.Module):
         if not outputs:
             return torch.zeros_like(x)
         y = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-        return self.o_proj(y.flatten(-2))
+        y = y.flatten(-2)
+        return in_halves(self.o_proj, y) if halves else self.o_proj(y)
 
     def _project(self, x: Tensor) -> Sequence[Tensor]:
         parts = (self.q_proj, self.k_proj, self.v_proj)

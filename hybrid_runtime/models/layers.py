@@ -59,7 +59,8 @@ class Layer(nn.Module):
         positions: StatePositions | None,
         caches: Caches,
     ) -> tuple[Tensor, Tensor]:
-        """[T, hidden_size] to the residual stream and what this layer adds to it.
+        """[T, hidden_size] to the residual stream and what this layer adds to it: of the same
+        shape, or parts [2, T, hidden_size] of it.
 
         The addition is left to whoever norms the sum next, in one pass over both.
 
@@ -79,5 +80,7 @@ class Layer(nn.Module):
                 raise ValueError("positions is None, must be given for a Mamba layer")
             return x, self.mixer(normed, batch, positions, caches, self.index)
         if isinstance(self.mixer, Attention):
-            return x, self.mixer(normed, batch, caches, self.index)
+            return x, self.mixer(normed, batch, caches, self.index, halves=True)
+        if isinstance(self.mixer, MLP):
+            return x, self.mixer(normed, halves=True)
         return x, self.mixer(normed)

@@ -12,6 +12,7 @@ from hybrid_runtime.kernels.ssm_scan import ssm_chunk_scan
 from hybrid_runtime.kernels.ssm_update import ssm_update
 from hybrid_runtime.models.config import NemotronHConfig
 from hybrid_runtime.models.norm import GatedRMSNorm
+from hybrid_runtime.models.products import in_halves
 from hybrid_runtime.specdecode.batch import Caches, RowBatch, StatePositions
 
 
@@ -71,7 +72,7 @@ class Mamba2Mixer(nn.Module):
             layer: key of caches.states.
 
         Returns:
-            [T, hidden_size].
+            [T, hidden_size], or [2, T, hidden_size] whose sum it is (`in_halves`).
         """
         config = self.config
         inner, state = config.mamba_intermediate_size, config.n_groups * config.ssm_state_size
@@ -104,15 +105,10 @@ class Mamba2Mixer(nn.Module):
 
             inputs = (part.tokens(mixed), self.conv1d.weight[:, 0], self.conv1d.bias, windows)
             if replay is not None:
-                convolved = replay_window_update(
-                    *inputs, *where, replay, part.max_scheduled, early=True
-                )
-            elif part.update:
-                convolved = causal_conv_update(
-                    *inputs, *where, *place, part.max_scheduled, early=True
-                )
+                convolved = replay_window_update(*inputs, *where, replay, part.max_scheduled)
             else:
-                convolved = causal_conv_scan(*inputs, *where, *place, part.max_scheduled)
+                convolve = causal_conv_update if part.update else causal_conv_scan
+                convolved = convolve(*inputs, *where, *place, part.max_scheduled)
             heads, B, C = convolved.split([inner, state, state], dim=-1)
             operands = (
                 heads.unflatten(-1, (config.mamba_num_heads, config.mamba_head_dim)),
@@ -127,11 +123,10 @@ class Mamba2Mixer(nn.Module):
             if replay is not None:
                 records = caches.records[layer]
                 y = replay_update(
-                    *operands, records, *where, replay, part.max_scheduled, rounding, low, high,
-                    early=True,
-                )  # fmt: skip
+                    *operands, records, *where, replay, part.max_scheduled, rounding, low, high
+                )
             elif part.update:
-                y = ssm_update(*operands, *where, *place, part.max_scheduled, low, high, early=True)
+                y = ssm_update(*operands, *where, *place, part.max_scheduled, low, high)
             else:
                 y = ssm_chunk_scan(
                     *operands, *where, *place, part.max_scheduled, config.chunk_size, low, high
@@ -140,4 +135,4 @@ class Mamba2Mixer(nn.Module):
         if not outputs:
             return torch.zeros_like(x)
         scanned = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-        return self.out_proj(self.norm(scanned, gate))
+        return in_halves(self.out_proj, self.norm(scanned, gate))

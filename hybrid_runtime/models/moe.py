@@ -8,6 +8,7 @@ from hybrid_runtime.kernels.experts import expert_mlps
 from hybrid_runtime.kernels.relu2 import relu2
 from hybrid_runtime.kernels.route import route
 from hybrid_runtime.models.config import NemotronHConfig
+from hybrid_runtime.models.products import in_halves
 
 
 class MLP(nn.Module):
@@ -20,9 +21,10 @@ class MLP(nn.Module):
         self.up_proj = nn.Linear(size, inner, bias=bias, device=device, dtype=dtype)
         self.down_proj = nn.Linear(inner, size, bias=bias, device=device, dtype=dtype)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[T, size] to [T, size]."""
-        return self.down_proj(relu2(self.up_proj(x)))
+    def forward(self, x: Tensor, halves: bool = False) -> Tensor:
+        """[T, size] to [T, size], with `halves` perhaps [2, T, size] whose sum it is."""
+        inner = relu2(self.up_proj(x))
+        return in_halves(self.down_proj, inner) if halves else self.down_proj(inner)
 
 
 class Router(nn.Module):

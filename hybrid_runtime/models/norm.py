@@ -19,7 +19,8 @@ class RMSNorm(nn.Module):
         return rms_norm(x, self.weight, self.eps)
 
     def add(self, x: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The norm of ``x + delta`` (None: nothing to add), and that sum in x's dtype or wider."""
+        """The norm of ``x + delta`` (None: nothing to add), and that sum in x's dtype or wider;
+        delta may be parts `[parts, *x.shape]`."""
         if delta is None:
             return self(x), x
         return add_rms_norm(delta, x, self.weight, self.eps)
