@@ -28,7 +28,7 @@ KINDS = (
     ("matrix products", r"gemm|gemv|nvjet|cutlass|splitk|cublas"),
     ("bookkeeping", r"advance|place|emit|match|part_kernel|whole_kernel|uniform|fill_kernel"),
     ("copies", r"memcpy|memset"),
-    ("elementwise", r"relu2|elementwise|triton_|cat|index"),
+    ("elementwise", r"relu2|embedding|elementwise|triton_|cat|index"),
 )
 
 
