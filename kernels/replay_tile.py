@@ -38,31 +38,6 @@ def load_parts(
 
 
 @triton.jit
-def widen(parts, SPLIT: tl.constexpr):
-    """Parts of a vector or of a tile in fp32."""
-    floats = ()
-    for s in tl.static_range(SPLIT):
-        floats += (parts[s].to(tl.float32),)
-    return floats
-
-
-@triton.jit
-def load_scalars(
-    past_dt, dt, dt_bias, A_log, D, count, scheduled,
-    HEADS: tl.constexpr, RECORDS: tl.constexpr, TOKENS: tl.constexpr, dt_token: tl.constexpr,
-):  # fmt: skip
-    """Scalars of one head in one flat tuple that a loop can carry: time step of each record, raw
-    time step of each token, bias, A_log and D."""
-    loaded = ()
-    for j in tl.static_range(RECORDS):
-        loaded += (tl.load(past_dt + j * HEADS, mask=j < count, other=0.0),)
-    for i in tl.static_range(TOKENS):
-        loaded += (tl.load(dt + i * dt_token, mask=i < scheduled, other=0.0),)
-    loaded += (tl.load(dt_bias), tl.load(A_log), tl.load(D))
-    return loaded
-
-
-@triton.jit
 def load_records(
     x, B, dt, count, n, in_dim,
     HEADS: tl.constexpr, DIM: tl.constexpr, GROUPS: tl.constexpr, STATE: tl.constexpr,

@@ -62,6 +62,21 @@ def shape_of(dim: int, state: int, itemsize: int) -> Shape:
     )
 
 
+def spread(shape: Shape, dim: int, heads: int, programs: int) -> Shape:
+    """The launch for states of so many heads in all rows, so that there are `programs` programs if
+    that takes no tiles of less than 8 rows: first with fewer heads each, then with smaller tiles.
+    """
+
+    def few(shape: Shape) -> bool:
+        return triton.cdiv(dim, shape.tile) * heads // shape.run < programs
+
+    while shape.run > 1 and few(shape):
+        shape = shape._replace(run=shape.run // 2)
+    while shape.tile > 8 and few(shape):
+        shape = shape._replace(tile=shape.tile // 2, high=min(shape.high, shape.tile // 2))
+    return shape
+
+
 @triton.jit(
     do_not_specialize=["tokens", "slots", "layer"],
     do_not_specialize_on_alignment=[
@@ -287,14 +302,12 @@ def replay_update(
     out = torch.empty((tokens, heads, dim), dtype=x.dtype, device=x.device)
     if rows == 0 or max_scheduled == 0:
         return out.zero_()
-    shape = shape_of(dim, state, states.element_size())
     narrow = rounding is not None and states.element_size() < 4
     digits, least = LAST_PLACE.get(states.dtype, (0, 0))
-    tiles = triton.cdiv(dim, shape.tile)
-    run = math.gcd(shape.run, heads // groups)
-    while run > 1 and rows * tiles * heads // run < num_programs(x, shape.programs):
-        run //= 2
-    _replay_update_kernel[(heads // run * tiles, rows)](
+    shape = shape_of(dim, state, states.element_size())
+    shape = shape._replace(run=math.gcd(shape.run, heads // groups))
+    shape = spread(shape, dim, rows * heads, num_programs(x, shape.programs))
+    _replay_update_kernel[(heads // shape.run * triton.cdiv(dim, shape.tile), rows)](
         x,
         dt,
         A_log,
@@ -327,7 +340,7 @@ def replay_update(
         STATE=state,
         TOKENS=min(max_scheduled, drafts + 1),
         RECORDS=drafts,
-        RUN=run,
+        RUN=shape.run,
         TILE=shape.tile,
         SPLIT=triton.next_power_of_2(state) // shape.low,
         LOW=shape.low,
@@ -345,4 +358,4 @@ def replay_update(
 
 
 # By the bytes of a state's element.
-SHAPES = {4: Shape(32, 2, 32, None, 8, 16, 3, 3), 2: Shape(32, 1, 64, None, 16, 8, 3, 6)}
+SHAPES = {4: Shape(16, 1, 32, None, 8, 4, 3, 7), 2: Shape(16, 1, 64, None, 16, 8, 3, 7)}

@@ -2,10 +2,13 @@
 
 The states of the next heads are copied to shared memory meanwhile, which takes no registers. B and
 C of all tokens stay in registers as fp32, converted once for all heads. A head's state is taken in
-chunks of few rows, so that they fit beside them, while a head's scalars are computed once for all
-chunks. The recorded and the certain token are folded in by one multiply-add each. The guesses leave
-the state alone: with the decays a, y_i = a_(c..i) C_i h + sum over guesses j <= i of a_(j+1..i)
-dt_j (C_i B_j) x_j, and C_i B_j is common to the heads of a group.
+chunks of few rows, so that they fit beside them. Scalars and x lie one element per lane, computed
+once, and are handed to all lanes where they are used: in a program of one warp a gather is a
+shuffle, and nothing waits for a barrier.
+
+The recorded and the certain token are folded in by one multiply-add each. The guesses leave the
+state alone: with the decays a, y_i = a_(c..i) C_i h + sum over guesses j <= i of a_(j+1..i) dt_j
+(C_i B_j) x_j, and C_i B_j is common to the heads of a group.
 """
 
 # mypy: disable-error-code="assignment,misc,var-annotated"
@@ -14,13 +17,18 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from hybrid_runtime.kernels.replay_loads import (
+    load_chunk,
+    load_rows,
+    load_scalars,
+    load_vectors,
+    take_apart,
+)
 from hybrid_runtime.kernels.replay_tile import (
     load_parts,
-    load_scalars,
     store_at,
     store_part,
     time_step,
-    widen,
 )
 
 
@@ -86,28 +94,54 @@ def verify_row(
     next_x, next_B, next_dt = ahead
     groups: tl.constexpr = HEADS // HEADS_PER_GROUP
     chunks: tl.constexpr = TILE // HIGH
+    # Addresses as one pointer per thread and head, the rest constants that cost nothing.
+    line = tl.arange(0, HIGH)
+    cell = (top + line)[:, None] * STATE + n[None, :]
+    lines = tl.arange(0, TILE)
+    p = top + lines
+    in_dim = p < DIM
+    heads = first + tl.arange(0, RUN)
+    raws = load_scalars(
+        past_dt + heads, dt + heads * dt_head, dt_bias + heads, A_log + heads, D + heads,
+        count, scheduled, HEADS, RECORDS, TOKENS, dt_token,
+    )  # fmt: skip
+    next_xs = load_rows(
+        x + first * x_head, past_x + first * DIM, p, in_dim, count, scheduled, x_token, x_dim,
+        HEADS, DIM, TOKENS, RECORDS,
+    )  # fmt: skip
+    # All loads before the first use: none passes what goes through shared memory.
+    if KEEP:
+        if RECORDS > 0:
+            past_Bs = load_vectors(past_B, groups * STATE, 1, count, RECORDS, STATE, SPLIT * LOW)
+        new_Bs = load_vectors(B, B_token, B_state, scheduled, TOKENS, STATE, SPLIT * LOW)
+        new_Cs = load_vectors(C, C_token, C_state, scheduled, TOKENS, STATE, SPLIT * LOW)
+    sole = ()
+    if RUN == 1:
+        cells = taken + first * (DIM * STATE) + cell
+        for q in tl.static_range(chunks):
+            sole += (
+                load_chunk(cells, top + line, n, reads, q, DIM, STATE, TILE, SPLIT, LOW, HIGH),
+            )
     Bs = ()
     Cs = ()
+    news = ()
     if KEEP:
-        for j in tl.static_range(RECORDS):
-            at = past_B + j * (groups * STATE)
-            Bs += (widen(load_parts(at, n, 1, j < count, STATE, SPLIT, LOW, 0.0), SPLIT),)
-        Bs += (widen(load_parts(B, n, B_state, True, STATE, SPLIT, LOW), SPLIT),)
-        for i in tl.static_range(TOKENS):
-            at = C + i * C_token
-            # 0 beyond the row's end, where what is computed is not stored.
-            Ci = load_parts(at, n, C_state, i < scheduled, STATE, SPLIT, LOW, 0.0)
-            Cs += (widen(Ci, SPLIT),)
+        if RECORDS > 0:
+            Bs += take_apart(past_Bs, RECORDS, SPLIT, LOW)
+        news = take_apart(new_Bs, TOKENS, SPLIT, LOW)
+        Bs += (news[0],)
+        Cs = take_apart(new_Cs, TOKENS, SPLIT, LOW)
     # What the guesses add to each other's outputs needs no state, and is common to heads
     # but for its decay.
     overlaps = ()
     for j in tl.static_range(1, TOKENS):
-        Bj = load_parts(B + j * B_token, n, B_state, j < scheduled, STATE, SPLIT, LOW, 0.0)
+        if not KEEP:
+            Bj = load_parts(B + j * B_token, n, B_state, j < scheduled, STATE, SPLIT, LOW, 0.0)
         for i in tl.static_range(j, TOKENS):
             overlap = tl.zeros((LOW,), tl.float32)
             if KEEP:
                 for s in tl.static_range(SPLIT):
-                    overlap += Cs[i][s] * Bj[s].to(tl.float32)
+                    overlap += Cs[i][s] * news[j][s]
             else:
                 at = C + i * C_token
                 Ci = load_parts(at, n, C_state, i < scheduled, STATE, SPLIT, LOW, 0.0)
@@ -115,68 +149,36 @@ def verify_row(
                     overlap += Ci[s].to(tl.float32) * Bj[s].to(tl.float32)
             overlaps += (tl.sum(overlap, axis=0),)
 
-    # Addresses as one pointer per thread and head, the rest constants that cost nothing.
-    p = top + tl.arange(0, HIGH)
-    cell = p[:, None] * STATE + n[None, :]
-    raws = load_scalars(
-        past_dt + first, dt + first * dt_head, dt_bias + first, A_log + first, D + first,
-        count, scheduled, HEADS, RECORDS, TOKENS, dt_token,
-    )  # fmt: skip
+    # What lies beyond the row's end is undefined: nothing that is stored depends on it.
+    steps = ()
+    for i in tl.static_range(TOKENS):
+        raw = raws[RECORDS + i].to(tl.float32) + raws[RECORDS + TOKENS].to(tl.float32)
+        steps += (time_step(raw, dt_min, dt_max),)
+    of_heads = head_factors(raws, steps, overlaps, count, behind, TOKENS, RECORDS, SNAPSHOT)
     for r in tl.range(RUN, num_stages=STAGES):
         head = first + r
         across = head * DIM
-        mine = raws
-        beyond = tl.minimum(head + 1, HEADS - 1)
-        raws = load_scalars(
-            past_dt + beyond, dt + beyond * dt_head, dt_bias + beyond, A_log + beyond,
-            D + beyond, count, scheduled, HEADS, RECORDS, TOKENS, dt_token,
-        )  # fmt: skip
-        bias = mine[RECORDS + TOKENS].to(tl.float32)
-        rate = -tl.exp(mine[RECORDS + TOKENS + 1].to(tl.float32))
-        skip = mine[RECORDS + TOKENS + 2].to(tl.float32)
-        # What lies beyond the row's end is undefined: nothing that is stored depends on it.
-        new_steps = ()
-        for i in tl.static_range(TOKENS):
-            raw = mine[RECORDS + i].to(tl.float32)
-            new_steps += (time_step(raw + bias, dt_min, dt_max),)
-        # Of what becomes part of the state, from the last token back: step times decay.
-        inflows = (new_steps[0],)
-        later = new_steps[0]
-        for j in tl.static_range(RECORDS):
-            inflows += (mine[RECORDS - 1 - j] * tl.exp(later * rate),)
-            later += mine[RECORDS - 1 - j]
-        total = tl.exp(later * rate)
+        xs = next_xs
+        # Too narrow to be copied as states are; and no load passes the stores below.
+        if RUN > 1:
+            beyond = first + tl.minimum(r + 1, RUN - 1)
+            next_xs = load_rows(
+                x + beyond * x_head, past_x + beyond * DIM, p, in_dim, count, scheduled, x_token,
+                x_dim, HEADS, DIM, TOKENS, RECORDS,
+            )  # fmt: skip
+        here = tl.full((1,), r, tl.int32)
+        factors = ()
+        for k in tl.static_range(len(of_heads)):
+            factors += (tl.sum(tl.gather(of_heads[k], here, 0), 0),)
+        skip = factors[0]
+        total = factors[1]
+        inflows = factors[2 : RECORDS + 3]
+        carries = factors[RECORDS + 3 : RECORDS + TOKENS + 2]
+        weights = factors[RECORDS + TOKENS + 2 :]
         if SNAPSHOT:
-            # The same for the tokens up to the boundary.
-            later = tl.where(behind > count, new_steps[0], 0.0)
-            shares = (later,)
-            for j in tl.static_range(RECORDS):
-                step = tl.where(RECORDS - 1 - j < behind, mine[RECORDS - 1 - j], 0.0)
-                shares += (step * tl.exp(later * rate),)
-                later += step
-            before = tl.exp(later * rate)
-        decays = (rate * 0 + 1.0,)
-        for i in tl.static_range(1, TOKENS):
-            decays += (tl.exp(new_steps[i] * rate),)
-        carries = (decays[0],)
-        for i in tl.static_range(1, TOKENS):
-            carries += (carries[i - 1] * decays[i],)
-        weights = ()
-        for i in tl.static_range(1, TOKENS):
-            decay = rate * 0 + 1.0
-            for back in tl.static_range(i):
-                # From guess i back to 1. Of guess j in the outputs of tokens j .. there are
-                # TOKENS - j overlaps, behind those of the guesses before it.
-                weight = new_steps[i - back] * decay
-                weight *= overlaps[(i - back - 1) * (2 * TOKENS - i + back) // 2 + back]
-                if back == 0:
-                    weight += skip
-                weights += (weight,)
-                decay *= decays[i - back]
-        if keeps_dt:
-            for j in tl.static_range(1, TOKENS):
-                tl.store(next_dt + head + (j - 1) * HEADS, new_steps[j], j < scheduled)
-
+            end: tl.constexpr = RECORDS + TOKENS + 2 + TOKENS * (TOKENS - 1) // 2
+            before = factors[end]
+            shares = factors[end + 1 :]
         keys = Bs
         queries = Cs
         if not KEEP:
@@ -190,43 +192,31 @@ def verify_row(
                 queries += (load_parts(spot, n, C_state, live, STATE, SPLIT, LOW, 0.0),)
         from_head = taken + across * STATE + cell
         to_head = to + across * STATE + cell
-        row_x = x + head * x_head + p * x_dim
-        past_head = past_x + across + p
-        next_head = next_x + across + p
-        out_head = out + across + p
+        vs = (xs[0].to(tl.float32),)
+        for j in tl.static_range(RECORDS):
+            vs += (xs[TOKENS + RECORDS - 1 - j].to(tl.float32),)
+        sums = (tl.zeros((TILE,), tl.float32),) * TOKENS
         for q in tl.static_range(chunks):
-            in_dim = p + q * HIGH < DIM
-            if DIM % TILE == 0:
-                in_dim = tl.full((HIGH,), True, tl.int1)
-            held = ()
-            for s in tl.static_range(SPLIT):
-                spot = from_head + (q * HIGH * STATE + s * LOW)
-                if (DIM % TILE == 0) & (STATE == SPLIT * LOW):
-                    held += (tl.load(spot, mask=reads, other=0.0),)
-                else:
-                    inside = in_dim[:, None] & (n + s * LOW < STATE)[None, :] & reads
-                    held += (tl.load(spot, mask=inside, other=0.0),)
-            xs = ()
-            for i in tl.static_range(TOKENS):
-                spot = row_x + (i * x_token + q * HIGH * x_dim)
-                xs += (tl.load(spot, mask=in_dim & (i < scheduled)),)
-            vs = (xs[0].to(tl.float32),)
-            for j in tl.static_range(RECORDS):
-                spot = past_head + ((RECORDS - 1 - j) * (HEADS * DIM) + q * HIGH)
-                old = tl.load(spot, mask=in_dim & (RECORDS - 1 - j < count), other=0.0)
-                vs += (old.to(tl.float32),)
+            within = top + q * HIGH + line < DIM
+            if RUN == 1:
+                held = sole[q]
+            else:
+                held = load_chunk(
+                    from_head, top + line, n, reads, q, DIM, STATE, TILE, SPLIT, LOW, HIGH
+                )
             if SNAPSHOT:
                 for s in tl.static_range(SPLIT):
                     folded = held[s].to(tl.float32) * before
                     for j in tl.static_range(RECORDS + 1):
                         Bk = keys[RECORDS - j][s].to(tl.float32)
-                        folded += (shares[j] * vs[j])[:, None] * Bk[None, :]
-                    inside = in_dim[:, None] & (n + s * LOW < STATE)[None, :]
+                        u = tl.gather(shares[j] * vs[j], line + q * HIGH, 0)
+                        folded += u[:, None] * Bk[None, :]
+                    inside = within[:, None] & (n + s * LOW < STATE)[None, :]
                     element = across * STATE + q * HIGH * STATE + s * LOW + cell
                     store_part(snapshot, folded, element, inside, early, ROUND, DIGITS, LEAST)
             us = ()
             for j in tl.static_range(RECORDS + 1):
-                us += (inflows[j] * vs[j],)
+                us += (tl.gather(inflows[j] * vs[j], line + q * HIGH, 0),)
             h = ()
             for s in tl.static_range(SPLIT):
                 folded = held[s].to(tl.float32) * total
@@ -234,32 +224,90 @@ def verify_row(
                     Bk = keys[RECORDS - j][s].to(tl.float32)
                     folded += us[j][:, None] * Bk[None, :]
                 h += (folded,)
+            ys = ()
             for i in tl.static_range(TOKENS):
                 product = h[0] * queries[i][0].to(tl.float32)[None, :]
                 for s in tl.static_range(1, SPLIT):
                     product += h[s] * queries[i][s].to(tl.float32)[None, :]
-                y = tl.sum(product, axis=1)
-                if i == 0:
-                    y += skip * xs[0].to(tl.float32)
-                else:
-                    y *= carries[i]
-                for back in tl.static_range(i):
-                    y += weights[i * (i - 1) // 2 + back] * xs[i - back].to(tl.float32)
-                spot = out_head + (i * (HEADS * DIM) + q * HIGH)
-                tl.store(spot, y.to(out.dtype.element_ty), mask=in_dim & (i < scheduled))
-            for j in tl.static_range(1, TOKENS):
-                spot = next_head + ((j - 1) * (HEADS * DIM) + q * HIGH)
-                tl.store(spot, xs[j], mask=in_dim & (j < scheduled))
+                y = tl.gather(tl.sum(product, axis=1), lines % HIGH, 0)
+                ys += (tl.where(lines // HIGH == q, y, sums[i]),)
+            sums = ys
             for s in tl.static_range(SPLIT):
-                inside = in_dim[:, None] & (n + s * LOW < STATE)[None, :]
+                inside = within[:, None] & (n + s * LOW < STATE)[None, :]
                 if (DIM % TILE == 0) & (STATE == SPLIT * LOW):
                     inside = tl.full((HIGH, LOW), True, tl.int1)
                 offset = q * HIGH * STATE + s * LOW
                 element = across * STATE + offset + cell
                 store_at(to_head + offset, h[s], element, inside, key, ROUND, DIGITS, LEAST)
+        for i in tl.static_range(TOKENS):
+            y = sums[i]
+            if i == 0:
+                y += skip * xs[0].to(tl.float32)
+            else:
+                y *= carries[i - 1]
+            for back in tl.static_range(i):
+                y += weights[i * (i - 1) // 2 + back] * xs[i - back].to(tl.float32)
+            spot = out + (across + i * (HEADS * DIM)) + p
+            tl.store(spot, y.to(out.dtype.element_ty), mask=in_dim & (i < scheduled))
+        for j in tl.static_range(1, TOKENS):
+            spot = next_x + (across + (j - 1) * (HEADS * DIM)) + p
+            tl.store(spot, xs[j], mask=in_dim & (j < scheduled))
+    for j in tl.static_range(1, TOKENS):
+        if keeps_dt & (j < scheduled):
+            tl.store(next_dt + (j - 1) * HEADS + heads, steps[j])
     for j in tl.static_range(1, TOKENS):
         if keeps_B & (j < scheduled):
-            Bj = load_parts(B + j * B_token, n, B_state, True, STATE, SPLIT, LOW)
+            recorded = load_parts(B + j * B_token, n, B_state, True, STATE, SPLIT, LOW)
             for s in tl.static_range(SPLIT):
                 part = n + s * LOW
-                tl.store(next_B + (j - 1) * (groups * STATE) + part, Bj[s], part < STATE)
+                tl.store(next_B + (j - 1) * (groups * STATE) + part, recorded[s], part < STATE)
+
+
+@triton.jit
+def head_factors(
+    raws, steps, overlaps, count, behind, TOKENS: tl.constexpr, RECORDS: tl.constexpr,
+    SNAPSHOT: tl.constexpr,
+):  # fmt: skip
+    """What heads' scalars come to: D; the decay of the state; of what becomes part of it, from the
+    last token back, step times decay; the decay of the state up to each guess; the weights of x in
+    the guesses' outputs; with a snapshot, the second and the third up to the boundary."""
+    rate = -tl.exp(raws[RECORDS + TOKENS + 1].to(tl.float32))
+    skip = raws[RECORDS + TOKENS + 2].to(tl.float32)
+    inflows = (steps[0],)
+    later = steps[0]
+    for j in tl.static_range(RECORDS):
+        inflows += (raws[RECORDS - 1 - j] * tl.exp(later * rate),)
+        later += raws[RECORDS - 1 - j]
+    decays = ()
+    carries = ()
+    for i in tl.static_range(1, TOKENS):
+        decays += (tl.exp(steps[i] * rate),)
+        if i == 1:
+            carries += (decays[0],)
+        else:
+            carries += (carries[i - 2] * decays[i - 1],)
+    weights = ()
+    for i in tl.static_range(1, TOKENS):
+        decay = rate * 0 + 1.0
+        for back in tl.static_range(i):
+            # From guess i back to 1. Of guess j in the outputs of tokens j .. there are
+            # TOKENS - j overlaps, behind those of the guesses before it.
+            weight = steps[i - back] * decay
+            weight *= overlaps[(i - back - 1) * (2 * TOKENS - i + back) // 2 + back]
+            if back == 0:
+                weight += skip
+            weights += (weight,)
+            decay *= decays[i - back - 1]
+    factors = (skip, tl.exp(later * rate))
+    factors += inflows + carries + weights
+    if SNAPSHOT:
+        # The same of the tokens up to the boundary.
+        later = tl.where(behind > count, steps[0], 0.0)
+        shares = (later,)
+        for j in tl.static_range(RECORDS):
+            step = tl.where(RECORDS - 1 - j < behind, raws[RECORDS - 1 - j], 0.0)
+            shares += (step * tl.exp(later * rate),)
+            later += step
+        factors += (tl.exp(later * rate),)
+        factors += shares
+    return factors
