@@ -1,8 +1,9 @@
 """Mamba-2 state update of the replay layout: one read of the state, one write.
 
 Memory bound, but only if enough of the state is on its way all the time and a thread spends few
-instructions on an element. A program takes several heads of a group in turn; rows in steady decode
-go through `replay_verify`, others (several certain tokens) token by token through `replay_walk`.
+instructions on an element. A program takes several heads of a group in turn. Rows in steady decode
+go through `replay_verify`, or through `replay_chunk` where the state has 16 bits and the inputs are
+bfloat16; others (a snapshot, more tokens) token by token through `replay_walk`.
 """
 
 # mypy: disable-error-code="assignment,misc,var-annotated"
@@ -27,6 +28,7 @@ from hybrid_runtime.kernels.replay import (
     check_shapes,
     replay_update_reference,
 )
+from hybrid_runtime.kernels.replay_chunk import chunk_row
 from hybrid_runtime.kernels.replay_tile import rounding_key
 from hybrid_runtime.kernels.replay_verify import verify_row
 from hybrid_runtime.kernels.replay_walk import walk_row
@@ -39,7 +41,7 @@ class Shape(NamedTuple):
     """Of a launch: rows of a head's state per program, warps, columns per part of a tile, a bound
     on the registers of a thread, heads that a program takes one after another, at most, rows of a
     chunk, heads whose state is on its way or in use at a time, and programs per multiprocessor
-    below which a program takes fewer heads."""
+    below which a program takes fewer heads, and then fewer rows, at least `least`."""
 
     tile: int
     warps: int
@@ -49,10 +51,14 @@ class Shape(NamedTuple):
     high: int = 16
     stages: int = 3
     programs: int = 3
+    least: int = 8
 
 
-def shape_of(dim: int, state: int, itemsize: int) -> Shape:
-    """The launch for states `[dim, state]` per head."""
+def shape_of(dim: int, state: int, itemsize: int, products: bool = False) -> Shape:
+    """The launch for states `[dim, state]` per head; `products`: by `replay_chunk`."""
+    if products:
+        tile = min(CHUNK.tile, max(triton.next_power_of_2(dim), 16))
+        return CHUNK._replace(tile=tile, high=min(CHUNK.high, tile))
     shape = SHAPES[itemsize]
     tile = min(shape.tile, triton.next_power_of_2(dim))
     return shape._replace(
@@ -64,7 +70,7 @@ def shape_of(dim: int, state: int, itemsize: int) -> Shape:
 
 def spread(shape: Shape, dim: int, heads: int, programs: int) -> Shape:
     """The launch for states of so many heads in all rows, so that there are `programs` programs if
-    that takes no tiles of less than 8 rows: first with fewer heads each, then with smaller tiles.
+    that takes no tiles below the least: first with fewer heads each, then with smaller tiles.
     """
 
     def few(shape: Shape) -> bool:
@@ -72,7 +78,7 @@ def spread(shape: Shape, dim: int, heads: int, programs: int) -> Shape:
 
     while shape.run > 1 and few(shape):
         shape = shape._replace(run=shape.run // 2)
-    while shape.tile > 8 and few(shape):
+    while shape.tile > shape.least and few(shape):
         shape = shape._replace(tile=shape.tile // 2, high=min(shape.high, shape.tile // 2))
     return shape
 
@@ -141,6 +147,7 @@ def _replay_update_kernel(
     HIGH: tl.constexpr,
     STAGES: tl.constexpr,
     KEEP: tl.constexpr,
+    dot_type: tl.constexpr,
     ROUND: tl.constexpr,
     DIGITS: tl.constexpr,
     LEAST: tl.constexpr,
@@ -233,7 +240,23 @@ def _replay_update_kernel(
         if ROUND:
             after = tl.load(position + row) + behind - count - certain
             early = rounding_key(tl.load(seed + row_slot), layer, after)
-        if (certain == 1) & (kept < 0):
+        if dot_type is not None:
+            if (scheduled <= 8) & (kept < 0):
+                chunk_row(
+                    inputs, past, ahead, taken, to, out, count, scheduled, certain, reads, first,
+                    top, keeps_dt, keeps_B, key, dt_min, dt_max, dot_type, x_token, x_head, x_dim,
+                    dt_token, dt_head, B_token, B_state, C_token, C_state, HEADS, HEADS_PER_GROUP,
+                    DIM, STATE, RUN, TILE, SPLIT, HIGH, STAGES, ROUND, DIGITS, LEAST,
+                )  # fmt: skip
+            else:
+                walk_row(
+                    inputs, past, ahead, taken, to, snapshot, out, count, scheduled, certain,
+                    behind, keeps, reads, first, top, n, keeps_dt, keeps_B, key, early, dt_min,
+                    dt_max, x_token, x_head, x_dim, dt_token, dt_head, B_token, B_state, C_token,
+                    C_state, HEADS, HEADS_PER_GROUP, DIM, STATE, RUN, TILE, SPLIT, LOW, 8, ROUND,
+                    DIGITS, LEAST,
+                )  # fmt: skip
+        elif (certain == 1) & (kept < 0):
             verify_row(
                 inputs, past, ahead, taken, to, snapshot, out, count, scheduled, behind, reads,
                 first, top, n, keeps_dt, keeps_B, key, early, dt_min, dt_max,
@@ -302,9 +325,12 @@ def replay_update(
     out = torch.empty((tokens, heads, dim), dtype=x.dtype, device=x.device)
     if rows == 0 or max_scheduled == 0:
         return out.zero_()
+    dot_type = None
+    if x.dtype == torch.bfloat16 and states.element_size() == 2:
+        dot_type = tl.bfloat16 if x.is_cuda else tl.float32
     narrow = rounding is not None and states.element_size() < 4
     digits, least = LAST_PLACE.get(states.dtype, (0, 0))
-    shape = shape_of(dim, state, states.element_size())
+    shape = shape_of(dim, state, states.element_size(), dot_type is not None)
     shape = shape._replace(run=math.gcd(shape.run, heads // groups))
     shape = spread(shape, dim, rows * heads, num_programs(x, shape.programs))
     _replay_update_kernel[(heads // shape.run * triton.cdiv(dim, shape.tile), rows)](
@@ -342,11 +368,12 @@ def replay_update(
         RECORDS=drafts,
         RUN=shape.run,
         TILE=shape.tile,
-        SPLIT=triton.next_power_of_2(state) // shape.low,
+        SPLIT=triton.cdiv(triton.next_power_of_2(state), shape.low),
         LOW=shape.low,
         HIGH=shape.high,
         STAGES=shape.stages,
         KEEP=min(max_scheduled, drafts + 1) + drafts < 8,
+        dot_type=dot_type,
         ROUND=narrow,
         DIGITS=digits,
         LEAST=least,
@@ -359,3 +386,5 @@ def replay_update(
 
 # By the bytes of a state's element.
 SHAPES = {4: Shape(16, 1, 32, None, 8, 4, 3, 7), 2: Shape(16, 1, 64, None, 16, 8, 3, 7)}
+# Of `replay_chunk`; not swept yet.
+CHUNK = Shape(64, 1, 32, None, 16, 16, 3, 6, 16)

@@ -338,7 +338,7 @@ def test_what_surrounds_the_experts(
 REPLAY: dict[str, Any] = {
     "x_token": 10240, "x_head": 64, "x_dim": 1, "dt_token": 18560, "dt_head": 1, "B_token": 10240,
     "B_group": 128, "B_state": 1, "C_token": 10240, "C_group": 128, "C_state": 1, "HEADS": 128,
-    "HEADS_PER_GROUP": 16, "DIM": 64, "STATE": 128, "TOKENS": 4, "RECORDS": 3,
+    "HEADS_PER_GROUP": 16, "DIM": 64, "STATE": 128, "TOKENS": 4, "RECORDS": 3, "dot_type": None,
 }  # fmt: skip
 RECORDS = {"x_records": "*bf16", "B_records": "*bf16", "dt_records": "*fp32"}
 RECORDS |= {"rows": "*i32", "seed": "*i32", "position": "*i32"}
@@ -385,6 +385,30 @@ def test_replay_moves_16_bytes_at_once(
         assert spilled(code, tmp_path) == 0
 
 
+@pytest.mark.parametrize("type_", ["*fp16", "*bf16"])
+def test_replay_by_matrix_products(type_: str, tmp_path: Path) -> None:
+    kernel = replay_update._replay_update_kernel
+    if not isinstance(kernel, JITFunction):
+        pytest.skip("the interpreter is on")
+    shape = replay_update.shape_of(64, 128, 2, products=True)
+    constants = REPLAY | NEAREST | replay_tile(shape) | {"KEEP": False, "dot_type": tl.bfloat16}
+    names = ("x", "B", "C", "x_records", "B_records", "states", "state_stride", "out")
+    types = RECORDS | {"states": type_}
+    code = compiled(kernel, constants, names, {"num_warps": 1}, **types)
+    parts = shape.tile * 128 * 2 // (16 * 32)
+    text = code.asm["ptx"]
+    copies = re.findall(r"cp\.async\.cg\.shared\.global \[[^]]*\], \[[^]]*\], (\S+),", text)
+    assert len(copies) >= parts
+    assert set(copies) == {"0x10"}
+    # The live state; token by token, 8 rows after another, it and snapshots in 4 places.
+    assert len(re.findall(r"st\.global\.cs\.v4\.b32", text)) == parts + 4 * 4
+    # States go from shared memory to the products and back to global memory, lane by lane. What
+    # passes between lanes are x, outputs, and vectors of 16 positions.
+    assert text.count("ld.shared.v4.b32") + text.count("ld.shared.v4.u32") >= parts
+    assert len(re.findall(r"st\.shared|stmatrix", text)) < parts
+    assert spilled(code, tmp_path) <= 64
+
+
 @pytest.mark.parametrize("rounding", [NEAREST, BY_CHANCE], ids=["nearest", "chance"])
 @pytest.mark.parametrize(
     ("dim", "state", "drafts"), [(64, 128, 3), (80, 128, 3), (60, 100, 7), (64, 128, 0)]
@@ -399,11 +423,13 @@ def test_replay_kernels_compile(
     if not isinstance(update, JITFunction):
         pytest.skip("the interpreter is on")
     model = {"DIM": dim, "STATE": state, "RECORDS": drafts}
-    shape = replay_update.shape_of(dim, state, 2)
-    constants = REPLAY | rounding | model | replay_tile(shape) | {"TOKENS": drafts + 1}
-    constants["KEEP"] = 2 * drafts + 1 < 8
     types = RECORDS | {"states": "*fp16"}
-    assert compiled(update, constants, (), {"num_warps": shape.warps}, **types).asm["cubin"]
+    for products in (False, True):
+        shape = replay_update.shape_of(dim, state, 2, products)
+        constants = REPLAY | rounding | model | replay_tile(shape) | {"TOKENS": drafts + 1}
+        constants["KEEP"] = 2 * drafts + 1 < 8
+        constants |= {"RUN": 2, "dot_type": tl.bfloat16} if products else {}
+        assert compiled(update, constants, (), {"num_warps": shape.warps}, **types).asm["cubin"]
     moved: dict[str, Any] = {
         "state_type": tl.float16, "tap_type": tl.int16, "HEADS": 128, "HEADS_PER_GROUP": 16,
         "TAPS": 3, "TILE": 16, "SPLIT": 4, "LOW": 32, "WINDOW_TILE": 1024, "VECTOR": True,

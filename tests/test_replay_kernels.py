@@ -189,6 +189,15 @@ SSMS = [
     Ssm(x=torch.float32, limits=(0.3, 0.9)),
     Ssm(states=torch.float16, rounding=True),
     Ssm(states=torch.bfloat16, rounding=True),
+    Ssm(x=torch.float16, states=torch.float16),
+    Ssm(x=torch.float32, states=torch.bfloat16),
+    Ssm(states=torch.float16, drafts=7, tokens=8),
+    Ssm(states=torch.float16, drafts=6, tokens=10),
+    Ssm(states=torch.float16, drafts=0, tokens=1),
+    Ssm(states=torch.bfloat16, drafts=2, tokens=6, heads=4),
+    Ssm(states=torch.float16, heads=4, groups=1, state=128, rounding=True),
+    Ssm(states=torch.float16, dim=40, state=80),
+    Ssm(states=torch.float16, limits=(40.0, 900.0)),
 ]
 if CUDA:
     big: dict[str, Any] = {"heads": 128, "groups": 8, "dim": 64, "state": 128}
@@ -263,6 +272,32 @@ def test_replay_update(shape: Ssm) -> None:
         assert same_bytes(mine.x, records.x)
         assert same_bytes(mine.B, records.B)
         torch.testing.assert_close(mine.dt, records.dt, rtol=2e-6, atol=0, equal_nan=True)
+
+
+@kernels
+@pytest.mark.parametrize("states", [torch.float16, torch.bfloat16], ids=str)
+def test_queries_of_any_size(states: torch.dtype) -> None:
+    """Outputs without D are linear in C, so a power of two passes through, far from fp16's range
+    too, where products with an fp16 state have to bring C first."""
+    shape = Ssm(states=states, state=32)
+    rows = Rows(3, 4, 0)
+    generator = torch.Generator(DEVICE).manual_seed(0)
+    arguments = shape.inputs(generator, rows.tokens) | shape.vectors(generator, torch.float32)
+    arguments |= rows.arguments | {"D": torch.zeros(shape.heads, device=DEVICE)}
+    pool = noise(generator, rows.blocks, shape.heads, shape.dim, shape.state, dtype=states)
+    records = shape.records(generator, rows.slots)
+    generator = torch.Generator(DEVICE).manual_seed(1)
+    power = torch.randint(-60, 60, (rows.tokens,), generator=generator, device=DEVICE)
+    scale = torch.exp2(power.float())[:, None, None]
+    outputs = []
+    for C in (arguments["C"], (arguments["C"].float() * scale).to(shape.x), arguments["C"] * 0):
+        copies = Records(*(part.clone() for part in records))
+        outputs.append(
+            replay_update(states=pool.clone(), records=copies, **(arguments | {"C": C})).float()
+        )
+    assert outputs[0].any()
+    assert torch.equal(outputs[0] * scale, outputs[1])
+    assert not outputs[2].any()
 
 
 class History:
