@@ -95,9 +95,11 @@ def _norm_kernel(
     token = tl.program_id(0).to(tl.int64)
     index = tl.arange(0, BLOCK)
     inside = index < SIZE
-    # Weights come from memory each step, everything else from the L2 cache.
-    line = tl.minimum(tl.arange(0, (BLOCK + LINE - 1) // LINE) * LINE, SIZE - 1)
-    prefetch(weight + tl.program_id(1) * SIZE + line, OVERLAP)
+    # Weights come from memory each step, everything else from the L2 cache. One program asks: many
+    # that ask for the same lines hold each other up.
+    if token == 0:
+        line = tl.minimum(tl.arange(0, (BLOCK + LINE - 1) // LINE) * LINE, SIZE - 1)
+        prefetch(weight + tl.program_id(1) * SIZE + line, OVERLAP)
     follow(OVERLAP)
     index += tl.program_id(1) * SIZE
     scale = tl.load(weight + index, mask=inside, other=0.0)

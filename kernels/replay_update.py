@@ -384,7 +384,6 @@ def replay_update(
     return out
 
 
-# By the bytes of a state's element.
-SHAPES = {4: Shape(16, 1, 32, None, 8, 4, 3, 7), 2: Shape(16, 1, 64, None, 16, 8, 3, 7)}
-# Of `replay_chunk`; not swept yet.
-CHUNK = Shape(64, 1, 32, None, 16, 16, 3, 6, 16)
+# By the bytes of a state's element, and of `replay_chunk`; swept on an H200 over 1 to 128 rows.
+SHAPES = {4: Shape(16, 1, 32, None, 8, 4, 4, 7), 2: Shape(16, 1, 64, None, 16, 8, 3, 7)}
+CHUNK = Shape(32, 1, 32, None, 8, 16, 3, 6, 16)
