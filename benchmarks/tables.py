@@ -110,10 +110,13 @@ def numerics() -> str:
         cells.setdefault(row["state"], {})[row["layout"], row["rounding"]] = errors
     kinds = ("columns", "to nearest"), ("replay", "to nearest"), ("replay", "by chance")
     rows = [[state, *(line.get(kind, "-") for kind in kinds)] for state, line in cells.items()]
-    apart = max(result["fp32 replay against columns"].values())
+    apart = result["fp32 replay against columns"]
+    of_head = max(value for name, value in apart.items() if "all heads" not in name)
+    of_all = max(value for name, value in apart.items() if "all heads" in name)
     note = (
         f"{result['tokens']} tokens, {result['drafts']} drafts, {result['sequences']} sequences. "
-        f"In float32 the layouts are {apart:.1e} apart. {environment(result)}"
+        f"In float32 the layouts are {of_all:.1e} of the largest entry apart, {of_head:.1e} of the "
+        f"largest entry of the head. {environment(result)}"
     )
     header = ["state", "`columns`", "`replay`", "`replay`, rounded by chance"]
     return markdown(header, rows) + "\n\n" + note
