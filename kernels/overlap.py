@@ -28,7 +28,7 @@ def overlap(tensor: Tensor) -> dict[str, bool]:
 
 @functools.cache
 def _dependent_launches(device: torch.device) -> bool:
-    return torch.cuda.get_device_capability(device) >= (9, 0)
+    return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 @triton.jit

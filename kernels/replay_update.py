@@ -70,8 +70,7 @@ def shape_of(dim: int, state: int, itemsize: int, products: bool = False) -> Sha
 
 def spread(shape: Shape, dim: int, heads: int, programs: int) -> Shape:
     """The launch for states of so many heads in all rows, so that there are `programs` programs if
-    that takes no tiles below the least: first with fewer heads each, then with smaller tiles. With
-    one head there are registers for chunks twice as tall.
+    that takes no tiles below the least: first with fewer heads each, then with smaller tiles.
     """
 
     def few(shape: Shape) -> bool:
@@ -81,8 +80,6 @@ def spread(shape: Shape, dim: int, heads: int, programs: int) -> Shape:
         shape = shape._replace(run=shape.run // 2)
     while shape.tile > shape.least and few(shape):
         shape = shape._replace(tile=shape.tile // 2, high=min(shape.high, shape.tile // 2))
-    if shape.run == 1:
-        shape = shape._replace(high=min(2 * shape.high, shape.tile))
     return shape
 
 
