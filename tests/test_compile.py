@@ -355,22 +355,23 @@ def replay_tile(shape: replay_update.Shape) -> dict[str, Any]:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("changed", [{}, {"TOKENS": 1, "RECORDS": 0}, {"TOKENS": 6, "RECORDS": 5}])
-def test_replay_moves_16_bytes_at_once(
-    dtype: torch.dtype, changed: dict[str, Any], tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("type_", ["*fp32", "*fp16"])
+@pytest.mark.parametrize("changed", [{}, {"TOKENS": 1, "RECORDS": 0}, {"TOKENS": 3, "RECORDS": 5}])
+def test_replay_moves_16_bytes_at_once(type_: str, changed: dict[str, Any], tmp_path: Path) -> None:
     kernel = replay_update._replay_update_kernel
     if not isinstance(kernel, JITFunction):
         pytest.skip("the interpreter is on")
-    shape = replay_update.shape_of(64, 128, dtype.itemsize)
+    itemsize = 4 if type_ == "*fp32" else 2
+    shape = replay_update.shape_of(64, 128, itemsize)
     constants = REPLAY | NEAREST | replay_tile(shape) | changed
     constants["KEEP"] = constants["TOKENS"] + constants["RECORDS"] < 8
     options = {"num_warps": shape.warps}
-    types = RECORDS | {"states": {4: "*fp32", 2: "*bf16"}[dtype.itemsize]}
+    # States of 16 bits come here with inputs that are not bfloat16.
+    types = RECORDS | dict.fromkeys(("x", "B", "C", "dt", "x_records", "B_records"), "*fp16")
+    types |= {"states": type_, "out": "*fp16"}
     names = ("x", "B", "C", "x_records", "B_records", "states", "state_stride", "out")
     code = compiled(kernel, constants, names, options, **types)
-    parts = shape.tile * 128 * dtype.itemsize // (16 * 32 * shape.warps)
+    parts = shape.tile * 128 * itemsize // (16 * 32 * shape.warps)
     text = code.asm["ptx"]
     # States are copied to shared memory ahead of their use.
     copies = re.findall(r"cp\.async\.cg\.shared\.global \[[^]]*\], \[[^]]*\], (\S+),", text)
@@ -378,10 +379,10 @@ def test_replay_moves_16_bytes_at_once(
     assert set(copies) == {"0x10"}
     # The live state, and again with a snapshot where there are registers for that; token by token,
     # which takes one chunk after another, it and snapshots in three places.
-    passes = 3 if dtype == torch.float32 and constants["KEEP"] else 1
+    passes = 3 if type_ == "*fp32" and constants["KEEP"] else 1
     chunk = parts * shape.high // shape.tile
     assert len(re.findall(r"st\.global\S*\.v4\.b32", text)) == passes * parts + 4 * chunk
-    if constants["TOKENS"] <= 4:
+    if constants["KEEP"]:
         assert spilled(code, tmp_path) == 0
 
 
@@ -409,12 +410,14 @@ def test_replay_by_matrix_products(type_: str, tmp_path: Path) -> None:
     assert spilled(code, tmp_path) <= 64
 
 
-@pytest.mark.parametrize("rounding", [NEAREST, BY_CHANCE], ids=["nearest", "chance"])
+# Not in the above: tiles with rows behind the head's, parts with columns behind the state's, one
+# head per program, arguments that are not aligned, rounding by chance.
 @pytest.mark.parametrize(
-    ("dim", "state", "drafts"), [(64, 128, 3), (80, 128, 3), (60, 100, 7), (64, 128, 0)]
+    ("dim", "state", "drafts", "run", "rounding"),
+    [(80, 128, 3, 2, BY_CHANCE), (60, 100, 7, 1, NEAREST)],
 )
 def test_replay_kernels_compile(
-    dim: int, state: int, drafts: int, rounding: dict[str, Any]
+    dim: int, state: int, drafts: int, run: int, rounding: dict[str, Any]
 ) -> None:
     update, materialise = (
         replay_update._replay_update_kernel,
@@ -427,8 +430,8 @@ def test_replay_kernels_compile(
     for products in (False, True):
         shape = replay_update.shape_of(dim, state, 2, products)
         constants = REPLAY | rounding | model | replay_tile(shape) | {"TOKENS": drafts + 1}
-        constants["KEEP"] = 2 * drafts + 1 < 8
-        constants |= {"RUN": 2, "dot_type": tl.bfloat16} if products else {}
+        constants |= {"RUN": run, "KEEP": 2 * drafts + 1 < 8}
+        constants |= {"dot_type": tl.bfloat16} if products else {}
         assert compiled(update, constants, (), {"num_warps": shape.warps}, **types).asm["cubin"]
     moved: dict[str, Any] = {
         "state_type": tl.float16, "tap_type": tl.int16, "HEADS": 128, "HEADS_PER_GROUP": 16,
