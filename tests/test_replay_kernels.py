@@ -168,35 +168,32 @@ class Rows:
         self.active = [r for r in rows if r[0] > 0 and r[5] >= 0 and r[8] >= 0]
 
 
+# In the interpreter time goes by programs and the operations of each: small models, heads least.
 SSMS = [
     Ssm(),
     Ssm(x=torch.float32),
-    Ssm(x=torch.float16),
-    Ssm(states=torch.float16),
-    Ssm(states=torch.bfloat16),
-    *(Ssm(x=torch.float32, drafts=d, tokens=d + 1) for d in (0, 1, 2, 4, 5)),
-    Ssm(drafts=7, tokens=8),
+    *(Ssm(x=torch.float32, drafts=d, tokens=d + 1) for d in (0, 2, 4)),
+    Ssm(drafts=7, tokens=8, heads=1, groups=1),
     Ssm(drafts=1, tokens=6),
     Ssm(drafts=5, tokens=2),
-    Ssm(groups=1),
+    Ssm(groups=1, pad=3),
     Ssm(heads=4),
-    Ssm(dim=40),
-    Ssm(state=128),
+    Ssm(heads=1, groups=1, dim=22),
+    Ssm(heads=1, groups=1, state=128),
     Ssm(dim=5, state=12),
     Ssm(dim=5, state=50, states=torch.float16),
-    Ssm(pad=3),
     Ssm(states=torch.float16, pad=5, skew=1),
     Ssm(x=torch.float32, limits=(0.3, 0.9)),
     Ssm(states=torch.float16, rounding=True),
     Ssm(states=torch.bfloat16, rounding=True),
     Ssm(x=torch.float16, states=torch.float16),
     Ssm(x=torch.float32, states=torch.bfloat16),
-    Ssm(states=torch.float16, drafts=7, tokens=8),
-    Ssm(states=torch.float16, drafts=6, tokens=10),
+    Ssm(states=torch.float16, drafts=7, tokens=8, heads=1, groups=1),
+    Ssm(states=torch.float16, drafts=6, tokens=10, heads=1, groups=1),
     Ssm(states=torch.float16, drafts=0, tokens=1),
     Ssm(states=torch.bfloat16, drafts=2, tokens=6, heads=4),
-    Ssm(states=torch.float16, heads=4, groups=1, state=128, rounding=True),
-    Ssm(states=torch.float16, dim=40, state=80),
+    Ssm(states=torch.float16, heads=2, groups=1, state=128, rounding=True),
+    Ssm(states=torch.float16, heads=1, groups=1, dim=40, state=40),
     Ssm(states=torch.float16, limits=(40.0, 900.0)),
 ]
 if CUDA:
@@ -205,6 +202,7 @@ if CUDA:
         Ssm(**big),
         Ssm(**big, states=torch.float16),
         Ssm(**big, states=torch.float16, rounding=True),
+        Ssm(heads=64, groups=8, dim=40, state=80, states=torch.float16),
         Ssm(**big, states=torch.bfloat16, drafts=5, tokens=6),
         Ssm(**big, x=torch.float32, drafts=7, tokens=8),
         Ssm(heads=128, groups=8, dim=80, state=128),
@@ -279,8 +277,8 @@ def test_replay_update(shape: Ssm) -> None:
 def test_queries_of_any_size(states: torch.dtype) -> None:
     """Outputs without D are linear in C, so a power of two passes through, far from fp16's range
     too, where products with an fp16 state have to bring C first."""
-    shape = Ssm(states=states, state=32)
-    rows = Rows(3, 4, 0)
+    shape = Ssm(states=states, state=32, heads=1, groups=1, drafts=2, tokens=3)
+    rows = Rows(shape.drafts, shape.tokens, 0)
     generator = torch.Generator(DEVICE).manual_seed(0)
     arguments = shape.inputs(generator, rows.tokens) | shape.vectors(generator, torch.float32)
     arguments |= rows.arguments | {"D": torch.zeros(shape.heads, device=DEVICE)}
@@ -289,15 +287,19 @@ def test_queries_of_any_size(states: torch.dtype) -> None:
     generator = torch.Generator(DEVICE).manual_seed(1)
     power = torch.randint(-60, 60, (rows.tokens,), generator=generator, device=DEVICE)
     scale = torch.exp2(power.float())[:, None, None]
+    tiny = torch.tensor(2.0**-118, device=DEVICE)
     outputs = []
-    for C in (arguments["C"], (arguments["C"].float() * scale).to(shape.x), arguments["C"] * 0):
+    for factor in (scale**0, scale, tiny, tiny * 0):
+        C = (arguments["C"].float() * factor).to(shape.x)
         copies = Records(*(part.clone() for part in records))
         outputs.append(
             replay_update(states=pool.clone(), records=copies, **(arguments | {"C": C})).float()
         )
     assert outputs[0].any()
     assert torch.equal(outputs[0] * scale, outputs[1])
-    assert not outputs[2].any()
+    # What guesses add to each other loses digits that small.
+    torch.testing.assert_close(outputs[2] / tiny, outputs[0], rtol=0.05, atol=0.05)
+    assert not outputs[3].any()
 
 
 class History:
@@ -423,7 +425,7 @@ def test_error_of_fp32_stays_small_over_many_tokens() -> None:
 @kernels
 @pytest.mark.parametrize("drafts", [0, 1, 3, 5])
 def test_kernel_follows_the_columns_layout(drafts: int) -> None:
-    shape = Ssm(x=torch.float32, drafts=drafts, tokens=drafts + 1, state=32)
+    shape = Ssm(x=torch.float32, drafts=drafts, tokens=drafts + 1, heads=1, groups=1)
     history = History(shape, slots=4, seed=drafts, block=drafts + 2)
     snapshots = 0
     for _ in range(40 if CUDA else 15):
@@ -568,7 +570,7 @@ MATERIALISED = [
     Ssm(states=torch.float16),
     Ssm(states=torch.bfloat16, dim=5, state=12),
     Ssm(drafts=0),
-    Ssm(drafts=7, dim=40),
+    Ssm(drafts=7, heads=1, groups=1, dim=40),
     Ssm(states=torch.float16, rounding=True),
 ]
 if CUDA:
