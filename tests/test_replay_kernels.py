@@ -29,7 +29,7 @@ from hybrid_runtime.kernels.replay_materialise import (
     replay_materialise,
     replay_materialise_reference,
 )
-from hybrid_runtime.kernels.replay_update import replay_update
+from hybrid_runtime.kernels.replay_update import CHUNK, SHAPES, replay_update, spread
 from hybrid_runtime.kernels.replay_window import replay_window_reference, replay_window_update
 from hybrid_runtime.kernels.ssm import ssm_update_reference
 from hybrid_runtime.kernels.state_table import StateTable
@@ -308,6 +308,16 @@ def test_queries_of_any_size(states: torch.dtype) -> None:
     # What guesses add to each other loses digits that small.
     torch.testing.assert_close(outputs[2] / tiny, outputs[0], rtol=0.05, atol=0.05)
     assert not outputs[3].any()
+
+
+@plain
+def test_few_rows_are_spread_over_more_programs() -> None:
+    shape = SHAPES[4]
+    assert spread(shape, 64, 32 * 128, 900) == shape
+    assert spread(shape, 64, 4 * 128, 900) == shape._replace(run=2)
+    assert spread(shape, 64, 128, 900) == shape._replace(run=1, tile=8)
+    assert spread(shape, 64, 1, 900) == shape._replace(run=1, tile=8)
+    assert spread(CHUNK, 64, 1, 900) == CHUNK._replace(run=1, tile=16)
 
 
 class History:
