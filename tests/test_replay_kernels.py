@@ -148,6 +148,7 @@ class Rows:
         spec.append([draft + 1, draft, -1, drafts, 0, 0, -1, 0])
         spec.append([tokens, draft, -1, drafts, 0, 0, 2, 1])
         spec.append([tokens, 0, 0, min(1, drafts), 0, 0, 2, tokens])
+        spec.append([tokens, draft, 0, drafts, 1, 0, -1, 0])
         spec.append([1, 0, 0, 0, 0, 0, -1, 0])
         slots = len(spec)
         table = torch.randperm(3 * slots, generator=generator).int() + 1
