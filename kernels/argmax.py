@@ -33,6 +33,7 @@ def _part_kernel(
     index = part * TILE + tl.arange(0, TILE)
     at = logits + line.to(tl.int64) * stride + index
     value = tl.load(at, mask=index < V, other=float("-inf")).to(tl.float32)
+    value = tl.where(value == value, value, float("-inf"))  # nothing equals NaN, so no index would
     best = tl.max(value, axis=0)
     # A part of nothing but -inf still names a valid token.
     first = tl.min(tl.where((value == best) & (index < V), index, V - 1), axis=0)

@@ -8,10 +8,12 @@ the state that is read (State Space Duality, Dao and Gu 2024, section 6)
     y_i = exp(S_i) C_i h + D x_i + sum over j <= i of exp(S_i - S_j) step_j (C_i B_j) x_j
     h'  = exp(S_c) h + sum over j <= c of exp(S_c - S_j) step_j x_j B_j
 
-h, x, B and C are exact operands; what is computed in fp32 goes in as the sum of two bfloat16. A
-program is one warp. The columns of a part of 32 are renamed such that a lane holds 8 neighbours of
-memory both as operand and as result, and states pass from memory to the products and back without
-an exchange between lanes.
+h, x, B and C are exact operands; what is computed in fp32 goes in as the sum of two bfloat16 (three
+where states are rounded by chance). Guesses are masked out of the second product, so that one that
+is not finite leaves h' alone; in the first it spoils the row's outputs. A program is one warp. The
+columns of a part of 32 are renamed such that a lane holds 8 neighbours of memory both as operand
+and as result, and states pass from memory to the products and back without an exchange between
+lanes.
 """
 
 # mypy: disable-error-code="assignment,misc,var-annotated"
@@ -114,6 +116,7 @@ def chunk_row(
     live = (j < count) | ((j >= 8) & (j - 8 < scheduled))
     guess = (j - 8 >= certain) & (j - 8 < scheduled)
     queried = i < scheduled
+    folds = live & (j < 8 + certain)
 
     p = top + tl.arange(0, HIGH)
     cell = p[:, None] * STATE + n[None, :]
@@ -139,6 +142,7 @@ def chunk_row(
         j, count, scheduled, HEADS, dt_token,
     )  # fmt: skip
     Bs = ()
+    certain_Bs = ()
     Cs = ()
     for s in tl.static_range(SPLIT):
         part = n + s * 32
@@ -148,6 +152,8 @@ def chunk_row(
             B + (j - 8)[:, None] * B_token + part[None, :] * B_state,
         )
         Bs += (tl.load(at, mask=live[:, None] & (part < STATE)[None, :], other=0.0),)
+        # Again and not selected: what another layout is made of would be exchanged for each head.
+        certain_Bs += (tl.load(at, mask=folds[:, None] & (part < STATE)[None, :], other=0.0),)
         at = C + i[:, None] * C_token + part[None, :] * C_state
         Cs += (tl.load(at, mask=queried[:, None] & (part < STATE)[None, :], other=0.0),)
     early_x = ()
@@ -161,10 +167,10 @@ def chunk_row(
     most = tl.zeros((8,), tl.float32)
     overlap = tl.zeros((16, 8), tl.float32)
     for s in tl.static_range(SPLIT):
-        keys += (rename(Bs[s]),)
+        keys += (rename(certain_Bs[s]),)
         queries += (tl.trans(rename(Cs[s])),)
         most = tl.maximum(most, tl.max(tl.abs(Cs[s].to(tl.float32)), axis=1))
-        overlap = product(keys[s], queries[s], overlap, dot_type)
+        overlap = product(rename(Bs[s]), queries[s], overlap, dot_type)
         at = next_B + (j - 8 - certain)[:, None] * (groups * STATE) + (n + s * 32)[None, :]
         recorded = (guess & keeps_B)[:, None] & (n + s * 32 < STATE)[None, :]
         tl.store(at, Bs[s], mask=recorded)
@@ -200,7 +206,7 @@ def chunk_row(
         total = tl.sum(tl.where(j < 8 + certain, passed, 0.0), axis=0)
         # Of what is folded, the step times the decay behind it.
         weights = steps * tl.exp(tl.minimum(total - sums, 0.0))
-        weights = tl.where(j < 8 + certain, weights, 0.0)
+        weights = tl.where(folds, weights, 0.0)
         total = tl.exp(total)
         reached = tl.sum(tl.where(j[:, None] <= 8 + i[None, :], passed[:, None], 0.0), axis=0)
         decay = tl.exp(tl.minimum(reached[None, :] - sums[:, None], 0.0))
@@ -226,7 +232,8 @@ def chunk_row(
                 xs = tl.load(spot, mask=live[:, None] & in_dim[None, :], other=0.0)
             tl.store(next_spot + q * HIGH, xs, mask=guess[:, None] & in_dim[None, :])
             xs = tl.trans(xs)
-            us = pieces(xs.to(tl.float32) * weights[None, :], PIECES)
+            certain_xs = tl.where(folds[None, :], xs, 0.0).to(tl.float32)
+            us = pieces(certain_xs * weights[None, :], PIECES)
             ys = tl.zeros((HIGH, 8), tl.float32)
             for s in tl.static_range(SPLIT):
                 offset = q * HIGH * STATE + s * 32

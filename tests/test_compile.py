@@ -21,9 +21,11 @@ from triton.runtime.jit import JITFunction
 from hybrid_runtime.integrations.vllm import decide
 from hybrid_runtime.kernels import (
     advance,
+    argmax,
     block_fill,
     causal_conv_scan,
     causal_conv_update,
+    embedding,
     expert_groups,
     experts,
     kv_write,
@@ -103,6 +105,27 @@ def test_compiles_for_hopper(kernel: JITFunction, constants: dict[str, Any]) -> 
     assert compiled(kernel, constants).asm["cubin"]
 
 
+EMBEDDING: dict[str, Any] = {"V": 131072, "SIZE": 4480, "BLOCK": 1024}
+PARTS: dict[str, Any] = {"V": 131072, "PARTS": 32, "TILE": 4096}
+WHOLE: dict[str, Any] = {"PARTS": 32, "WIDTH": 32}
+
+
+@pytest.mark.parametrize(
+    ("kernel", "constants"),
+    [
+        (embedding._embedding_kernel, EMBEDDING),
+        (argmax._part_kernel, PARTS),
+        (argmax._whole_kernel, WHOLE),
+    ],
+)
+def test_tokens_in_and_out(kernel: JITFunction, constants: dict[str, Any]) -> None:
+    if not isinstance(kernel, JITFunction):
+        pytest.skip("the interpreter is on")
+    types = {"tokens": "*i32", "logits": "*bf16", "values": "*fp32", "indices": "*i32"}
+    types["out"] = "*bf16" if kernel is embedding._embedding_kernel else "*i32"
+    assert compiled(kernel, constants, **types).asm["cubin"]
+
+
 @pytest.mark.parametrize(("type_", "tile"), [("*fp32", 8), ("*fp16", 16), ("*bf16", 16)])
 def test_state_update_moves_16_bytes_at_once(type_: str, tile: int) -> None:
     kernel = ssm_update._ssm_update_kernel
@@ -135,7 +158,13 @@ def compiled(
             attributes[(index,)] = [["tt.divisibility", 16]]
     source = ASTSource(kernel, signature, constants, attributes)
     options = options or {"num_warps": 2 if multiples else 4}
-    return compile_kernel(source, target=HOPPER, options=options)
+    code = compile_kernel(source, target=HOPPER, options=options)
+    if "OVERLAP" in kernel.arg_names:
+        ahead, wait, _ = code.asm["ptx"].partition("griddepcontrol.wait")
+        assert wait
+        # Only a hint like prefetch may come before.
+        assert not re.search(r"\b(ld|st|atom|red|cp)\.(global|async)", ahead)
+    return code
 
 
 ATTENTION: dict[str, Any] = {

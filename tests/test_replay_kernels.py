@@ -321,6 +321,29 @@ def test_few_rows_are_spread_over_more_programs() -> None:
     assert spread(CHUNK, 64, 1, 900) == CHUNK._replace(run=1, tile=16)
 
 
+@kernels
+@pytest.mark.parametrize("states", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_guesses_that_are_not_finite_leave_the_state_alone(states: torch.dtype) -> None:
+    shape = Ssm(states=states, drafts=2)
+    rows = Rows(2, 3, 0)
+    generator = torch.Generator(DEVICE).manual_seed(0)
+    inputs = shape.inputs(generator, rows.tokens)
+    rest = shape.vectors(generator, torch.float32) | rows.arguments
+    pool = noise(generator, rows.blocks, shape.heads, shape.dim, shape.state, dtype=states)
+    records = shape.records(generator, rows.slots)
+    spoilt = {name: part.clone() for name, part in inputs.items()}
+    for end, draft in zip(rows.arguments["row_start"][1:], rows.arguments["draft"], strict=True):
+        for part in spoilt.values():
+            part[end - draft : end] = float("nan")
+    after = []
+    for given in (inputs, spoilt):
+        after.append(pool.clone())
+        copies = Records(*(part.clone() for part in records))
+        replay_update(states=after[-1], records=copies, **given, **rest)
+    assert not same_bytes(after[0], pool)
+    assert same_bytes(*after)
+
+
 class History:
     """Steps with random acceptance in the replay layout, beside them the columns layout.
 

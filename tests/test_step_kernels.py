@@ -202,8 +202,9 @@ def test_argmax(lines: int, vocabulary: int, dtype: torch.dtype) -> None:
 @kernels
 def test_argmax_of_nothing_finite_is_a_token() -> None:
     for value in (float("-inf"), float("nan")):
-        found = argmax.argmax(torch.full((2, 5000), value, device=DEVICE))
-        assert ((found >= 0) & (found < 5000)).all()
+        for vocabulary in (5000, 2 * argmax.TILE):
+            found = argmax.argmax(torch.full((2, vocabulary), value, device=DEVICE))
+            assert ((found >= 0) & (found < vocabulary)).all()
 
 
 @kernels
