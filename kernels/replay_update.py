@@ -10,7 +10,6 @@ bfloat16; others (a snapshot, more tokens) token by token through `replay_walk`.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 import torch
 import triton
@@ -29,58 +28,13 @@ from hybrid_runtime.kernels.replay import (
     replay_update_reference,
 )
 from hybrid_runtime.kernels.replay_chunk import chunk_row
+from hybrid_runtime.kernels.replay_launch import shape_of, spread
 from hybrid_runtime.kernels.replay_tile import rounding_key
 from hybrid_runtime.kernels.replay_verify import verify_row
 from hybrid_runtime.kernels.replay_walk import walk_row
 
 MAX_RECORDS = 7
 """Guesses per row that the kernel unrolls; with more the reference runs."""
-
-
-class Shape(NamedTuple):
-    """Of a launch: rows of a head's state per program, warps, columns per part of a tile, a bound
-    on the registers of a thread, heads that a program takes one after another, at most, rows of a
-    chunk, heads whose state is on its way or in use at a time, and programs per multiprocessor
-    below which a program takes fewer heads, and then fewer rows, at least `least`."""
-
-    tile: int
-    warps: int
-    low: int
-    registers: int | None = None
-    run: int = 1
-    high: int = 16
-    stages: int = 3
-    programs: int = 3
-    least: int = 8
-
-
-def shape_of(dim: int, state: int, itemsize: int, products: bool = False) -> Shape:
-    """The launch for states `[dim, state]` per head; `products`: by `replay_chunk`."""
-    if products:
-        tile = min(CHUNK.tile, max(triton.next_power_of_2(dim), 16))
-        return CHUNK._replace(tile=tile, high=min(CHUNK.high, tile))
-    shape = SHAPES[itemsize]
-    tile = min(shape.tile, triton.next_power_of_2(dim))
-    return shape._replace(
-        tile=tile,
-        high=min(shape.high, tile),
-        low=min(shape.low, triton.next_power_of_2(state)),
-    )
-
-
-def spread(shape: Shape, dim: int, heads: int, programs: int) -> Shape:
-    """The launch for states of so many heads in all rows, so that there are `programs` programs if
-    that takes no tiles below the least: first with fewer heads each, then with smaller tiles.
-    """
-
-    def few(shape: Shape) -> bool:
-        return triton.cdiv(dim, shape.tile) * heads // shape.run < programs
-
-    while shape.run > 1 and few(shape):
-        shape = shape._replace(run=shape.run // 2)
-    while shape.tile > shape.least and few(shape):
-        shape = shape._replace(tile=shape.tile // 2, high=min(shape.high, shape.tile // 2))
-    return shape
 
 
 @triton.jit(
@@ -321,6 +275,9 @@ def replay_update(
     groups, state = B.shape[1:]
     check_shapes(x.shape[1:], B.shape[1:], states, records)
     check_dense(states, records, x.dtype)
+    for name, part in (("B", B), ("C", C)):
+        if part.dtype != x.dtype:
+            raise ValueError(f"{name} is {part.dtype}, must be x's {x.dtype}")
     rows = slot.shape[0]
     out = torch.empty((tokens, heads, dim), dtype=x.dtype, device=x.device)
     if rows == 0 or max_scheduled == 0:
@@ -377,13 +334,7 @@ def replay_update(
         ROUND=narrow,
         DIGITS=digits,
         LEAST=least,
-        num_warps=shape.warps,
-        maxnreg=shape.registers,
+        num_warps=1,
         **overlap(x),
     )
     return out
-
-
-# By the bytes of a state's element, and of `replay_chunk`; swept on an H200 over 1 to 128 rows.
-SHAPES = {4: Shape(16, 1, 32, None, 8, 4, 4, 7), 2: Shape(16, 1, 64, None, 16, 8, 3, 7)}
-CHUNK = Shape(32, 1, 32, None, 8, 16, 3, 6, 16)

@@ -33,6 +33,7 @@ from hybrid_runtime.kernels import (
     paged_attention,
     pool,
     relu2,
+    replay_launch,
     replay_materialise,
     replay_update,
     route,
@@ -377,7 +378,7 @@ NEAREST: dict[str, Any] = {
 BY_CHANCE: dict[str, Any] = {"ROUND": True, "DIGITS": 10 << 23, "LEAST": 103 << 23}
 
 
-def replay_tile(shape: replay_update.Shape) -> dict[str, Any]:
+def replay_tile(shape: replay_launch.Shape) -> dict[str, Any]:
     return {
         "TILE": shape.tile, "LOW": shape.low, "SPLIT": 128 // shape.low, "HIGH": shape.high,
         "RUN": shape.run, "STAGES": shape.stages,
@@ -391,16 +392,16 @@ def test_replay_moves_16_bytes_at_once(type_: str, changed: dict[str, Any], tmp_
     if not isinstance(kernel, JITFunction):
         pytest.skip("the interpreter is on")
     itemsize = 4 if type_ == "*fp32" else 2
-    shape = replay_update.shape_of(64, 128, itemsize)
+    shape = replay_launch.shape_of(64, 128, itemsize)
     constants = REPLAY | NEAREST | replay_tile(shape) | changed
     constants["KEEP"] = constants["TOKENS"] + constants["RECORDS"] < 8
-    options = {"num_warps": shape.warps}
+    options = {"num_warps": 1}
     # States of 16 bits come here with inputs that are not bfloat16.
     types = RECORDS | dict.fromkeys(("x", "B", "C", "dt", "x_records", "B_records"), "*fp16")
     types |= {"states": type_, "out": "*fp16"}
     names = ("x", "B", "C", "x_records", "B_records", "states", "state_stride", "out")
     code = compiled(kernel, constants, names, options, **types)
-    parts = shape.tile * 128 * itemsize // (16 * 32 * shape.warps)
+    parts = shape.tile * 128 * itemsize // (16 * 32)
     text = code.asm["ptx"]
     # States are copied to shared memory ahead of their use.
     copies = re.findall(r"cp\.async\.cg\.shared\.global \[[^]]*\], \[[^]]*\], (\S+),", text)
@@ -420,7 +421,7 @@ def test_replay_by_matrix_products(type_: str, tmp_path: Path) -> None:
     kernel = replay_update._replay_update_kernel
     if not isinstance(kernel, JITFunction):
         pytest.skip("the interpreter is on")
-    shape = replay_update.shape_of(64, 128, 2, products=True)
+    shape = replay_launch.shape_of(64, 128, 2, products=True)
     constants = REPLAY | NEAREST | replay_tile(shape) | {"KEEP": False, "dot_type": tl.bfloat16}
     names = ("x", "B", "C", "x_records", "B_records", "states", "state_stride", "out")
     types = RECORDS | {"states": type_}
@@ -457,11 +458,11 @@ def test_replay_kernels_compile(
     model = {"DIM": dim, "STATE": state, "RECORDS": drafts}
     types = RECORDS | {"states": "*fp16"}
     for products in (False, True):
-        shape = replay_update.shape_of(dim, state, 2, products)
+        shape = replay_launch.shape_of(dim, state, 2, products)
         constants = REPLAY | rounding | model | replay_tile(shape) | {"TOKENS": drafts + 1}
         constants |= {"RUN": run, "KEEP": 2 * drafts + 1 < 8}
         constants |= {"dot_type": tl.bfloat16} if products else {}
-        assert compiled(update, constants, (), {"num_warps": shape.warps}, **types).asm["cubin"]
+        assert compiled(update, constants, (), {"num_warps": 1}, **types).asm["cubin"]
     moved: dict[str, Any] = {
         "state_type": tl.float16, "tap_type": tl.int16, "HEADS": 128, "HEADS_PER_GROUP": 16,
         "TAPS": 3, "TILE": 16, "SPLIT": 4, "LOW": 32, "WINDOW_TILE": 1024, "VECTOR": True,

@@ -25,11 +25,12 @@ from hybrid_runtime.kernels.replay import (
     round_state,
     rounding_key,
 )
+from hybrid_runtime.kernels.replay_launch import CHUNK, SHAPES, spread
 from hybrid_runtime.kernels.replay_materialise import (
     replay_materialise,
     replay_materialise_reference,
 )
-from hybrid_runtime.kernels.replay_update import CHUNK, SHAPES, replay_update, spread
+from hybrid_runtime.kernels.replay_update import replay_update
 from hybrid_runtime.kernels.replay_window import replay_window_reference, replay_window_update
 from hybrid_runtime.kernels.ssm import ssm_update_reference
 from hybrid_runtime.kernels.state_table import StateTable
@@ -702,6 +703,7 @@ def test_wrong_shapes_are_refused() -> None:
         "records.x is": {"records": records._replace(x=records.x[..., :4])},
         "records.B is torch.float32": {"records": records._replace(B=records.B.float())},
         "x has 2 heads": {"B": torch.zeros(rows.tokens, 3, 16, device=DEVICE)},
+        "C is torch.float64": {"C": arguments["C"].double()},
     }.items():
         call: dict[str, Any] = {**arguments, **rows.arguments, "states": states}
         with pytest.raises(ValueError, match=name):
