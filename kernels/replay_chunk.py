@@ -178,7 +178,7 @@ def chunk_row(
     if type_ == tl.float16:
         # A power of two per token brings C into the range of fp16, where it is exact.
         power = most.to(tl.int32, bitcast=True) & 0x7F800000
-        power = tl.minimum(tl.maximum(power, 15 << 23), 253 << 23)
+        power = tl.maximum(power, 15 << 23)
         scale = (0x7F000000 - power + (14 << 23)).to(tl.float32, bitcast=True)
         unit = (power - (14 << 23)).to(tl.float32, bitcast=True)
         scaled = ()

@@ -1,6 +1,7 @@
 """The replay layout's step of one row token by token, for the heads of one program.
 
-For the few rows with several certain tokens, which are more than the verify pass unrolls.
+For the few rows that the other forms leave out: several certain tokens in `replay_verify`, a
+snapshot or more than 8 tokens in `replay_chunk`.
 """
 
 # mypy: disable-error-code="assignment,misc,var-annotated"

@@ -5,15 +5,13 @@ reference: on a GPU where there is one, else in the interpreter, in a process of
 from __future__ import annotations
 
 import itertools
-import os
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from interpreter import CUDA, elsewhere, kernels, run_in_interpreter
 
 from hybrid_runtime.kernels import advance as fields
 from hybrid_runtime.kernels.advance_replay import (
@@ -26,10 +24,7 @@ from hybrid_runtime.kernels.advance_replay import (
 from hybrid_runtime.state import align
 from hybrid_runtime.state.align import Retention
 
-CUDA = torch.cuda.is_available()
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cuda" if CUDA else "cpu"
-kernels = pytest.mark.skipif(not (CUDA or INTERPRETED), reason="runs in the interpreter's process")
 
 
 # What is stored
@@ -109,18 +104,9 @@ def test_last_retained_is_the_last_that_is_kept(position: int, block: int, rule:
 # The kernel
 
 
-@pytest.mark.skipif(CUDA or INTERPRETED, reason="the kernel runs in this process")
+@elsewhere
 def test_the_kernel_in_the_interpreter() -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
-    done = subprocess.run(
-        [*command, "-k", "kernel", __file__],
-        env=os.environ | {"TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stdout[-4000:]
-    assert " passed" in done.stdout
+    run_in_interpreter(__file__, "-k", "kernel")
 
 
 class Device:

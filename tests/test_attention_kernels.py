@@ -1,43 +1,26 @@
-"""KV write and paged attention kernels against their references and PyTorch's own attention.
-
-Without a CUDA device the kernels run in Triton's interpreter, in one process that a test starts.
-"""
+"""KV write and paged attention kernels against their references and PyTorch's own attention."""
 
 import math
-import os
-import subprocess
-import sys
 from dataclasses import dataclass, replace
 
 import pytest
 import torch
 import torch.nn.functional as F
 import triton
+from interpreter import elsewhere, kernels, run_in_interpreter
 from torch import Tensor
 
+from hybrid_runtime.kernels.attention_launch import Splits, attention_scratch, attention_splits
 from hybrid_runtime.kernels.kv_write import kv_write, kv_write_reference
-from hybrid_runtime.kernels.paged_attention import (
-    Splits,
-    attention_scratch,
-    attention_splits,
-    paged_attention,
-    paged_attention_reference,
-)
+from hybrid_runtime.kernels.paged_attention import paged_attention, paged_attention_reference
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
-kernels = pytest.mark.skipif(
-    not (GPU or triton.knobs.runtime.interpret), reason="neither a CUDA device nor the interpreter"
-)
 
 
-@pytest.mark.skipif(GPU or triton.knobs.runtime.interpret, reason="the kernels run here")
+@elsewhere
 def test_in_the_interpreter() -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
-    env = os.environ | {"TRITON_INTERPRET": "1"}
-    result = subprocess.run(command, env=env, capture_output=True, text=True)
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert " passed" in result.stdout
+    run_in_interpreter(__file__)
 
 
 TWO = Splits(2)

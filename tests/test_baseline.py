@@ -2,44 +2,21 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from interpreter import CUDA, elsewhere, kernels, run_in_interpreter
 
 from hybrid_runtime.kernels.ssm import ssm_update_reference
 
-CUDA = torch.cuda.is_available()
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
-
-@pytest.mark.skipif(CUDA or INTERPRETED, reason="the kernel runs in this process")
+@elsewhere
 def test_kernel_in_the_interpreter() -> None:
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-q",
-            "-p",
-            "no:cacheprovider",
-            "-p",
-            "no:xdist",
-            __file__,
-        ],
-        env=os.environ | {"TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stdout[-4000:]
-    assert " passed" in done.stdout
+    run_in_interpreter(__file__)
 
 
-@pytest.mark.skipif(not (CUDA or INTERPRETED), reason="runs in the interpreter's process")
+@kernels
 @pytest.mark.parametrize("tokens", [1, 4, 6])
 @pytest.mark.parametrize("launch", [(4, 4), (16, 2)], ids=str)
 def test_baseline(tokens: int, launch: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,8 +4,6 @@ than the compiler does (names that change type between branches, for one)."""
 from __future__ import annotations
 
 import re
-import subprocess
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +11,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from triton.compiler import compile as compile_kernel
+from hopper import aligned, compiled, spilled
 from triton.runtime.jit import JITFunction
 
 from hybrid_runtime.integrations.vllm import decide
@@ -33,9 +29,6 @@ from hybrid_runtime.kernels import (
     paged_attention,
     pool,
     relu2,
-    replay_launch,
-    replay_materialise,
-    replay_update,
     route,
     ssm_chunks,
     ssm_update,
@@ -43,19 +36,6 @@ from hybrid_runtime.kernels import (
 )
 from hybrid_runtime.kernels.ssm_scan import STEP_HEADS, scan_tiling
 
-HOPPER = GPUTarget("cuda", 90, 32)
-POINTERS = {
-    "entries", "step", "accepted", "slot_computed", "slot_held", "slot_offset", "previous",
-    "placed", "read_column", "read_offset", "write_column", "moves", "blocks",
-    "block_table", "slot", "row_start", "draft", "fold", "turn", "snapshot_column",
-    "snapshot_after", "column", "computed", "arrived",
-}  # fmt: skip
-TYPES = {
-    "addresses": "*i64", "value": "fp32", "x": "*bf16", "out": "*bf16", "weight": "*bf16",
-    "bias": "*bf16", "windows": "*bf16", "dt": "*bf16", "B": "*bf16", "C": "*bf16",
-    "A_log": "*fp32", "D": "*fp32", "dt_bias": "*fp32", "dt_min": "fp32", "dt_max": "fp32",
-    "states": "*fp32", "totals": "*i64", "hidden": "*bf16", "sums": "*fp32",
-}  # fmt: skip
 MOVE: dict[str, Any] = {
     "word_type": tl.int32, "tap_type": tl.int16, "FIELDS": 16, "POST": True, "EVERY_ROW": False,
     "BLOCK_SIZE": 4336, "ROWS": 16, "TAPS": 3, "SSM_WORDS": 8192, "SSM_TILES": 2,
@@ -139,35 +119,6 @@ def test_state_update_moves_16_bytes_at_once(type_: str, tile: int) -> None:
     assert len(re.findall(r"st\.global\S*\.v4\.b32", text)) == 4 * loads
 
 
-def compiled(
-    kernel: JITFunction,
-    constants: dict[str, Any],
-    multiples: Sequence[str] = (),
-    options: dict[str, int] | None = None,
-    **types: str,
-) -> Any:
-    """`multiples`: arguments that are multiples of 16, as launches find out by themselves."""
-    given = {"OVERLAP": True, "LINE": 64, "PARTS": 2}
-    constants = {name: given[name] for name in kernel.arg_names if name in given} | constants
-    signature, attributes = {}, {}
-    for index, name in enumerate(kernel.arg_names):
-        if name in constants:
-            signature[name] = "constexpr"
-        else:
-            signature[name] = (TYPES | types).get(name, "*i32" if name in POINTERS else "i32")
-        if name in multiples and name not in constants:
-            attributes[(index,)] = [["tt.divisibility", 16]]
-    source = ASTSource(kernel, signature, constants, attributes)
-    options = options or {"num_warps": 2 if multiples else 4}
-    code = compile_kernel(source, target=HOPPER, options=options)
-    if "OVERLAP" in kernel.arg_names:
-        ahead, wait, _ = code.asm["ptx"].partition("griddepcontrol.wait")
-        assert wait
-        # Only a hint like prefetch may come before.
-        assert not re.search(r"\b(ld|st|atom|red|cp)\.(global|async)", ahead)
-    return code
-
-
 ATTENTION: dict[str, Any] = {
     "dot_type": tl.bfloat16, "HEADS": 32, "KV_HEADS": 8, "D": 128, "BLOCK_SIZE": 1056,
     "SPLIT": True, "TRIPS": 0, "TOKENS": 4, "BLOCK_M": 16, "BLOCK_N": 32, "BLOCK_D": 128,
@@ -213,32 +164,6 @@ def test_attention_and_norms_move_16_bytes_at_once(
     code = compiled(kernel, constants | dense, (*VALUES, *PARTIAL, *strides), **types)
     assert code.asm["cubin"]
     assert access in code.asm["ptx"]
-
-
-def spilled(code: Any, folder: Path) -> int:
-    """Bytes of stack of a compiled kernel: what did not fit into registers."""
-    cubin = folder / "kernel.cubin"
-    cubin.write_bytes(code.asm["cubin"])
-    command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", str(cubin)]
-    report = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    found = re.search(r"STACK:(\d+)", report)
-    assert found
-    return int(found[1])
-
-
-def aligned(kernel: JITFunction, constants: dict[str, Any]) -> list[str]:
-    loose = {
-        "tokens",
-        "rows",
-        "chunks",
-        "dt_min",
-        "dt_max",
-        "D",
-        "A_log",
-        "dt_bias",
-        "table_stride",
-    }
-    return [name for name in kernel.arg_names if name not in {*constants, *POINTERS, *loose}]
 
 
 # Heads of Nemotron-H-8B, Nemotron-Nano-9B-v2 and Falcon-H1.
@@ -363,109 +288,3 @@ def test_what_surrounds_the_experts(
     code = compiled(kernel, constants, found, {"num_warps": warps}, **types)
     assert spilled(code, tmp_path) == 0
     assert access in code.asm["ptx"]
-
-
-REPLAY: dict[str, Any] = {
-    "x_token": 10240, "x_head": 64, "x_dim": 1, "dt_token": 18560, "dt_head": 1, "B_token": 10240,
-    "B_group": 128, "B_state": 1, "C_token": 10240, "C_group": 128, "C_state": 1, "HEADS": 128,
-    "HEADS_PER_GROUP": 16, "DIM": 64, "STATE": 128, "TOKENS": 4, "RECORDS": 3, "dot_type": None,
-}  # fmt: skip
-RECORDS = {"x_records": "*bf16", "B_records": "*bf16", "dt_records": "*fp32"}
-RECORDS |= {"rows": "*i32", "seed": "*i32", "position": "*i32"}
-NEAREST: dict[str, Any] = {
-    "seed": None, "position": None, "ROUND": False, "DIGITS": 0, "LEAST": 0,
-}  # fmt: skip
-BY_CHANCE: dict[str, Any] = {"ROUND": True, "DIGITS": 10 << 23, "LEAST": 103 << 23}
-
-
-def replay_tile(shape: replay_launch.Shape) -> dict[str, Any]:
-    return {
-        "TILE": shape.tile, "LOW": shape.low, "SPLIT": 128 // shape.low, "HIGH": shape.high,
-        "RUN": shape.run, "STAGES": shape.stages,
-    }  # fmt: skip
-
-
-@pytest.mark.parametrize("type_", ["*fp32", "*fp16"])
-@pytest.mark.parametrize("changed", [{}, {"TOKENS": 1, "RECORDS": 0}, {"TOKENS": 3, "RECORDS": 5}])
-def test_replay_moves_16_bytes_at_once(type_: str, changed: dict[str, Any], tmp_path: Path) -> None:
-    kernel = replay_update._replay_update_kernel
-    if not isinstance(kernel, JITFunction):
-        pytest.skip("the interpreter is on")
-    itemsize = 4 if type_ == "*fp32" else 2
-    shape = replay_launch.shape_of(64, 128, itemsize)
-    constants = REPLAY | NEAREST | replay_tile(shape) | changed
-    constants["KEEP"] = constants["TOKENS"] + constants["RECORDS"] < 8
-    options = {"num_warps": 1}
-    # States of 16 bits come here with inputs that are not bfloat16.
-    types = RECORDS | dict.fromkeys(("x", "B", "C", "dt", "x_records", "B_records"), "*fp16")
-    types |= {"states": type_, "out": "*fp16"}
-    names = ("x", "B", "C", "x_records", "B_records", "states", "state_stride", "out")
-    code = compiled(kernel, constants, names, options, **types)
-    parts = shape.tile * 128 * itemsize // (16 * 32)
-    text = code.asm["ptx"]
-    # States are copied to shared memory ahead of their use.
-    copies = re.findall(r"cp\.async\.cg\.shared\.global \[[^]]*\], \[[^]]*\], (\S+),", text)
-    assert len(copies) >= parts
-    assert set(copies) == {"0x10"}
-    # The live state, and again with a snapshot where there are registers for that; token by token,
-    # which takes one chunk after another, it and snapshots in three places.
-    passes = 3 if type_ == "*fp32" and constants["KEEP"] else 1
-    chunk = parts * shape.high // shape.tile
-    assert len(re.findall(r"st\.global\S*\.v4\.b32", text)) == passes * parts + 4 * chunk
-    if constants["KEEP"]:
-        assert spilled(code, tmp_path) == 0
-
-
-@pytest.mark.parametrize("type_", ["*fp16", "*bf16"])
-def test_replay_by_matrix_products(type_: str, tmp_path: Path) -> None:
-    kernel = replay_update._replay_update_kernel
-    if not isinstance(kernel, JITFunction):
-        pytest.skip("the interpreter is on")
-    shape = replay_launch.shape_of(64, 128, 2, products=True)
-    constants = REPLAY | NEAREST | replay_tile(shape) | {"KEEP": False, "dot_type": tl.bfloat16}
-    names = ("x", "B", "C", "x_records", "B_records", "states", "state_stride", "out")
-    types = RECORDS | {"states": type_}
-    code = compiled(kernel, constants, names, {"num_warps": 1}, **types)
-    parts = shape.tile * 128 * 2 // (16 * 32)
-    text = code.asm["ptx"]
-    copies = re.findall(r"cp\.async\.cg\.shared\.global \[[^]]*\], \[[^]]*\], (\S+),", text)
-    assert len(copies) >= parts
-    assert set(copies) == {"0x10"}
-    # The live state; token by token, 8 rows after another, it and snapshots in 4 places.
-    assert len(re.findall(r"st\.global\.cs\.v4\.b32", text)) == parts + 4 * 4
-    # States go from shared memory to the products and back to global memory, lane by lane. What
-    # passes between lanes are x, outputs, and vectors of 16 positions.
-    assert text.count("ld.shared.v4.b32") + text.count("ld.shared.v4.u32") >= parts
-    assert len(re.findall(r"st\.shared|stmatrix", text)) < 2 * parts
-    assert spilled(code, tmp_path) <= 64
-
-
-# Not in the above: tiles with rows behind the head's, parts with columns behind the state's, one
-# head per program, arguments that are not aligned, rounding by chance.
-@pytest.mark.parametrize(
-    ("dim", "state", "drafts", "run", "rounding"),
-    [(80, 128, 3, 2, BY_CHANCE), (60, 100, 7, 1, NEAREST)],
-)
-def test_replay_kernels_compile(
-    dim: int, state: int, drafts: int, run: int, rounding: dict[str, Any]
-) -> None:
-    update, materialise = (
-        replay_update._replay_update_kernel,
-        replay_materialise._materialise_kernel,
-    )
-    if not isinstance(update, JITFunction):
-        pytest.skip("the interpreter is on")
-    model = {"DIM": dim, "STATE": state, "RECORDS": drafts}
-    types = RECORDS | {"states": "*fp16"}
-    for products in (False, True):
-        shape = replay_launch.shape_of(dim, state, 2, products)
-        constants = REPLAY | rounding | model | replay_tile(shape) | {"TOKENS": drafts + 1}
-        constants |= {"RUN": run, "KEEP": 2 * drafts + 1 < 8}
-        constants |= {"dot_type": tl.bfloat16} if products else {}
-        assert compiled(update, constants, (), {"num_warps": 1}, **types).asm["cubin"]
-    moved: dict[str, Any] = {
-        "state_type": tl.float16, "tap_type": tl.int16, "HEADS": 128, "HEADS_PER_GROUP": 16,
-        "TAPS": 3, "TILE": 16, "SPLIT": 4, "LOW": 32, "WINDOW_TILE": 1024, "VECTOR": True,
-    }  # fmt: skip
-    constants = moved | rounding | model
-    assert compiled(materialise, constants, **RECORDS).asm["cubin"]

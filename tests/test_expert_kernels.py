@@ -1,21 +1,15 @@
-"""Routing, expert and squared-ReLU kernels against their references and against formulas in fp64.
-
-Without a CUDA device the kernels run in Triton's interpreter, in one process that a test starts.
-"""
+"""Routing, expert and squared-ReLU kernels against their references and formulas in fp64."""
 
 from __future__ import annotations
 
 import itertools
-import os
-import subprocess
-import sys
 from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-import triton
+from interpreter import INTERPRETED, elsewhere, kernels, run_in_interpreter
 from torch import Tensor
 
 from hybrid_runtime.kernels import expert_groups
@@ -27,22 +21,14 @@ from hybrid_runtime.models.config import NemotronHConfig
 from hybrid_runtime.models.moe import MoE
 
 GPU = torch.cuda.is_available()
-INTERPRETED = bool(triton.knobs.runtime.interpret)
 DEVICE = "cuda" if GPU else "cpu"
-kernels = pytest.mark.skipif(
-    not (GPU or INTERPRETED), reason="neither a CUDA device nor the interpreter"
-)
 SMALL = Tiling(16, 32, 32, 4, 2)
 TOLERANCE = {torch.float64: 1e-13, torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
 
 
-@pytest.mark.skipif(GPU or INTERPRETED, reason="the kernels run here")
+@elsewhere
 def test_in_the_interpreter() -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
-    env = os.environ | {"TRITON_INTERPRET": "1"}
-    result = subprocess.run([*command, __file__], env=env, capture_output=True, text=True)
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert " passed" in result.stdout
+    run_in_interpreter(__file__)
 
 
 @dataclass(frozen=True)

@@ -1,17 +1,12 @@
 """Norm and embedding kernels against their references, and norms against formulas written out in
-fp64.
+fp64."""
 
-Without a CUDA device the kernels run in Triton's interpreter, in one process that a test starts.
-"""
-
-import os
-import subprocess
-import sys
 from dataclasses import dataclass, replace
 
 import pytest
 import torch
 import triton
+from interpreter import elsewhere, kernels, run_in_interpreter
 from torch import Tensor
 
 from hybrid_runtime.kernels.embedding import embedding, embedding_reference
@@ -28,18 +23,11 @@ from hybrid_runtime.models.norm import GatedRMSNorm, RMSNorm
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
 EPS = 1e-5
-kernels = pytest.mark.skipif(
-    not (GPU or triton.knobs.runtime.interpret), reason="neither a CUDA device nor the interpreter"
-)
 
 
-@pytest.mark.skipif(GPU or triton.knobs.runtime.interpret, reason="the kernels run here")
+@elsewhere
 def test_in_the_interpreter() -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
-    env = os.environ | {"TRITON_INTERPRET": "1"}
-    result = subprocess.run(command, env=env, capture_output=True, text=True)
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert " passed" in result.stdout
+    run_in_interpreter(__file__)
 
 
 @dataclass(frozen=True)

@@ -2,12 +2,10 @@
 
 import pytest
 import torch
-from torch import nn
 
 from hybrid_runtime.kernels.norm import add_rms_norm
 from hybrid_runtime.kernels.overlap import overlap
 from hybrid_runtime.kernels.relu2 import relu2
-from hybrid_runtime.models.products import MAX_TOKENS, in_halves
 
 pytestmark = pytest.mark.gpu
 
@@ -45,14 +43,3 @@ def test_each_launch_sees_what_the_one_ahead_wrote(tokens: int, captured: bool) 
     assert overlap(first) == {"OVERLAP": True, "launch_pdl": True}
     for a, b in zip(got, want, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("tokens", [1, 7, MAX_TOKENS, MAX_TOKENS + 1])
-def test_halves_add_up(tokens: int) -> None:
-    generator = torch.Generator("cuda").manual_seed(2)
-    linear = nn.Linear(512, 96, bias=False, device="cuda", dtype=torch.bfloat16)
-    x = torch.randn(tokens, 512, generator=generator, device="cuda").bfloat16()
-    y = in_halves(linear, x)
-    assert y.shape == ((2, tokens, 96) if tokens <= MAX_TOKENS else (tokens, 96))
-    total = y.double().sum(0) if y.dim() == 3 else y.double()
-    torch.testing.assert_close(total, x.double() @ linear.weight.double().T, rtol=0, atol=1e-2)

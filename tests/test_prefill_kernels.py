@@ -1,19 +1,13 @@
-"""The kernels of prefill rows against their references.
-
-As in test_update_kernels: on a GPU where there is one, else in a process of their own with Triton's
-interpreter on.
-"""
+"""The kernels of prefill rows against their references."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
+from interpreter import CUDA, elsewhere, kernels, run_in_interpreter
 from torch import Tensor
 
 from hybrid_runtime.kernels.causal_conv import causal_conv_reference
@@ -21,27 +15,15 @@ from hybrid_runtime.kernels.causal_conv_scan import ConvTiling, causal_conv_scan
 from hybrid_runtime.kernels.ssm import ssm_chunk_scan_reference
 from hybrid_runtime.kernels.ssm_scan import ScanTiling, ssm_chunk_scan
 
-CUDA = torch.cuda.is_available()
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cuda" if CUDA else "cpu"
-kernels = pytest.mark.skipif(not (CUDA or INTERPRETED), reason="runs in the interpreter's process")
 SEEDS = range(5 if CUDA else 1)
 LEAD, TAIL = 2, 5  # tokens before and behind all rows
 INT = {"dtype": torch.int32, "device": DEVICE}
 
 
-@pytest.mark.skipif(CUDA or INTERPRETED, reason="the kernels run in this process")
+@elsewhere
 def test_kernels_in_the_interpreter() -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
-    done = subprocess.run(
-        [*command, __file__],
-        env=os.environ | {"TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stdout[-4000:]
-    assert " passed" in done.stdout
+    run_in_interpreter(__file__)
 
 
 class Rows:

@@ -1,20 +1,14 @@
-"""The state kernels against their references: on a GPU where there is one, else in the interpreter.
-
-Triton decides when it is imported whether kernels are interpreted, so on a machine without a GPU
-one test starts this file again with TRITON_INTERPRET=1, and the others run in there.
-"""
+"""The state kernels against their references."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 from hash_model import HashRunner
+from interpreter import CUDA, elsewhere, kernels, run_in_interpreter
 
 from hybrid_runtime.kernels import advance as fields
 from hybrid_runtime.kernels.block_fill import fill_blocks, fill_blocks_reference
@@ -26,33 +20,12 @@ from hybrid_runtime.kernels.state_move import (
 )
 from hybrid_runtime.kernels.state_table import StateTable
 
-CUDA = torch.cuda.is_available()
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cuda" if CUDA else "cpu"
-kernels = pytest.mark.skipif(not (CUDA or INTERPRETED), reason="runs in the interpreter's process")
 
 
-@pytest.mark.skipif(CUDA or INTERPRETED, reason="the kernels run in this process")
+@elsewhere
 def test_kernels_in_the_interpreter() -> None:
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-q",
-            "-p",
-            "no:cacheprovider",
-            "-p",
-            "no:xdist",
-            __file__,
-        ],
-        env=os.environ | {"TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stdout[-4000:]
-    assert " passed" in done.stdout
+    run_in_interpreter(__file__)
 
 
 @dataclass(frozen=True)

@@ -1,24 +1,18 @@
 """Kernels of the step loop against their references: placing rows, argmax, acceptance, emission,
-pooling.
-
-Without a CUDA device the kernels run in Triton's interpreter, in one process that a test starts.
-"""
+pooling."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
-import triton
+from hopper import HOPPER
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from interpreter import elsewhere, kernels, run_in_interpreter
 from torch import Tensor
-from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.compiler import compile as compile_kernel
 from triton.runtime.jit import JITFunction
@@ -30,18 +24,11 @@ from hybrid_runtime.kernels.place import Placement
 GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if GPU else "cpu")
 SLOTS, LENGTH = 6, 300
-kernels = pytest.mark.skipif(
-    not (GPU or triton.knobs.runtime.interpret), reason="neither a CUDA device nor the interpreter"
-)
 
 
-@pytest.mark.skipif(GPU or triton.knobs.runtime.interpret, reason="the kernels run here")
+@elsewhere
 def test_in_the_interpreter() -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
-    env = os.environ | {"TRITON_INTERPRET": "1"}
-    result = subprocess.run(command, env=env, capture_output=True, text=True)
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert " passed" in result.stdout
+    run_in_interpreter(__file__)
 
 
 def ints(*values: int) -> Tensor:
@@ -316,4 +303,4 @@ def test_compiles_for_hopper(
         plain = "i32" if number or name.endswith("_stride") else I32
         signature[name] = "constexpr" if name in constants else types.get(name, plain)
     source = ASTSource(kernel, signature, constants)
-    assert compile_kernel(source, target=GPUTarget("cuda", 90, 32)).asm["cubin"]
+    assert compile_kernel(source, target=HOPPER).asm["cubin"]

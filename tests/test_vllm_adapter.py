@@ -5,8 +5,6 @@ history, one with our model state and one without, and must hold the same bytes 
 from __future__ import annotations
 
 import logging
-import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from types import ModuleType, SimpleNamespace
@@ -15,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from interpreter import CUDA, elsewhere, kernels, run_in_interpreter
 from vllm_stand_in import (
     SLOTS,
     B,
@@ -42,9 +41,6 @@ from hybrid_runtime.integrations.vllm.state import AlignedStates, model_state_cl
 from hybrid_runtime.kernels.advance import ENTRY_FIELDS
 from hybrid_runtime.kernels.state_move import move_reference
 from hybrid_runtime.kernels.state_table import StateTable
-
-CUDA = torch.cuda.is_available()
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 @pytest.fixture(autouse=True)
@@ -308,21 +304,12 @@ def test_supported_versions(version: str) -> None:
     assert versions.supported(version)
 
 
-@pytest.mark.skipif(CUDA or INTERPRETED, reason="the kernel runs in this process")
+@elsewhere
 def test_kernel_in_the_interpreter() -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
-    done = subprocess.run(
-        [*command, "-k", "decide_kernel", __file__],
-        env=os.environ | {"TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stdout[-4000:]
-    assert " passed" in done.stdout
+    run_in_interpreter(__file__, "-k", "decide_kernel")
 
 
-@pytest.mark.skipif(not (CUDA or INTERPRETED), reason="runs in the interpreter's process")
+@kernels
 @pytest.mark.parametrize("phase", [BEFORE, AFTER])
 @pytest.mark.parametrize("count", [1, 130])
 def test_decide_kernel(phase: int, count: int) -> None:
