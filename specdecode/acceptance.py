@@ -13,8 +13,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from hybrid_runtime.kernels.argmax import argmax
-from hybrid_runtime.kernels.match import match
+from hybrid_runtime.kernels.sampling.accept import accept_drafts
+from hybrid_runtime.kernels.sampling.argmax import argmax
 from hybrid_runtime.specdecode.sampling import (
     ACCEPT,
     SYNTHETIC,
@@ -78,7 +78,7 @@ def greedy(
         ValueError: shapes that do not fit.
     """
     _check(logits, drafts, num_draft, emits)
-    return Accepted(*match(_most_likely(logits), drafts, num_draft, emits))
+    return Accepted(*accept_drafts(_most_likely(logits), drafts, num_draft, emits))
 
 
 def rejection(
@@ -125,7 +125,7 @@ def rejection(
     positions = position[:, None] + torch.arange(num_positions, device=logits.device)
     if draft_probs is None or most == 0:
         chosen = sample(target, uniform(sampling.seed, positions, TARGET))
-        return Accepted(*match(chosen, drafts, num_draft, emits))
+        return Accepted(*accept_drafts(chosen, drafts, num_draft, emits))
 
     guessed = _guessed(drafts, num_draft)
     token = drafts.clamp(min=0).long()[..., None]
@@ -178,7 +178,7 @@ def synthetic(
     if rates.shape != drafts.shape[1:]:
         raise ValueError(f"rates has shape {list(rates.shape)}, must be {list(drafts.shape[1:])}")
     drawn = uniform(seed, position, SYNTHETIC)
-    return Accepted(*match(_most_likely(logits), drafts, num_draft, emits, rates, drawn))
+    return Accepted(*accept_drafts(_most_likely(logits), drafts, num_draft, emits, rates, drawn))
 
 
 def synthetic_rates(mean_length: float, num_draft: int) -> tuple[float, ...]:

@@ -8,11 +8,11 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-from hybrid_runtime.kernels.argmax import argmax
-from hybrid_runtime.kernels.emission import DraftInputs
-from hybrid_runtime.kernels.place import Placement
+from hybrid_runtime.kernels.sampling.argmax import argmax
+from hybrid_runtime.kernels.step.commit_tokens import DraftInputs
+from hybrid_runtime.kernels.step.prepare_inputs import StepInputs
+from hybrid_runtime.models.forward_batch import Caches, RowBatch
 from hybrid_runtime.specdecode import ngram
-from hybrid_runtime.specdecode.batch import Caches, RowBatch
 from hybrid_runtime.specdecode.sampling import DRAFT, probabilities, sample, uniform
 from hybrid_runtime.specdecode.sequences import Sequences
 
@@ -35,7 +35,7 @@ class Verified:
     the final norm, and the inputs of the drafter's passes; the sequences hold the new tokens."""
 
     batch: RowBatch
-    place: Placement
+    rows: StepInputs
     hidden: Tensor
     inputs: DraftInputs
     sequences: Sequences
@@ -77,7 +77,7 @@ class HeadDrafter:
             if ahead:
                 step = RowBatch(
                     slot=inputs.slot,
-                    row_start=self._one_each[: rows + 1],
+                    cu_seqlens=self._one_each[: rows + 1],
                     computed=inputs.computed[ahead - 1],
                     max_scheduled=1,
                     max_context=batch.max_context + ahead,

@@ -8,7 +8,7 @@ from numbers import Integral, Real
 import torch
 from torch import Tensor
 
-from hybrid_runtime.kernels.uniform import uniform as keyed_uniform
+from hybrid_runtime.kernels.sampling.uniform import uniform as keyed_uniform
 
 # What a random number is used for. Numbers of different streams are independent, so a draft, the
 # decision about it and the token that replaces it can all be keyed by the same absolute position.

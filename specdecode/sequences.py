@@ -8,9 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hybrid_runtime.device.sync import Waits
+from hybrid_runtime.device.transfer import Staging
 from hybrid_runtime.specdecode.sampling import SamplingParams, SamplingTensors
-from hybrid_runtime.state.guard import Waits
-from hybrid_runtime.state.staging import Staging
 
 # Words of a slot's line. The seed takes two and lies where a 64-bit integer may.
 _SEED, _TEMPERATURE, _TOP_K, _TOP_P, _LENGTH, _DRAFTS = 0, 2, 3, 4, 5, 6

@@ -1,7 +1,7 @@
 """Trainable Nemotron-H, whole sequences at a time; parameters carry the checkpoint's names.
 
 Written for training speed only: no cache, every expert computed for every token. The agreement
-with ``transformers`` is checked by ``tests/test_shipped_checkpoint_format.py`` on the files.
+with ``transformers`` is checked by ``tests/models/test_shipped_checkpoint_format.py`` on the files.
 """
 
 import math

@@ -1,1 +1,1 @@
-"""Inter-token latency: what `hybrid-runtime bench` and `benchmarks/itl.py` measure."""
+"""Inter-token latency: what `hybrid-runtime bench` and `benchmarks/engine/itl.py` measure."""

@@ -194,8 +194,8 @@ def _watch() -> Iterator[Callable[[], HostWaits]]:
         nonlocal implicit
         implicit += sum(_IMPLICIT in str(w.message) for w in caught)
         caught.clear()
-        told = sum(n for why, n in waits.reasons.items() if NOTHING_QUEUED in why)
-        starved = waits.undeclared + told
+        device_tokens = sum(n for why, n in waits.reasons.items() if NOTHING_QUEUED in why)
+        starved = waits.undeclared + device_tokens
         return HostWaits(waits.count, waits.seconds, waits.undeclared, starved, implicit)
 
     with warnings.catch_warnings(record=True) as caught, sync_guard() as waits:

@@ -1,4 +1,4 @@
-"""Options that `hybrid-runtime bench` and `benchmarks/itl.py` share, and the loop over loads."""
+"""Options that `hybrid-runtime bench` and `benchmarks/engine/itl.py` share; the loop over loads."""
 
 from __future__ import annotations
 

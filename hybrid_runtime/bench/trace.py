@@ -22,9 +22,9 @@ LONG_GAP = 5.0
 KINDS = (
     ("state", r"ssm|_move_kernel|replay"),
     ("convolution", r"conv"),
-    ("attention", r"_attention_kernel|_reduce_kernel|kv_write|flash|fmha"),
+    ("attention", r"_attention_kernel|_reduce_kernel|store_kv|flash|fmha"),
     ("norm", r"_norm_kernel"),
-    ("experts", r"_product_kernel|_sum_kernel|_group_kernel|_route_kernel"),
+    ("experts", r"_product_kernel|_sum_kernel|_group_kernel|_topk_kernel"),
     ("matrix products", r"gemm|gemv|nvjet|cutlass|splitk|cublas"),
     ("bookkeeping", r"advance|place|emit|match|part_kernel|whole_kernel|uniform|fill_kernel"),
     ("copies", r"memcpy|memset"),

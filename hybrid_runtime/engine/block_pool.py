@@ -11,8 +11,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from hybrid_runtime.state.guard import Waits
-from hybrid_runtime.state.staging import Staging
+from hybrid_runtime.device.sync import Waits
+from hybrid_runtime.device.transfer import Staging
 
 Ints = NDArray[Any]
 

@@ -14,15 +14,16 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 from torch import Tensor
 
-from hybrid_runtime.engine.embedding import Pooler, Pooling, pooled_from
-from hybrid_runtime.engine.host_cache import HostCache
+from hybrid_runtime.device.sync import Waits
+from hybrid_runtime.engine.core import EngineCore
 from hybrid_runtime.engine.memory import Memory
-from hybrid_runtime.engine.pipeline import Pipeline
+from hybrid_runtime.engine.offload.cache import HostCache
+from hybrid_runtime.engine.pooler import Pooler, Pooling, pooled_from
 from hybrid_runtime.engine.prefix_cache import PrefixCache, Retention
-from hybrid_runtime.engine.prompt import Prompt, encode, encode_instructed
 from hybrid_runtime.engine.request import Completion, Request
 from hybrid_runtime.engine.scheduler import Scheduler, overshoot
 from hybrid_runtime.engine.stats import EngineStats
+from hybrid_runtime.engine.tokenize import Prompt, encode, encode_instructed
 from hybrid_runtime.models.checkpoint import load_eagle, load_mtp, load_nemotron_h, resolve
 from hybrid_runtime.models.nemotron_h import NemotronH
 from hybrid_runtime.specdecode.acceptance import (
@@ -33,13 +34,12 @@ from hybrid_runtime.specdecode.acceptance import (
     synthetic_rates,
 )
 from hybrid_runtime.specdecode.drafter import DrafterName, make_drafter
-from hybrid_runtime.specdecode.loop import SpeculativeLoop
+from hybrid_runtime.specdecode.runner import SpecDecodeRunner
 from hybrid_runtime.specdecode.sampling import SamplingParams
 from hybrid_runtime.specdecode.sequences import Sequences
-from hybrid_runtime.state.guard import Waits
 from hybrid_runtime.state.layout import ConvLayout, LayoutKind, StateLayout
+from hybrid_runtime.state.layouts.flush import Foldable
 from hybrid_runtime.state.manager import HybridStateManager, Strategy
-from hybrid_runtime.state.materialise import Foldable
 
 
 class QueueFull(RuntimeError):
@@ -148,7 +148,7 @@ class Engine:
             layout, max_requests, k, device, strategy, steps_in_flight=ahead, readback=host_decides
         )
         drawn = model.config.vocab_size if sampled_drafts and head is not None else 0
-        # One more than can be computed: see `Request.told`.
+        # One more than can be computed: see `Request.device_tokens`.
         self.sequences = Sequences(max_requests, longest + 1, k, device, drawn, ahead)
         self.waits = Waits()
         memory = Memory.allocate(
@@ -156,9 +156,9 @@ class Engine:
         )
         if memory.states:
             foldable = None
-            if memory.records is not None:
+            if memory.window_cache is not None:
                 seed = self.sequences.rounding_seed if stochastic_rounding else None
-                foldable = Foldable(memory.records, model.A_log, seed)
+                foldable = Foldable(memory.window_cache, model.A_log, seed)
             self.manager.bind(memory.states, memory.state.device_table, foldable=foldable)
         if host_blocks is not None and not prefix_caching:
             raise ValueError(
@@ -174,13 +174,19 @@ class Engine:
             max_model_len, ahead, self.prefix_cache if prefix_caching else None,
         )  # fmt: skip
         self.max_waiting = max_waiting
-        self.loop = SpeculativeLoop(
+        self.runner = SpecDecodeRunner(
             model, self.manager, self.sequences, memory.caches,
             make_drafter(drafter, head, memory.caches, k, sampled_drafts),
             max_tokens_per_step, ahead, graphs, stochastic_rounding,
         )  # fmt: skip
-        self.pipeline = Pipeline(
-            self.scheduler, self.loop, tokenizer, eos_token_ids, self._greedy_only, sampling, ahead
+        self.core = EngineCore(
+            self.scheduler,
+            self.runner,
+            tokenizer,
+            eos_token_ids,
+            self._greedy_only,
+            sampling,
+            ahead,
         )
         self._next_id = 0
 
@@ -267,9 +273,9 @@ class Engine:
             self._next_id, tokens, SamplingParams(), 0, DecodeStream(), tenant=tenant,
             pooled_from=pooled_from(pooling, len(tokens), count),
         )  # fmt: skip
-        if self.pipeline.pooler is None:
-            self.pipeline.pooler = Pooler(
-                self.manager.max_requests, self.model.config.hidden_size, self.pipeline.ahead,
+        if self.core.pooler is None:
+            self.core.pooler = Pooler(
+                self.manager.max_requests, self.model.config.hidden_size, self.core.ahead,
                 self.model.device, self.waits,
             )  # fmt: skip
         return self._add(request, deadline)
@@ -277,22 +283,22 @@ class Engine:
     def abort(self, request: Request) -> None:
         """End a request now; nothing happens to one that has ended."""
         if request.finish_reason is None:
-            self.pipeline.finish(request, "abort")
+            self.core.finish(request, "abort")
 
     @property
     def idle(self) -> bool:
         """Nothing waits, nothing runs, and no results are on their way."""
-        return not self.scheduler.waiting and self.pipeline.idle
+        return not self.scheduler.waiting and self.core.idle
 
     def capture(self) -> None:
         """Compile all kernels and capture all CUDA graphs of greedy decoding now, not when a step
         first needs them. Nothing is done without graphs."""
-        self.loop.capture(self._greedy_only)
+        self.runner.capture(self._greedy_only)
 
     def step(self) -> list[Request]:
         """Queue one step and read the results of the one before (with `steps_ahead` 0: of this
         one); the requests that got tokens or ended by them."""
-        return self.pipeline.step()
+        return self.core.step()
 
     def generate(
         self,
@@ -363,7 +369,7 @@ class Engine:
             raise request.error
 
     def stats(self) -> EngineStats:
-        done = self.pipeline.counts
+        done = self.core.counts
         return EngineStats(
             done.steps, done.emitted, done.mean_acceptance_length, self.manager.stats(),
             self.scheduler.preemptions, self.prefix_cache.stats(),
@@ -393,6 +399,6 @@ class Engine:
             raise QueueFull(f"{waiting} requests wait; max_waiting is {self.max_waiting}")
 
     def _add(self, request: Request, deadline: float | None) -> Request:
-        self.pipeline.add(request, deadline)
+        self.core.add(request, deadline)
         self._next_id += 1
         return request

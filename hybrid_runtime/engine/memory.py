@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hybrid_runtime.device.sync import Waits
 from hybrid_runtime.engine.block_pool import BlockPool, BlockTable
-from hybrid_runtime.engine.host_tier import HostTier
+from hybrid_runtime.engine.offload.tier import HostTier
 from hybrid_runtime.engine.prefix_cache import KEYS, STATE
 from hybrid_runtime.engine.scheduler import most_state_blocks
-from hybrid_runtime.kernels.replay import Records
+from hybrid_runtime.kernels.replay.naive import WindowCache
+from hybrid_runtime.models.forward_batch import Caches
 from hybrid_runtime.models.nemotron_h import NemotronH
-from hybrid_runtime.specdecode.batch import Caches
-from hybrid_runtime.state.guard import Waits
 from hybrid_runtime.state.layout import StateLayout
 
 
@@ -28,7 +28,7 @@ class Memory:
     state: BlockTable
     states: dict[int, tuple[Tensor, Tensor]]
     caches: Caches
-    records: Records | None
+    window_cache: WindowCache | None
 
     @classmethod
     def allocate(
@@ -72,17 +72,17 @@ class Memory:
         if head is not None:
             keys |= {layer: cache(head.kv_shape) for layer in head.kv_layers}
         states = {layer: layout.allocate(state.pool.size, device) for layer in model.state_layers}
-        records = _records(model, layout, slots) if layout.replays else None
+        window_cache = _records(model, layout, slots) if layout.replays else None
         caches = Caches(
             kv=keys,
             states={i: (layout.positions_first(w), s) for i, (w, s) in states.items()},
             kv_block_table=kv.device_table,
             state_block_table=state.device_table,
-            records={}
-            if records is None
-            else {layer: records.layer(i) for i, layer in enumerate(model.state_layers)},
+            window_cache={}
+            if window_cache is None
+            else {layer: window_cache.layer(i) for i, layer in enumerate(model.state_layers)},
         )
-        return cls(kv, state, states, caches, records)
+        return cls(kv, state, states, caches, window_cache)
 
     def host_tier(self, num_blocks: tuple[int, int]) -> HostTier:
         """Host memory for KV blocks and state blocks."""
@@ -94,8 +94,8 @@ class Memory:
         return HostTier({name: g for name, g in groups.items() if g}, counts)
 
 
-def _records(model: NemotronH, layout: StateLayout, slots: int) -> Records:
-    return Records.allocate(
+def _records(model: NemotronH, layout: StateLayout, slots: int) -> WindowCache:
+    return WindowCache.allocate(
         len(model.state_layers),
         slots,
         layout.num_speculative_tokens,

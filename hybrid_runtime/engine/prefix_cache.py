@@ -22,7 +22,7 @@ from typing import Literal
 import numpy as np
 
 from hybrid_runtime.engine.block_pool import BlockPool, BlockTable
-from hybrid_runtime.engine.host_cache import HostCache
+from hybrid_runtime.engine.offload.cache import HostCache
 from hybrid_runtime.engine.request import Hit, Request, ShortHit
 from hybrid_runtime.state.step import Snapshot
 

@@ -115,7 +115,7 @@ class Request:
         return self.params.max_tokens if self.pooled_from is None else 0
 
     @property
-    def told(self) -> list[int]:
+    def device_tokens(self) -> list[int]:
         """Tokens known, as the device is told. It takes a row for a prompt's chunk, which brings no
         token and no drafts, as long as more are known: so an embedding's text ends in one that
         never runs."""

@@ -26,20 +26,20 @@ class Schedule:
     epochs: list[int]
     rows: StepRows
     num_decoding: int
-    speaks: bool
+    samples: bool
     pooled: list[int]
 
     @classmethod
     def of(cls, requests: list[Request], rows: StepRows, num_decoding: int) -> Schedule:
         """Of requests that none of this has been queued for yet."""
-        speaks, pooled = num_decoding > 0, []
+        samples, pooled = num_decoding > 0, []
         for row in range(num_decoding, len(requests)):
             if requests[row].prompt_left == rows.scheduled[row]:
                 if requests[row].pooled_from is None:
-                    speaks = True
+                    samples = True
                 else:
                     pooled.append(row)
-        return cls(requests, [r.epoch for r in requests], rows, num_decoding, speaks, pooled)
+        return cls(requests, [r.epoch for r in requests], rows, num_decoding, samples, pooled)
 
 
 class Scheduler:
@@ -140,7 +140,7 @@ class Scheduler:
             snapshot = self.manager.last_snapshot(request.slot)
             if snapshot is not None and self.cache.lacks(request, snapshot):
                 last[request.slot] = snapshot
-        self.manager.materialise(list(last.values()))
+        self.manager.flush(list(last.values()))
         for request in requests:
             self.cache.file(request, [last[request.slot]] if request.slot in last else [])
 

@@ -6,10 +6,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hybrid_runtime.kernels.kv_write import kv_write
-from hybrid_runtime.kernels.paged_attention import paged_attention
+from hybrid_runtime.kernels.attention.paged import paged_attention
+from hybrid_runtime.kernels.attention.store_kv import store_kv
+from hybrid_runtime.models.forward_batch import Caches, RowBatch
 from hybrid_runtime.models.products import in_halves
-from hybrid_runtime.specdecode.batch import Caches, RowBatch
 
 Rotation = Callable[[Tensor], Tensor]
 
@@ -74,7 +74,7 @@ class Attention(nn.Module):
             q, k = rotate(q), rotate(k)
         k_cache, v_cache = caches.kv[layer]
         table = caches.kv_block_table
-        kv_write(k, v, k_cache, v_cache, table, batch.slot, batch.row_start, batch.computed)
+        store_kv(k, v, k_cache, v_cache, table, batch.slot, batch.cu_seqlens, batch.computed)
         outputs = [
             paged_attention(
                 part.tokens(q),
@@ -82,7 +82,7 @@ class Attention(nn.Module):
                 v_cache,
                 table,
                 part.rows(batch.slot),
-                part.row_start,
+                part.cu_seqlens,
                 part.rows(batch.computed),
                 part.max_scheduled,
                 batch.max_context,

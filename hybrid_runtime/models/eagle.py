@@ -8,11 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hybrid_runtime.kernels.embedding import embedding
+from hybrid_runtime.kernels.layers.embedding import embedding
 from hybrid_runtime.models.attention import Attention, join_projections
+from hybrid_runtime.models.forward_batch import Caches, RowBatch
 from hybrid_runtime.models.nemotron_h import NemotronH
 from hybrid_runtime.models.norm import RMSNorm
-from hybrid_runtime.specdecode.batch import Caches, RowBatch
 
 _FIXED = (
     ("model_type", "llama"),
@@ -196,7 +196,7 @@ class EagleHead(nn.Module):
 
     def _rotation(self, batch: RowBatch, tokens: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """cos and sin [T, 1, head_dim / 2] of each token's position (RoFormer, Llama halves)."""
-        start = batch.row_start.long()
+        start = batch.cu_seqlens.long()
         token = torch.arange(tokens, device=start.device)
         row = torch.searchsorted(start, token, right=True) - 1
         row = row.clamp(0, batch.slot.shape[0] - 1)

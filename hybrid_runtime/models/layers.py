@@ -5,10 +5,10 @@ from torch import Tensor, nn
 
 from hybrid_runtime.models.attention import Attention
 from hybrid_runtime.models.config import NemotronHConfig
+from hybrid_runtime.models.forward_batch import Caches, RowBatch, StatePositions
 from hybrid_runtime.models.mamba import Mamba2Mixer
 from hybrid_runtime.models.moe import MLP, MoE
 from hybrid_runtime.models.norm import RMSNorm
-from hybrid_runtime.specdecode.batch import Caches, RowBatch, StatePositions
 
 
 class Layer(nn.Module):

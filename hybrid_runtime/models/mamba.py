@@ -3,17 +3,17 @@
 import torch
 from torch import Tensor, nn
 
-from hybrid_runtime.kernels.causal_conv_scan import causal_conv_scan
-from hybrid_runtime.kernels.causal_conv_update import causal_conv_update
-from hybrid_runtime.kernels.replay import Replay, Rounding
-from hybrid_runtime.kernels.replay_update import replay_update
-from hybrid_runtime.kernels.replay_window import replay_window_update
-from hybrid_runtime.kernels.ssm_scan import ssm_chunk_scan
-from hybrid_runtime.kernels.ssm_update import ssm_update
+from hybrid_runtime.kernels.mamba.chunk_scan import chunk_scan
+from hybrid_runtime.kernels.mamba.conv1d_update import conv1d_update
+from hybrid_runtime.kernels.mamba.conv1d_varlen import conv1d_varlen
+from hybrid_runtime.kernels.mamba.selective_state_update import selective_state_update
+from hybrid_runtime.kernels.replay.conv1d import replay_conv1d_update
+from hybrid_runtime.kernels.replay.naive import Replay, Rounding
+from hybrid_runtime.kernels.replay.update import replay_update
 from hybrid_runtime.models.config import NemotronHConfig
+from hybrid_runtime.models.forward_batch import Caches, RowBatch, StatePositions
 from hybrid_runtime.models.norm import GatedRMSNorm
 from hybrid_runtime.models.products import in_halves
-from hybrid_runtime.specdecode.batch import Caches, RowBatch, StatePositions
 
 
 class DepthwiseTaps(nn.Module):
@@ -86,7 +86,7 @@ class Mamba2Mixer(nn.Module):
             where = (
                 caches.state_block_table,
                 part.rows(batch.slot),
-                part.row_start,
+                part.cu_seqlens,
                 part.rows(positions.draft),
             )
             place = (
@@ -105,9 +105,9 @@ class Mamba2Mixer(nn.Module):
 
             inputs = (part.tokens(mixed), self.conv1d.weight[:, 0], self.conv1d.bias, windows)
             if replay is not None:
-                convolved = replay_window_update(*inputs, *where, replay, part.max_scheduled)
+                convolved = replay_conv1d_update(*inputs, *where, replay, part.max_scheduled)
             else:
-                convolve = causal_conv_update if part.update else causal_conv_scan
+                convolve = conv1d_update if part.update else conv1d_varlen
                 convolved = convolve(*inputs, *where, *place, part.max_scheduled)
             heads, B, C = convolved.split([inner, state, state], dim=-1)
             operands = (
@@ -121,14 +121,14 @@ class Mamba2Mixer(nn.Module):
                 states,
             )
             if replay is not None:
-                records = caches.records[layer]
+                window_cache = caches.window_cache[layer]
                 y = replay_update(
-                    *operands, records, *where, replay, part.max_scheduled, rounding, low, high
+                    *operands, window_cache, *where, replay, part.max_scheduled, rounding, low, high
                 )
             elif part.update:
-                y = ssm_update(*operands, *where, *place, part.max_scheduled, low, high)
+                y = selective_state_update(*operands, *where, *place, part.max_scheduled, low, high)
             else:
-                y = ssm_chunk_scan(
+                y = chunk_scan(
                     *operands, *where, *place, part.max_scheduled, config.chunk_size, low, high
                 )
             outputs.append(y.flatten(-2))

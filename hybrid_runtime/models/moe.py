@@ -4,9 +4,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hybrid_runtime.kernels.experts import expert_mlps
-from hybrid_runtime.kernels.relu2 import relu2
-from hybrid_runtime.kernels.route import route
+from hybrid_runtime.kernels.layers.activation import relu2
+from hybrid_runtime.kernels.moe.fused_moe import fused_moe
+from hybrid_runtime.kernels.moe.topk import topk
 from hybrid_runtime.models.config import NemotronHConfig
 from hybrid_runtime.models.products import in_halves
 
@@ -30,7 +30,7 @@ class MLP(nn.Module):
 class Router(nn.Module):
     """Grouped sigmoid top-k routing in fp32 (fp64 in an fp64 model).
 
-    See `hybrid_runtime.kernels.route.route_reference`; padded tokens are routed like others.
+    See `hybrid_runtime.kernels.moe.topk.topk_reference`; padded tokens are routed like others.
     """
 
     def __init__(self, config: NemotronHConfig, device: torch.device | str, dtype: torch.dtype):
@@ -46,7 +46,7 @@ class Router(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """[T, hidden_size] to weights [T, top_k] and experts int64 [T, top_k]."""
         config = self.config
-        return route(
+        return topk(
             F.linear(x.to(self.weight.dtype), self.weight),
             self.e_score_correction_bias,
             config.num_experts_per_tok,
@@ -81,7 +81,7 @@ class Experts(nn.Module):
         Raises:
             ValueError: shapes or dtypes that do not go together.
         """
-        return expert_mlps(x, weights, experts, self.up_proj, self.down_proj)
+        return fused_moe(x, weights, experts, self.up_proj, self.down_proj)
 
 
 class MoE(nn.Module):

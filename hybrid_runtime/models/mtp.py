@@ -4,10 +4,10 @@ import torch
 from torch import Tensor, nn
 
 from hybrid_runtime.models.attention import join_projections
+from hybrid_runtime.models.forward_batch import Caches, RowBatch
 from hybrid_runtime.models.layers import Layer
 from hybrid_runtime.models.nemotron_h import NemotronH
 from hybrid_runtime.models.norm import RMSNorm
-from hybrid_runtime.specdecode.batch import Caches, RowBatch
 
 
 class MTPLayer(Layer):

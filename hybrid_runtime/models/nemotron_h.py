@@ -4,13 +4,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hybrid_runtime.kernels.embedding import embedding
+from hybrid_runtime.kernels.layers.embedding import embedding
 from hybrid_runtime.models.attention import join_projections
 from hybrid_runtime.models.config import NemotronHConfig
+from hybrid_runtime.models.forward_batch import Caches, RowBatch, StatePositions
 from hybrid_runtime.models.layers import Layer
 from hybrid_runtime.models.mamba import Mamba2Mixer
 from hybrid_runtime.models.norm import RMSNorm
-from hybrid_runtime.specdecode.batch import Caches, RowBatch, StatePositions
 
 
 class Backbone(nn.Module):

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from hybrid_runtime.kernels.norm import add_rms_norm, gated_rms_norm, rms_norm
+from hybrid_runtime.kernels.layers.norm import add_rms_norm, gated_rms_norm, rms_norm
 
 
 class RMSNorm(nn.Module):

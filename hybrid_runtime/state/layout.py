@@ -29,10 +29,10 @@ class Component:
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    rollback: Literal["window", "column", "records"]
+    rollback: Literal["window", "column", "window_cache"]
 
     def __post_init__(self) -> None:
-        if self.rollback not in ("window", "column", "records"):
+        if self.rollback not in ("window", "column", "window_cache"):
             raise ValueError(
                 f"component {self.name!r}: rollback is {self.rollback!r}; "
                 "it must be 'window' or 'column', or 'records' in the replay layout"
@@ -148,7 +148,7 @@ class StateLayout:
         return (
             Component("window", window, self.conv_dtype, "window"),
             Component(
-                "ssm", self.ssm_shape, self.ssm_dtype, "records" if self.replays else "column"
+                "ssm", self.ssm_shape, self.ssm_dtype, "window_cache" if self.replays else "column"
             ),
         )
 
@@ -159,7 +159,7 @@ class StateLayout:
 
     @property
     def record_bytes(self) -> int:
-        """Bytes of one layer's kernels.replay `Records` of one request; 0 in the columns layout.
+        """Bytes of one layer's `WindowCache` of one request; 0 in the columns layout.
 
         Of each guess x and B in the window's dtype and dt in fp32, twice, since halves take turns.
         """

@@ -11,25 +11,24 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from hybrid_runtime.kernels import advance as fields
-from hybrid_runtime.kernels.advance import Positions
-from hybrid_runtime.kernels.advance_replay import ReplayPositions
-from hybrid_runtime.kernels.block_fill import fill_blocks
-from hybrid_runtime.kernels.state_table import StateTable
+from hybrid_runtime.device.sync import Waits, allowed
+from hybrid_runtime.device.transfer import Readback, Staging
+from hybrid_runtime.kernels.step import advance_columns as fields
+from hybrid_runtime.kernels.step.advance_columns import Positions
+from hybrid_runtime.kernels.step.advance_replay import ReplayPositions
+from hybrid_runtime.kernels.step.block_fill import fill_blocks
+from hybrid_runtime.kernels.step.state_table import StateTable
 from hybrid_runtime.state import align
-from hybrid_runtime.state.binding import Strategy, bind_states, check_counts, check_options
-from hybrid_runtime.state.columns import Columns
-from hybrid_runtime.state.guard import Waits, allowed
+from hybrid_runtime.state.checks import Strategy, bind_states, check_counts, check_options
+from hybrid_runtime.state.in_flight import InFlightSteps
 from hybrid_runtime.state.layout import StateLayout
-from hybrid_runtime.state.ledger import Ledger
-from hybrid_runtime.state.materialise import Foldable, Materialiser
-from hybrid_runtime.state.plan import pack_unfinished
-from hybrid_runtime.state.readback import Readback
-from hybrid_runtime.state.replay import Replaying
+from hybrid_runtime.state.layouts.base import LayoutPolicy
+from hybrid_runtime.state.layouts.columns import Columns
+from hybrid_runtime.state.layouts.flush import Flusher, Foldable
+from hybrid_runtime.state.layouts.pack import pack_unfinished
+from hybrid_runtime.state.layouts.replay import Replaying
 from hybrid_runtime.state.rows import StepRows
-from hybrid_runtime.state.rule import Rule
-from hybrid_runtime.state.slots import SlotBook
-from hybrid_runtime.state.staging import Staging
+from hybrid_runtime.state.slot_table import SlotTable
 from hybrid_runtime.state.stats import Stats
 from hybrid_runtime.state.steady import Steady
 from hybrid_runtime.state.step import Snapshot, Step
@@ -44,7 +43,7 @@ class HybridStateManager:
     does so only when a block boundary may be crossed; "always" lets a kernel decide for all rows;
     "auto" launches that kernel for the rows that may cross one and for no others. Where
     `layout.kind` is "replay" no state is copied: the runner's verify pass folds and stores. Besides
-    the small launch of each `begin_step` there is then only that of `materialise`, and strategies
+    the small launch of each `begin_step` there is then only that of `flush`, and strategies
     differ in their waits only.
     in_place: the runner's kernels read and write one column, so states are moved there before the
     forward pass; otherwise kernels take separate read and write positions and nothing is moved.
@@ -85,7 +84,7 @@ class HybridStateManager:
         self._nvtx = nvtx
         self._waits = Waits()
         self._stats = Stats()
-        self._book = SlotBook(max_requests, layout.block_size)
+        self._slot_table = SlotTable(max_requests, layout.block_size)
         self._steps_in_flight = steps_in_flight
         depth = steps_in_flight + 2
         n = max_requests
@@ -93,22 +92,29 @@ class HybridStateManager:
         # rows, or had its copies decided on the host; its own must outlive its results.
         self._staging = Staging(2 * n, fields.ENTRY_FIELDS, 4 * depth, self.device, self._waits)
         trace = partial(_range, nvtx)
-        self._rule: Rule = (
-            Replaying(layout, self._book, n, self.device)
+        self._policy: LayoutPolicy = (
+            Replaying(layout, self._slot_table, n, self.device)
             if layout.replays
             else Columns(
-                layout, self._book, n, self.device, in_place, self._staging, self._stats, trace
+                layout,
+                self._slot_table,
+                n,
+                self.device,
+                in_place,
+                self._staging,
+                self._stats,
+                trace,
             )
         )
-        self._steady = Steady(self._book, self._rule, layout.block_size)
-        self._ledger = Ledger(
-            self._book,
+        self._steady = Steady(self._slot_table, self._policy, layout.block_size)
+        self._in_flight = InFlightSteps(
+            self._slot_table,
             Readback(n, steps_in_flight + 1, self.device, self._waits) if readback else None,
-            self._rule,
+            self._policy,
             layout.block_size,
             debug,
         )
-        self._slots, self._positions = self._rule.slots, self._rule.outputs
+        self._slots, self._positions = self._policy.slots, self._policy.outputs
         self._placed = [
             torch.full((4, n), -1, dtype=torch.int32, device=self.device) for _ in range(depth)
         ]
@@ -117,7 +123,7 @@ class HybridStateManager:
         self._pending: tuple[Step, Tensor] | None = None
         self._next = 0
         self._states: StateTable | None = None
-        self._materialiser: Materialiser | None = None
+        self._flusher: Flusher | None = None
 
     @property
     def computed(self) -> Tensor:
@@ -129,15 +135,15 @@ class HybridStateManager:
     def positions(self) -> Positions:
         """What every step's `read_column`, `read_offset` and `write_column` are: views of these
         can be captured in a graph before any step has begun."""
-        return self._rule.positions
+        return self._policy.positions
 
     @property
     def replay(self) -> ReplayPositions:
         """In the replay layout, what kernels.replay's `Replay` holds and tokens in each row's
         state, likewise of the step begun last: int32 `[max_requests]`, never moving."""
-        if not isinstance(self._rule, Replaying):
+        if not isinstance(self._policy, Replaying):
             raise ValueError(f"layout.kind is {self.layout.kind!r}; it must be 'replay'")
-        return self._rule.outputs
+        return self._policy.outputs
 
     def bind(
         self,
@@ -151,7 +157,7 @@ class HybridStateManager:
         states: {layer: (window blocks, ssm blocks)} with the layout's component shapes behind a
         leading block dimension. block_tables: int32 `[max_requests, columns]`, one per cache group.
         groups: {layer: index into block_tables}; None puts all layers into group 0. foldable: what
-        `materialise` folds (replay layout); without it, it stores nothing.
+        `flush` folds (replay layout); without it, it stores nothing.
         """
         if self._states is not None:
             raise ValueError("states are bound already; a manager is bound once")
@@ -161,11 +167,12 @@ class HybridStateManager:
         self._states = bind_states(
             self.layout, self.max_requests, self.device, states, tables, groups
         )
-        self._rule.bind(self._states, min(t.shape[1] for t in tables))
-        if isinstance(self._rule, Replaying):
-            self._materialiser = Materialiser(
-                self._states, foldable, self._rule.slots.turn, self._rule.columns - 1, self._book,
-                self._ledger, self.layout.block_size, self._steps_in_flight + 2, self._waits,
+        self._policy.bind(self._states, min(t.shape[1] for t in tables))
+        if isinstance(self._policy, Replaying):
+            self._flusher = Flusher(
+                self._states, foldable, self._policy.slots.turn, self._policy.columns - 1,
+                self._slot_table, self._in_flight, self.layout.block_size,
+                self._steps_in_flight + 2, self._waits,
             )  # fmt: skip
 
     def admit(self, slot: int, computed: int = 0, hit_column: int | None = None) -> int:
@@ -174,26 +181,26 @@ class HybridStateManager:
         computed: tokens whose state exists already, in column `hit_column` at offset 0 (a prefix
         hit or a resumed request); 0 starts from the zero state and nothing is read.
         """
-        columns = self._rule.columns
+        columns = self._policy.columns
         if hit_column is not None and columns and hit_column >= columns:
             raise ValueError(f"hit_column is {hit_column}; the block table has {columns}")
         self._steady.catch_up()
-        return self._book.take(slot, computed, hit_column)
+        return self._slot_table.take(slot, computed, hit_column)
 
     def retain(self, slot: int, every: int, positions: tuple[int, ...] = ()) -> None:
         """Keep only snapshots at multiples of `every` tokens (0: none) and at up to 2 positions;
         all are multiples of the block size."""
         self._steady.catch_up()
-        self._book.retain(slot, every, positions)
+        self._slot_table.retain(slot, every, positions)
 
     def release(self, slot: int) -> None:
         """Finish, abort or preempt the request in `slot`; results still in flight are dropped."""
         self._steady.catch_up()
-        self._book.drop(slot)
+        self._slot_table.drop(slot)
 
     def holds(self, slot: int) -> bool:
         """Whether a request lives in `slot`; an abandoned step leaves none in its slots."""
-        return bool(self._book.live[slot])
+        return bool(self._slot_table.live[slot])
 
     def columns_needed(self, rows: StepRows) -> tuple[align.Ints, align.Ints]:
         """First and last column, `[rows]` each, that a request must own for this step.
@@ -207,7 +214,7 @@ class HybridStateManager:
         publish it have been read.
         """
         self._steady.catch_up()
-        return self._rule.needed(rows)
+        return self._policy.needed(rows)
 
     def begin_step(self, rows: StepRows) -> Step:
         """Place a step's rows, before the forward pass: one small launch, one host-to-device copy
@@ -216,7 +223,7 @@ class HybridStateManager:
         Raises `ValueError` for rows that break the contract, before anything is changed.
         """
         self._bound()
-        self._ledger.make_room(self._steps_in_flight)
+        self._in_flight.make_room(self._steps_in_flight)
         last = None if self._pending is None else self._pending[0]
         placed = self._placed[self._next % len(self._placed)]
         again = self._steady.repeats(rows, last)
@@ -230,14 +237,14 @@ class HybridStateManager:
         self._steady.catch_up()
         rows.check(self.max_requests, self.num_speculative_tokens)
         index, packed = self._staging.take()
-        plan, lines = self._rule.pack(packed, rows)
+        plan, lines = self._policy.pack(packed, rows)
         entries = self._staging.upload(index, lines)
         self._stats.uploads += 1
         self._advance(entries, lines, len(rows), placed, self._positions)
-        self._rule.before(entries, plan)
-        step = Step.of(self._next, rows, self._rule.positions, entries, packed, placed)
+        self._policy.before(entries, plan)
+        step = Step.of(self._next, rows, self._policy.positions, entries, packed, placed)
         step.candidates = plan.candidates
-        self._book.begin(rows, plan.held, step.number)
+        self._slot_table.begin(rows, plan.held, step.number)
         if not self.in_place:
             self._steady.remember(step, lines)
         return self._begun(step)
@@ -259,22 +266,22 @@ class HybridStateManager:
             self._steady.catch_up()
             if self._pending is not None:
                 self._finish_pending()
-            current = step.current(self._book.generation, self._book.live)
+            current = step.current(self._slot_table.generation, self._slot_table.live)
             if not current.all():
                 candidates = candidates[current[candidates]]
         on_host = self.strategy == "blocking" or (self.strategy == "defer" and len(candidates) > 0)
         if on_host:
-            self._ledger.check_turn(step)
-        if self._ledger.start(step, num_accepted[:n]):
+            self._in_flight.check_turn(step)
+        if self._in_flight.start(step, num_accepted[:n]):
             self._stats.readbacks += 1
         step.ended = True
         if on_host:
-            self._ledger.settle_until(step, f"{self.strategy}: the host decides on the counts")
+            self._in_flight.settle_until(step, f"{self.strategy}: the host decides on the counts")
         gone = None if current is None or current.all() else current
         every_row = self.strategy == "always"
-        self._rule.after(step, num_accepted, candidates, gone, on_host, every_row)
+        self._policy.after(step, num_accepted, candidates, gone, on_host, every_row)
         if current is not None:
-            self._book.end(step.rows.slot, current)
+            self._slot_table.end(step.rows.slot, current)
         self._pending = (step, num_accepted)
 
     def accepted(self, step: Step) -> NDArray[np.int32]:
@@ -283,44 +290,44 @@ class HybridStateManager:
             raise ValueError(f"step is {step.number}, which has not ended; its counts don't exist")
         if step.accepted is None:
             with allowed("accepted counts handed to the caller"):
-                self._ledger.settle_until(step, "accepted counts")
+                self._in_flight.settle_until(step, "accepted counts")
         assert step.accepted is not None
         return step.accepted
 
     def resolve(self, step: Step, accepted: NDArray[np.int32]) -> None:
         """Hand in counts that the runner fetched itself (`readback=False`), in step order."""
         if step.accepted is None:
-            self._ledger.settle(step, np.array(accepted[: len(step.rows)], np.int32))
+            self._in_flight.settle(step, np.array(accepted[: len(step.rows)], np.int32))
 
     def published(self, step: Step) -> list[Snapshot]:
         """Snapshots that this step left in retained columns, their bytes ordered before any launch
         that comes later on this stream. Rows released meanwhile are not among them."""
         self.accepted(step)
-        return [s for s in step.published if self._book.holds(s.slot, s.generation)]
+        return [s for s in step.published if self._slot_table.holds(s.slot, s.generation)]
 
     def last_snapshot(self, slot: int) -> Snapshot | None:
         """Of a request that is about to be released, in the replay layout: at a retained boundary
         among the guesses that its last settled step accepted, or where a queued step ends for
         certain; without either the last one that a settled step stored, if any.
 
-        Its bytes are stored by that step, or, if the column is the live one, by `materialise`; they
+        Its bytes are stored by that step, or, if the column is the live one, by `flush`; they
         are for launches that come after both.
         """
-        self._book.require_live(slot)
-        return None if self._materialiser is None else self._materialiser.find(slot)
+        self._slot_table.require_live(slot)
+        return None if self._flusher is None else self._flusher.find(slot)
 
-    def materialise(self, snapshots: Sequence[Snapshot]) -> None:
+    def flush(self, snapshots: Sequence[Snapshot]) -> None:
         """Store last snapshots, just found, in one launch, or none if queued steps store them all.
         The states of those in the live column are overwritten: release their slots next."""
-        if self._materialiser is not None:
-            count = self._materialiser.fold(snapshots)
-            self._stats.rows_materialised += count
-            self._stats.materialise_launches += count > 0
+        if self._flusher is not None:
+            count = self._flusher.fold(snapshots)
+            self._stats.rows_flushed += count
+            self._stats.flush_launches += count > 0
 
     def prepare(self) -> None:
-        """Compile now what `materialise` would compile when it is first needed."""
-        if self._materialiser is not None:
-            self._materialiser.prepare()
+        """Compile now what `flush` would compile when it is first needed."""
+        if self._flusher is not None:
+            self._flusher.prepare()
 
     def abandon(self, step: Step) -> None:
         """Give up a step whose forward pass or drafter failed: its requests are released, because
@@ -328,10 +335,10 @@ class HybridStateManager:
         if step.accepted is not None:
             raise ValueError(f"step is {step.number}, whose results have been read; it is over")
         self._steady.catch_up()
-        current = step.current(self._book.generation, self._book.live)
+        current = step.current(self._slot_table.generation, self._slot_table.live)
         for slot in step.rows.slot[current]:
-            self._book.drop(int(slot))
-        self._ledger.abandon(step)
+            self._slot_table.drop(int(slot))
+        self._in_flight.abandon(step)
 
     def fill(self, blocks: Tensor, value: float = 0.0) -> None:
         """Set whole blocks (int `[n]`, device) to one value. Nothing needs it: no kernel reads what
@@ -342,12 +349,12 @@ class HybridStateManager:
         """Counters so far."""
         stats = self._stats
         stats.waits, stats.wait_seconds = self._waits.count, self._waits.seconds
-        stats.rows_copied = self._ledger.rows_copied
+        stats.rows_copied = self._in_flight.rows_copied
         stats.bytes_copied = stats.rows_copied * (self._bound().bytes_per_move())
         return stats
 
     def _begun(self, step: Step) -> Step:
-        self._ledger.add(step)
+        self._in_flight.add(step)
         self._next += 1
         self._stats.steps += 1
         self._stats.skipped += step.skipped
@@ -368,19 +375,19 @@ class HybridStateManager:
         else:
             previous, counts = self._pending[0].placed, self._pending[1]
         with _range(self._nvtx, "advance"):
-            self._rule.advance(entries, lines, num_rows, previous, counts, placed, outputs)
+            self._policy.advance(entries, lines, num_rows, previous, counts, placed, outputs)
         self._pending = None
 
     def _finish_pending(self) -> None:
         """Fold the pending step in by a launch of its own: a second step ends before a begin."""
         assert self._pending is not None
         index, packed = self._staging.take()
-        lines = pack_unfinished(packed, self._book, 0)
+        lines = pack_unfinished(packed, self._slot_table, 0)
         entries = self._staging.upload(index, lines)
         self._stats.uploads += 1
         # Not into `_positions`: the runner may still be about to read the youngest step's.
-        self._advance(entries, lines, 0, self._pending[0].placed, self._rule.nowhere)
-        self._book.unfinished[:] = -1
+        self._advance(entries, lines, 0, self._pending[0].placed, self._policy.nowhere)
+        self._slot_table.unfinished[:] = -1
 
     def _bound(self) -> StateTable:
         if self._states is None:

@@ -17,7 +17,7 @@ class Stats:
     copy_launches: int = 0
     uploads: int = 0
     readbacks: int = 0
-    rows_materialised: int = 0
-    materialise_launches: int = 0
+    rows_flushed: int = 0
+    flush_launches: int = 0
     waits: int = 0
     wait_seconds: float = 0.0

@@ -6,19 +6,19 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from hybrid_runtime.kernels import advance as fields
+from hybrid_runtime.kernels.step import advance_columns as fields
 from hybrid_runtime.state import align
+from hybrid_runtime.state.layouts.base import LayoutPolicy
 from hybrid_runtime.state.rows import StepRows
-from hybrid_runtime.state.rule import Rule
-from hybrid_runtime.state.slots import SlotBook
+from hybrid_runtime.state.slot_table import SlotTable
 from hybrid_runtime.state.step import Step
 
 
 class Steady:
     """The step whose packed entries would be those of the next one too, and its repetitions."""
 
-    def __init__(self, book: SlotBook, rule: Rule, block_size: int) -> None:
-        self._book, self._rule, self._block_size = book, rule, block_size
+    def __init__(self, slot_table: SlotTable, rule: LayoutPolicy, block_size: int) -> None:
+        self._slot_table, self._policy, self._block_size = slot_table, rule, block_size
         self._step: Step | None = None
         self._last: Step | None = None
         self._late: Step | None = None
@@ -36,7 +36,7 @@ class Steady:
         if ((rows.scheduled - rows.draft > 1) & (rows.draft > 0)).any():
             return
         self._step = self._last = step
-        self._key, self._version = rows.key(), self._book.version
+        self._key, self._version = rows.key(), self._slot_table.version
 
     def repeats(self, rows: StepRows, pending: Step | None) -> tuple[Step, NDArray[np.intp]] | None:
         """The step whose entries serve `rows` as well, and the candidates of `rows`; or None: then
@@ -49,7 +49,7 @@ class Steady:
             step is None
             or last is None
             or pending is not last
-            or self._version != self._book.version
+            or self._version != self._slot_table.version
         ):
             return None
         if rows.computed_min.shape != rows.slot.shape or rows.key() != self._key:
@@ -63,9 +63,9 @@ class Steady:
         if rows.computed_min.min() < 0:
             return None
         kept = align.Retention(self._block_size)
-        if not self._book.uniform:
+        if not self._slot_table.uniform:
             kept = align.Retention(*step.retention.T)
-        candidates = self._rule.repeat(rows, last.rows, end_min, end_max, kept)
+        candidates = self._policy.repeat(rows, last.rows, end_min, end_max, kept)
         return None if candidates is None else (step, candidates)
 
     def postpone(self, step: Step) -> None:
@@ -82,6 +82,6 @@ class Steady:
         if late is None:
             return
         rows = late.rows
-        self._book.begin(rows, self._rule.held(rows), late.number)
+        self._slot_table.begin(rows, self._policy.held(rows), late.number)
         if late.ended:
-            self._book.end(rows.slot, np.ones(len(rows), bool))
+            self._slot_table.end(rows.slot, np.ones(len(rows), bool))

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from hybrid_runtime.kernels.state_table import StateTable
+from hybrid_runtime.kernels.step.state_table import StateTable
 
 
 class Unhandled(Exception):

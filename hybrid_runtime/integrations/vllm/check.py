@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybrid_runtime.integrations.vllm.decide import AFTER, BEFORE, Counts
 from hybrid_runtime.integrations.vllm.mover import Mover, Step
-from hybrid_runtime.kernels import advance as fields
+from hybrid_runtime.kernels.step import advance_columns as fields
+from hybrid_runtime.kernels.step.vllm_decide import AFTER, BEFORE, Counts
 
 PER_STATE = (
     "state_base_addrs",

@@ -18,8 +18,8 @@ from hybrid_runtime.integrations.vllm import plugin, versions
 from hybrid_runtime.integrations.vllm.binding import Unhandled, bind
 from hybrid_runtime.integrations.vllm.bounds import Bounds
 from hybrid_runtime.integrations.vllm.counters import Counters, Reporter
-from hybrid_runtime.integrations.vllm.decide import AFTER, BEFORE, Counts
 from hybrid_runtime.integrations.vllm.mover import Mover, Step
+from hybrid_runtime.kernels.step.vllm_decide import AFTER, BEFORE, Counts
 
 if TYPE_CHECKING:
     Base = Any

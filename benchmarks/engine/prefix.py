@@ -1,0 +1,231 @@
+"""What a prefix-cache hit saves: time to first token on a full hit against a miss, with drafts on.
+
+    python benchmarks/engine/prefix.py
+    python benchmarks/engine/prefix.py --shape tiny --isl 120 --alike 100
+
+Every repeat sends a fresh random prompt (the miss) and, once that has ended, the same again (the
+hit); then a fresh prompt no longer than what a full hit leaves to run (*remainder*), which is the
+least that a hit can take. With a host tier the device forgets the prompt in between, so that the
+hit's blocks come from pinned host memory (*host hit*). Time to first token is the host's, from
+`submit` until the token is there, on an idle engine with its graphs captured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import random
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "common"))
+
+import torch
+from record import environment, save, show
+from shapes import SHAPES, build, config
+
+from hybrid_runtime.engine import Engine, Request, SamplingParams
+from hybrid_runtime.engine.prefix_cache import Retention
+from hybrid_runtime.models.mtp import MTPHead
+from hybrid_runtime.models.nemotron_h import NemotronH
+from hybrid_runtime.state.layout import LayoutKind, StateLayout
+
+Row = dict[str, Any]
+DRAFTS = 3
+ACCEPTANCE = 3.0
+"""Mean tokens per step that is pretended: drafts of random weights are never right."""
+OUTPUT = 12
+"""Tokens that every request decodes, so that drafts have been accepted and refused before a hit."""
+
+
+class Bench:
+    """One engine; random prompts, different in every call."""
+
+    def __init__(
+        self,
+        model: NemotronH,
+        head: MTPHead,
+        args: argparse.Namespace,
+        kind: LayoutKind,
+        block_size: int | None,
+        retention: Retention,
+        host: bool,
+    ) -> None:
+        layout = StateLayout.from_config(
+            model.config, DRAFTS, torch.float32, conv_dtype=model.dtype, block_size=block_size
+        )
+        self.block = layout.block_size
+        longest = max(args.isl, args.alike) + OUTPUT
+        columns = -(-longest // self.block) + 1
+        # Three prompts that fill the cache and the request that runs.
+        snapshots = columns if retention == "all" else 2
+        blocks = 4 * columns, 3 * snapshots + columns + 8
+        self.engine = Engine(
+            model,
+            None,
+            model.config.eos_token_id,
+            drafter="mtp",
+            head=head,
+            num_speculative_tokens=DRAFTS,
+            max_requests=1,
+            max_model_len=longest + 1,
+            max_tokens_per_step=args.max_tokens_per_step,
+            block_size=self.block,
+            num_blocks=blocks,
+            synthetic_length=ACCEPTANCE,
+            state_layout=kind,
+            retention=retention,
+            host_blocks=(2 * columns, 2 * snapshots) if host else None,
+        )
+        self.engine.capture()
+        self._rng = random.Random(args.seed)
+        self._vocabulary = model.config.vocab_size
+        self._params = SamplingParams(max_tokens=OUTPUT, ignore_eos=True)
+
+    def prompt(self, tokens: int) -> list[int]:
+        return [self._rng.randrange(self._vocabulary) for _ in range(tokens)]
+
+    def serve(self, prompt: list[int]) -> Request:
+        """One request to its end, from an idle device to an idle device."""
+        request = self.engine.submit(prompt, self._params)
+        while not self.engine.idle:
+            self.engine.step()
+        if request.error is not None:
+            raise request.error
+        if self.engine.model.device.type == "cuda":
+            torch.cuda.synchronize()
+        return request
+
+    def forget(self) -> None:
+        """Let the device's pools lose all content; the host's copies stay."""
+        for table in (self.engine.scheduler.kv, self.engine.scheduler.state):
+            table.pool.clear()
+
+
+def first_tokens(bench: Bench, args: argparse.Namespace, host: bool) -> Row:
+    """Milliseconds to the first token by kind of request, `repeats` each."""
+    times: dict[str, list[float]] = {}
+    hits: dict[str, set[int]] = {}
+
+    def note(kind: str, request: Request) -> None:
+        times.setdefault(kind, []).append(1e3 * (request.times[0][0] - request.submitted))
+        hits.setdefault(kind, set()).add(request.hit.tokens)
+
+    most = (args.isl - 1) // bench.block * bench.block
+    for repeat in range(-args.warmup, args.repeats):
+        if repeat == 0:
+            times, hits = {}, {}
+        prompt = bench.prompt(args.isl)
+        note("miss", bench.serve(prompt))
+        if host:
+            before = bench.engine.stats().prefix.host_blocks
+            bench.forget()
+            note("host hit", bench.serve(prompt))
+            fetched = bench.engine.stats().prefix.host_blocks - before
+        else:
+            note("hit", bench.serve(prompt))
+            note("remainder", bench.serve(bench.prompt(args.isl - most)))
+    # A figure of something else than its name says is none.
+    hit = "host hit" if host else "hit"
+    if hits["miss"] != {0} or hits[hit] != {most}:
+        raise RuntimeError(f"hit tokens were {hits}; a full hit has {most} and a miss none")
+    medians = {kind: statistics.median(values) for kind, values in times.items()}
+    row: Row = {"prompt_tokens": args.isl, "hit_tokens": most, "run_tokens": args.isl - most}
+    if host:
+        row["fetched_blocks"] = fetched
+    row |= {"ttft_ms": medians, "ratio": medians[hit] / medians["miss"], "repeats": times}
+    return row
+
+
+def alike(bench: Bench, tokens: int) -> Row:
+    """Three identical prompts, one after the other, and what each found."""
+    prompt = bench.prompt(tokens)
+    requests = [bench.serve(prompt) for _ in range(3)]
+    stats = bench.engine.stats()
+    return {
+        "prompt_tokens": tokens,
+        "most_blocks": (tokens - 1) // bench.block,
+        "hit_tokens": [r.hit.tokens for r in requests],
+        "hit_blocks": [r.hit.tokens // bench.block for r in requests],
+        "short": [r.hit.short for r in requests],
+        "output_tokens": [len(r.output) for r in requests],
+        "mean_acceptance_length": stats.mean_acceptance_length,
+    }
+
+
+def run(args: argparse.Namespace) -> tuple[Row, Path]:
+    device = torch.device(args.device)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    model, head = build(config(SHAPES[args.shape]), device, dtype, args.seed)
+    result: Row = {
+        "environment": environment(),
+        "shape": args.shape,
+        "name": SHAPES[args.shape].name,
+        "dtype": str(dtype).removeprefix("torch."),
+        "drafts": DRAFTS,
+        "rows": [],
+        "identical_prompts": [],
+    }
+    path = Path()
+    ways: list[tuple[int | None, Retention]] = [(None, "all"), (None, "prompt")]
+    kinds: tuple[LayoutKind, LayoutKind] = ("replay", "columns")
+    for block_size, retention in [*ways, (args.small_block, "prompt")]:
+        for kind in kinds:
+            for host in (False, True):
+                started = time.perf_counter()
+                bench = Bench(model, head, args, kind, block_size, retention, host)
+                key = {
+                    "state_layout": kind,
+                    "block_size": bench.block,
+                    "retention": retention,
+                    "host_tier": host,
+                }
+                result["rows"].append(key | first_tokens(bench, args, host))
+                if not host:
+                    result["identical_prompts"].append(key | alike(bench, args.alike))
+                del bench  # its memory belongs to the next
+                gc.collect()
+                if device.type == "cuda":
+                    torch.cuda.empty_cache()
+                print(f"{key}: {time.perf_counter() - started:.1f} s", flush=True)
+                path = save("prefix", result, args.out)  # a time limit costs only the last
+    return result, path
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--shape", choices=SHAPES, default="8b")
+    parser.add_argument("--isl", type=int, default=8000, help="tokens of a prompt")
+    parser.add_argument("--alike", type=int, default=3000, help="tokens of three identical prompts")
+    parser.add_argument("--small-block", type=int, default=256, help="tokens; besides the derived")
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--warmup", type=int, default=2)
+    parser.add_argument("--max-tokens-per-step", type=int, default=8192)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, help="JSON file; default under benchmarks/results/")
+    args = parser.parse_args(arguments)
+    result, path = run(args)
+    names = ("state_layout", "block_size", "retention", "host_tier", "run_tokens")
+    show(
+        f"time to first token, {args.isl} tokens, {result['name']}",
+        [
+            {n: row[n] for n in names}
+            | {f"{k} ms": row["ttft_ms"].get(k, "") for k in ("miss", "hit", "host hit")}
+            | {"remainder ms": row["ttft_ms"].get("remainder", ""), "ratio": row["ratio"]}
+            for row in result["rows"]
+        ],
+    )
+    show("three identical prompts", result["identical_prompts"])
+    print(path)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

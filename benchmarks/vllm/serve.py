@@ -1,0 +1,237 @@
+"""vLLM (0.25.1, GPU needed) with and without the adapter, in one engine that hands its state copies
+from one to the other between runs: `serve` compares tokens, acceptance and prefix hits, `time`
+compares step times.
+
+    python benchmarks/vllm/serve.py serve --drafts 3 --out serve.json
+    python benchmarks/vllm/serve.py serve --drafts 3 --check --steps 2000 --out check.json
+    HYBRID_RUNTIME_VLLM=0 python benchmarks/vllm/serve.py serve --drafts 3 --out without.json
+    python benchmarks/vllm/serve.py compare without.json serve.json
+    python benchmarks/vllm/serve.py time --out time.json -- --v2 --batch 16,64 ...
+
+What follows `--` goes to run_nemotron.py, which `shared/peers/vllm/build.sh` packs beside vLLM.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from traffic import compared, digest, drive, traffic
+
+CHECKPOINT = Path(__file__).parents[2] / "hybrid_runtime" / "checkpoints" / "python-small"
+ENVIRONMENT = {
+    "VLLM_USE_V2_MODEL_RUNNER": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_HOST_IP": "127.0.0.1",
+    "GLOO_SOCKET_IFNAME": "lo",
+    "NCCL_SOCKET_IFNAME": "lo",
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+COUNTED = (
+    "vllm:spec_decode_num_drafts",
+    "vllm:spec_decode_num_draft_tokens",
+    "vllm:spec_decode_num_accepted_tokens",
+    "vllm:prefix_cache_queries",
+    "vllm:prefix_cache_hits",
+    "vllm:num_preemptions",
+)
+
+
+def set_ours(worker: Any, ours: bool) -> str:
+    """Hand the state copies to us or to vLLM; the name of the model state's class. For engines at
+    rest: a request that is running would stay a candidate of everything."""
+    state = worker.model_runner.model_state
+    if hasattr(state, "statistics"):
+        state.ours = ours
+    return type(state).__name__
+
+
+def statistics(worker: Any) -> dict[str, int]:
+    """The adapter's counters; empty without it."""
+    state = worker.model_runner.model_state
+    found: dict[str, int] = state.statistics() if hasattr(state, "statistics") else {}
+    return found
+
+
+def difference(after: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
+    return {name: after[name] - before.get(name, 0) for name in after}
+
+
+def counters(llm: Any) -> dict[str, float]:
+    return {m.name: m.value for m in llm.get_metrics() if m.name in COUNTED}
+
+
+def checkpoint(dtype: str) -> str:
+    """The shipped checkpoint, said to be of `dtype`: vLLM's draft head takes it from the file even
+    where the engine is told otherwise."""
+    directory = Path(tempfile.mkdtemp())
+    for file in CHECKPOINT.iterdir():
+        (directory / file.name).symlink_to(file)
+    config = directory / "config.json"
+    config.unlink()
+    values = json.loads((CHECKPOINT / config.name).read_text())
+    config.write_text(json.dumps(values | {"dtype": dtype}))
+    return str(directory)
+
+
+def serving_engine(args: argparse.Namespace) -> Any:
+    from vllm import LLM
+
+    draft = None
+    if args.drafts:
+        draft = {
+            "method": "mtp",
+            "num_speculative_tokens": args.drafts,
+            "attention_backend": "TRITON_ATTN",
+        }
+    return LLM(
+        model=checkpoint(args.dtype),
+        dtype=args.dtype,
+        max_model_len=2048,
+        max_num_seqs=args.at_once,
+        max_num_batched_tokens=args.batched_tokens,
+        enforce_eager=not args.graphs,
+        enable_prefix_caching=True,
+        mamba_cache_mode="align",
+        async_scheduling=not args.synchronous,
+        num_gpu_blocks_override=args.blocks,
+        gpu_memory_utilization=0.3,
+        attention_config={"backend": "TRITON_ATTN"},
+        tensor_parallel_size=args.tensor_parallel,
+        disable_custom_all_reduce=args.tensor_parallel > 1,
+        speculative_config=draft,
+        disable_log_stats=False,
+        seed=0,
+    )
+
+
+def serve(args: argparse.Namespace) -> dict[str, Any]:
+    if args.check:
+        os.environ["HYBRID_RUNTIME_VLLM"] = "check"
+    started = time.perf_counter()
+    llm = serving_engine(args)
+    cache = llm.llm_engine.vllm_config.cache_config
+    requests = traffic(args)
+    result: dict[str, Any] = {
+        "options": {k: v for k, v in vars(args).items() if k not in ("out", "run", "rest")},
+        "start_s": time.perf_counter() - started,
+        "block_size": cache.mamba_block_size,
+        "runs": [],
+    }
+    for number, ours in enumerate(_runs(args, llm)):
+        llm.llm_engine.reset_prefix_cache()
+        (kind, *_) = llm.collective_rpc(set_ours, args=(ours,))
+        before, counted = llm.collective_rpc(statistics), counters(llm)
+        run = drive(llm, requests, args.at_once, f"r{number}")
+        after = llm.collective_rpc(statistics)
+        run |= {
+            "ours": ours and kind == "HybridRuntimeModelState",
+            "model_state": kind,
+            "metrics": difference(counters(llm), counted),
+            "adapter": [difference(a, b) for a, b in zip(after, before, strict=True)],
+        }
+        result["runs"].append(run)
+        print(
+            f"run {number}, ours {run['ours']}: {run['metrics']} {run['adapter'][:1]}", flush=True
+        )
+    first = result["runs"][0]
+    result["comparison"] = [compared(first, run) for run in result["runs"][1:]]
+    print(json.dumps(result["comparison"]))
+    for run in result["runs"] if not args.keep_tokens else ():
+        run["tokens"] = [digest(tokens) for tokens in run["tokens"]]
+    return result
+
+
+def _runs(args: argparse.Namespace, llm: Any) -> Iterator[bool]:
+    """Whose copies each run has: vLLM's twice, so that its own repeatability shows beside ours; in
+    check mode ours, until enough steps were compared."""
+    if not args.check:
+        yield from (False, True, True, False)
+        return
+    end = time.perf_counter() + args.seconds
+    while True:
+        yield True
+        done = llm.collective_rpc(statistics)[0].get("checked_steps", 0)
+        if done >= args.steps or time.perf_counter() > end:
+            return
+
+
+def compare(args: argparse.Namespace) -> dict[str, Any]:
+    """Every run of one file with the first run of another; without their tokens (`--keep-tokens`)
+    a difference has no position."""
+    one, other = (json.loads(Path(path).read_text()) for path in args.files)
+    result = {"comparison": [compared(one["runs"][0], run) for run in other["runs"]]}
+    print(json.dumps(result, indent=1))
+    return result
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+
+    import time_steps
+
+    return time_steps.measure(args, set_ours, statistics)
+
+
+def _split(argv: list[str]) -> tuple[list[str], list[str]]:
+    """Arguments before and after a `--`, which releases of argparse treat differently."""
+    place = argv.index("--") if "--" in argv else len(argv)
+    return argv[:place], argv[place + 1 :]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(required=True)
+    one = commands.add_parser("serve")
+    one.add_argument("--drafts", type=int, default=3)
+    one.add_argument("--prompts", type=int, default=200)
+    one.add_argument("--tokens", type=int, default=700, help="at most so many are generated")
+    one.add_argument("--at-once", type=int, default=32)
+    one.add_argument("--batched-tokens", type=int, default=1024)
+    one.add_argument("--blocks", type=int, default=420, help="of the cache; few: preemption")
+    one.add_argument("--dtype", default="float32")
+    one.add_argument("--graphs", action="store_true", help="CUDA graphs instead of eager")
+    one.add_argument("--synchronous", action="store_true", help="no asynchronous scheduling")
+    one.add_argument("--tensor-parallel", type=int, default=1)
+    one.add_argument("--seed", type=int, default=0)
+    one.add_argument("--keep-tokens", action="store_true", help="in the JSON, instead of digests")
+    one.add_argument("--check", action="store_true")
+    one.add_argument("--steps", type=int, default=2000, help="to compare in check mode")
+    one.add_argument("--seconds", type=float, default=240, help="for these comparisons")
+    one.set_defaults(run=serve)
+    two = commands.add_parser("time")
+    two.add_argument("--rounds", type=int, default=5, help="of ABBA each")
+    two.add_argument("--seconds", type=float, default=300, help="for all rounds of all batches")
+    two.add_argument("--peer", type=Path, default=Path(".peer"))
+    two.set_defaults(run=measure)
+    three = commands.add_parser("compare")
+    three.add_argument("files", nargs=2)
+    three.set_defaults(run=compare)
+    for command in (one, two, three):
+        command.add_argument("--out", type=Path)
+    argv, rest = _split(sys.argv[1:])
+    args = parser.parse_args(argv, argparse.Namespace(rest=rest))
+    for key, value in ENVIRONMENT.items():
+        os.environ.setdefault(key, value)
+    result = args.run(args)
+    if args.out:
+        from record import save
+
+        save("vllm_serve", result, args.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,96 @@
+"""Host-to-device staging: pinned NumPy-backed buffers used in turn, one asynchronous copy each."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from hybrid_runtime.device.sync import Waits, wait
+
+
+class Staging:
+    """`depth` int32 buffers `[lines, fields]`, each a pinned host array with its device twin.
+
+    A buffer is not handed out again before the copy that reads it has passed. On the CPU the host
+    buffer is its own twin and nothing is copied.
+    """
+
+    def __init__(
+        self, lines: int, fields: int, depth: int, device: torch.device, waits: Waits
+    ) -> None:
+        cuda = device.type == "cuda"
+        self._host = [
+            torch.zeros((lines, fields), dtype=torch.int32, pin_memory=cuda) for _ in range(depth)
+        ]
+        self._views = [host.numpy() for host in self._host]
+        self._twins = [host.to(device) if cuda else host for host in self._host]
+        self._copied: list[torch.cuda.Event | None] = [None] * depth
+        self._events = [torch.cuda.Event() if cuda else None for _ in range(depth)]
+        self._turn = depth - 1
+        self._waits = waits
+
+    def take(self) -> tuple[int, NDArray[np.int32]]:
+        """Index of the next buffer and its host array `[lines, fields]`, free to be written."""
+        self._turn = (self._turn + 1) % len(self._host)
+        copied = self._copied[self._turn]
+        if copied is not None:
+            wait(copied, self._waits, "staging buffer still being copied")
+            self._copied[self._turn] = None
+        return self._turn, self._views[self._turn]
+
+    def upload(self, index: int, lines: int) -> Tensor:
+        """Start copying the first `lines` lines; the device twin, valid in stream order."""
+        event = self._events[index]
+        twin = self._twins[index]
+        if event is not None:
+            twin[:lines].copy_(self._host[index][:lines], non_blocking=True)
+            event.record()
+            self._copied[index] = event
+        return twin
+
+
+def pinned_like(shape: tuple[int, ...], device: torch.device) -> tuple[Tensor, NDArray[Any]]:
+    """An int32 host tensor that `device` can copy into asynchronously, and its NumPy view."""
+    host = torch.zeros(shape, dtype=torch.int32, pin_memory=device.type == "cuda")
+    return host, host.numpy()
+
+
+class Readback:
+    """`depth` pinned int32 buffers `[width]`, each of one step until its turn comes again."""
+
+    def __init__(self, width: int, depth: int, device: torch.device, waits: Waits) -> None:
+        self._buffers = [pinned_like((width,), device) for _ in range(depth)]
+        self._owner = [-1] * depth
+        self._count = [0] * depth
+        cuda = device.type == "cuda"
+        self._events = [torch.cuda.Event() if cuda else None for _ in range(depth)]
+        self._waits = waits
+
+    def start(self, step: int, values: Tensor) -> None:
+        """Start copying `values` (int32 `[n]`, n <= width; none: only `read` waits for the step)
+        for step number `step`."""
+        turn = step % len(self._buffers)
+        host, _ = self._buffers[turn]
+        self._owner[turn], self._count[turn] = step, values.shape[0]
+        host[: values.shape[0]].copy_(values, non_blocking=True)
+        event = self._events[turn]
+        if event is not None:
+            event.record()
+
+    def read(self, step: int, reason: str) -> NDArray[np.int32]:
+        """The values of `step`, waiting only if they are still in flight.
+
+        Raises `ValueError` when the buffer has passed to a later step.
+        """
+        turn = step % len(self._buffers)
+        if self._owner[turn] != step:
+            raise ValueError(
+                f"step is {step}; its results were given up for step {self._owner[turn]} "
+                f"(at most {len(self._buffers)} steps may be outstanding)"
+            )
+        wait(self._events[turn], self._waits, reason)
+        return self._buffers[turn][1][: self._count[turn]].copy()

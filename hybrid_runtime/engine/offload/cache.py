@@ -1,0 +1,85 @@
+"""The prefix cache's second level: filed blocks once more in host memory, found by the same keys.
+
+Blocks are copied when they are filed, not when they are evicted: a block that has to make room can
+then be taken at once. Preempted requests come back from here too, up to the last boundary whose
+state was kept.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+
+from hybrid_runtime.engine.offload.stream import Ticket
+from hybrid_runtime.engine.offload.tier import HostTier
+
+
+class HostCache:
+    """Keys of the blocks in a host tier, by group; the ones used longest ago make room.
+
+    A block is found only after its copy was submitted, and is read behind it on the same stream. A
+    copy that fails is counted in `failed` and leaves nothing behind: the cache only gets smaller.
+    """
+
+    def __init__(self, tier: HostTier) -> None:
+        self.tier = tier
+        self.failed = 0
+        self._blocks: dict[str, OrderedDict[bytes, int]] = {g: OrderedDict() for g in tier.groups}
+        self._reading: dict[tuple[str, int], Ticket] = {}
+
+    def has(self, group: str, key: bytes) -> bool:
+        return key in self._blocks[group]
+
+    def keep(self, group: str, keys: Sequence[bytes], blocks: Sequence[int]) -> None:
+        """Copy filed device blocks to the host, those used longest ago making room; those that are
+        there already are not copied. More than there is room for are not kept at all."""
+        found = self._blocks[group]
+        new = [(key, block) for key, block in zip(keys, blocks, strict=True) if key not in found]
+        room = self.tier.groups[group]
+        if not new or len(new) > room.size:
+            return
+        device = [block for _, block in new]
+        try:
+            ticket = self.tier.store(group, device)
+            if ticket is None:
+                lacking = min(len(device) - room.usage().free, len(found))
+                oldest = [found.popitem(last=False)[1] for _ in range(lacking)]
+                self.tier.free(group, oldest)
+                ticket = self.tier.store(group, device)
+        except Exception:
+            self.failed += 1
+            return
+        if ticket is None:
+            return  # copies of the blocks that made room are still under way
+        for (key, block), host in zip(new, ticket.blocks.tolist(), strict=True):
+            found[key] = host
+            self._reading[group, block] = ticket
+
+    def fetch(self, group: str, keys: Sequence[bytes], blocks: Sequence[int]) -> bool:
+        """Copy host blocks into device blocks, before anything launched from now on; False, and the
+        device blocks hold anything, if that failed."""
+        found = self._blocks[group]
+        try:
+            self.tier.load(group, [found[key] for key in keys], blocks)
+        except Exception:
+            self.failed += 1
+            return False
+        for key in keys:
+            found.move_to_end(key)
+        return True
+
+    def before_reuse(self, group: str, blocks: Iterable[int]) -> None:
+        """Let what is launched from now on wait for copies that still read these device blocks."""
+        if not self._reading:
+            return
+        for block in blocks:
+            ticket = self._reading.pop((group, block), None)
+            if ticket is not None and not ticket.done():
+                ticket.order()
+
+    def clear(self) -> None:
+        """Forget all content."""
+        for group, found in self._blocks.items():
+            if found:
+                self.tier.free(group, list(found.values()))
+                found.clear()

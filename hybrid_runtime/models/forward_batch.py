@@ -1,0 +1,146 @@
+"""What one forward pass runs on: rows of tokens, state positions, caches."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from hybrid_runtime.kernels.replay.naive import Replay, Rounding, WindowCache
+
+
+@dataclass(frozen=True, slots=True)
+class RowBatch:
+    """Rows of one forward pass over a flat token dimension.
+
+    Tokens of row i are [cu_seqlens[i], cu_seqlens[i + 1]). Rows that update (at most K + 1 tokens)
+    stand first, prefill rows behind them.
+
+    Attributes:
+        slot: int32 [rows]; -1 = padded row (touches nothing, mixer outputs 0).
+        cu_seqlens: int32 [rows + 1].
+        computed: int32 [rows], tokens already in the KV cache = position of the first token.
+        max_scheduled: host upper bound of tokens per row.
+        max_context: host upper bound of computed + scheduled.
+        num_update_rows: leading rows of the T-token update; -1 = all rows.
+        num_update_tokens: tokens of those rows; -1 = all tokens (only with all rows).
+        max_update: host upper bound of tokens per update row; -1 = what follows from the others.
+
+    Raises:
+        ValueError: shapes or counts contradict each other.
+    """
+
+    slot: Tensor
+    cu_seqlens: Tensor
+    computed: Tensor
+    max_scheduled: int
+    max_context: int
+    num_update_rows: int = -1
+    num_update_tokens: int = -1
+    max_update: int = -1
+
+    def __post_init__(self) -> None:
+        rows = self.slot.shape[0]
+        if self.cu_seqlens.shape != (rows + 1,):
+            raise ValueError(
+                f"cu_seqlens has shape {tuple(self.cu_seqlens.shape)}, must be [{rows + 1}]"
+            )
+        if self.computed.shape != (rows,):
+            raise ValueError(f"computed has shape {tuple(self.computed.shape)}, must be [{rows}]")
+        if not -1 <= self.num_update_rows <= rows:
+            raise ValueError(f"num_update_rows is {self.num_update_rows}, must be in -1..{rows}")
+        if 0 <= self.num_update_rows < rows and self.num_update_tokens < 0:
+            raise ValueError(
+                f"num_update_tokens is {self.num_update_tokens}, must be given when "
+                f"num_update_rows ({self.num_update_rows}) is less than the rows ({rows})"
+            )
+
+    def parts(self, tokens: int) -> "list[BatchPart]":
+        """The update rows and the prefill rows as batches of their own, empty ones left out.
+
+        Args:
+            tokens: size of the flat token dimension.
+        """
+        rows = self.slot.shape[0]
+        first = rows if self.num_update_rows < 0 else self.num_update_rows
+        split = tokens if self.num_update_tokens < 0 else self.num_update_tokens
+        bound = self.max_scheduled if self.max_update < 0 else self.max_update
+        bound = min(bound, self.max_scheduled, split)
+        result = []
+        if first > 0 and split > 0:
+            result.append(BatchPart(self, 0, first, 0, split, bound, update=True))
+        if first < rows and split < tokens:
+            result.append(
+                BatchPart(self, first, rows, split, tokens, self.max_scheduled, update=False)
+            )
+        return result
+
+
+@dataclass(frozen=True, slots=True)
+class BatchPart:
+    """Rows [first_row, last_row) of a batch, which own tokens [first_token, last_token)."""
+
+    batch: RowBatch
+    first_row: int
+    last_row: int
+    first_token: int
+    last_token: int
+    max_scheduled: int
+    update: bool
+
+    def rows(self, values: Tensor) -> Tensor:
+        """The part's share of a per-row tensor."""
+        return values[self.first_row : self.last_row]
+
+    def tokens(self, values: Tensor) -> Tensor:
+        """The part's share of a per-token tensor."""
+        return values[self.first_token : self.last_token]
+
+    @property
+    def cu_seqlens(self) -> Tensor:
+        """int32 [rows of the part + 1], counted from the part's first token."""
+        starts = self.batch.cu_seqlens[self.first_row : self.last_row + 1]
+        return starts - self.first_token if self.first_token else starts
+
+
+@dataclass(frozen=True, slots=True)
+class StatePositions:
+    """Where the Mamba state of each row is read and written.
+
+    Attributes:
+        draft: int32 [rows], how many of the row's last tokens are guesses.
+        read_column: int32 [rows], column of state_block_table[slot]; -1 = zero initial state.
+        read_offset: int32 [rows], columns further (SSM) or inputs into the window (convolution).
+        write_column: int32 [rows]; -1 = padded row, nothing is written.
+        replay: the same and more for the replay layout, whose update rows fold guesses in; None in
+            the columns layout.
+        rounding: keys by which update rows round their states by chance, the layer left open; None
+            rounds to nearest.
+    """
+
+    draft: Tensor
+    read_column: Tensor
+    read_offset: Tensor
+    write_column: Tensor
+    replay: Replay | None = None
+    rounding: Rounding | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Caches:
+    """The cache memory of a model and its draft head.
+
+    Attributes:
+        kv: layer index to (k, v), each [blocks, block_size, num_key_value_heads, head_dim]; layer
+            i of a draft head has index num_hidden_layers + i.
+        states: layer index to (windows [blocks, W - 1 + K, C] with any strides,
+            ssm [blocks, H, P, N]).
+        kv_block_table: int32 [slots, columns] of physical blocks of kv.
+        state_block_table: int32 [slots, columns] of physical blocks of states.
+        records: layer index to the guesses recorded there; empty in the columns layout.
+    """
+
+    kv: Mapping[int, tuple[Tensor, Tensor]]
+    states: Mapping[int, tuple[Tensor, Tensor]]
+    kv_block_table: Tensor
+    state_block_table: Tensor
+    window_cache: Mapping[int, WindowCache] = field(default_factory=dict)

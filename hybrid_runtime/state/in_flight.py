@@ -1,0 +1,148 @@
+"""Results of steps on their way to the host: in step order, by slot and generation."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from hybrid_runtime.device.transfer import Readback
+from hybrid_runtime.state.layouts.base import LayoutPolicy
+from hybrid_runtime.state.slot_table import SlotTable
+from hybrid_runtime.state.step import Snapshot, Step
+
+
+class InFlightSteps:
+    """Steps whose accepted counts the host has not seen yet, oldest first.
+
+    Counts settle in step order, so that `slot_table.computed` is exact when a step's turn comes.
+    """
+
+    def __init__(
+        self,
+        slot_table: SlotTable,
+        readback: Readback | None,
+        rule: LayoutPolicy,
+        block_size: int,
+        debug: bool,
+    ) -> None:
+        self._slot_table = slot_table
+        self._readback = readback
+        self._policy = rule
+        self._block_size = block_size
+        self._debug = debug
+        self._open: list[Step] = []
+        self.rows_copied = 0
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def next_step(self, slot: int) -> Step | None:
+        """The oldest outstanding step that the request in `slot` has a row in."""
+        for step in self._open:
+            if step.accepted is None:
+                own = (step.rows.slot == slot) & (
+                    step.generation == self._slot_table.generation[slot]
+                )
+                if own.any():
+                    return step
+        return None
+
+    def add(self, step: Step) -> None:
+        self._open.append(step)
+
+    def make_room(self, most: int) -> None:
+        """Settle the oldest steps until at most `most` are outstanding."""
+        while len(self._open) > most:
+            oldest = self._open[0]
+            if not oldest.ended:
+                raise ValueError(
+                    f"{len(self._open)} steps are outstanding and step {oldest.number} has not "
+                    f"ended; at most steps_in_flight ({most}) may be"
+                )
+            self.settle_until(oldest, "too many steps in flight")
+
+    def check_turn(self, step: Step) -> None:
+        """Raise `ValueError` if an older step has not ended, whose counts `step` builds on."""
+        for older in self._open[: self._open.index(step)]:
+            if not older.ended:
+                raise ValueError(
+                    f"step is {step.number}; step {older.number} must end first, because the host "
+                    "decides on their counts in step order"
+                )
+
+    def start(self, step: Step, counts: Tensor) -> bool:
+        """Start the counts of `step` on their way; whether there is a way."""
+        if self._readback is None:
+            return False
+        self._readback.start(step.number, counts)
+        return True
+
+    def settle_until(self, step: Step, reason: str) -> None:
+        """Settle everything up to `step`, waiting if it must."""
+        if self._readback is None:
+            raise ValueError("readback is False; counts reach the manager through resolve()")
+        while step.accepted is None:
+            oldest = self._open[0]
+            if not oldest.ended:
+                raise ValueError(
+                    f"step {oldest.number} has not ended; results settle in step order"
+                )
+            self.settle(oldest, self._readback.read(oldest.number, reason))
+
+    def settle(self, step: Step, accepted: NDArray[np.int32]) -> None:
+        """Book the counts of the oldest step: exact positions, copies made, snapshots published."""
+        if not self._open or self._open[0] is not step or not step.ended:
+            raise ValueError(f"step is {step.number}; counts must be handed in in step order")
+        slot_table, rows = self._slot_table, step.rows
+        current = step.current(slot_table.generation, slot_table.live)
+        bad = current & ((accepted < 0) | (accepted > rows.draft + 1))
+        if bad.any():
+            i = int(bad.argmax())
+            raise ValueError(
+                f"num_accepted[{i}] is {accepted[i]} in step {step.number}; it must be in "
+                f"0..{rows.draft[i] + 1}, drafts plus the bonus token"
+            )
+        computed = np.where(current, slot_table.computed[rows.slot], 0).astype(np.int64)
+        if self._debug:
+            outside = current & ((computed < rows.computed_min) | (computed > rows.computed_max))
+            if outside.any():
+                i = int(outside.argmax())
+                raise ValueError(
+                    f"rows.computed_min/max[{i}] was {rows.computed_min[i]}..{rows.computed_max[i]}"
+                    f" in step {step.number}; the exact count is {computed[i]}"
+                )
+        certain = computed + rows.scheduled - rows.draft
+        boundary, complete, copied = self._policy.settle(step, computed, certain, accepted, current)
+        final = certain + np.maximum(accepted, 1) - 1
+        dead = current & (accepted == 0) & (rows.draft > 0)
+        complete = complete & current & ~dead
+        step.copied = np.flatnonzero(copied & current)
+        self.rows_copied += len(step.copied)
+        step.published = [
+            Snapshot(
+                int(rows.slot[i]),
+                int(step.generation[i]),
+                int(boundary[i]),
+                int(boundary[i]) // self._block_size - 1,
+            )
+            for i in np.flatnonzero(complete)
+        ]
+        slot_table.computed[rows.slot[current]] = final[current]
+        slot_table.stored[rows.slot[complete]] = boundary[complete]
+        self._open.pop(0)
+        self._shed()
+        step.accepted = accepted
+        for slot in rows.slot[dead]:
+            slot_table.drop(int(slot))
+
+    def abandon(self, step: Step) -> None:
+        step.ended = True
+        step.accepted = np.zeros(len(step.rows), np.int32)
+        self._shed()
+
+    def _shed(self) -> None:
+        """Drop abandoned steps, but only once they are the oldest: buffers go round by step number,
+        so the numbers of outstanding steps must not lie further apart than there are buffers."""
+        while self._open and self._open[0].accepted is not None:
+            self._open.pop(0)

@@ -1,0 +1,151 @@
+"""Host-side book of slots: who lives where, and what is known of each without asking the device."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hybrid_runtime.kernels.step import advance_columns as fields
+from hybrid_runtime.state.rows import StepRows
+
+NONE = -1
+
+
+class Held(NamedTuple):
+    """Where a begun step leaves its state, by row or for all: bounds on the column, and at least
+    how many tokens it covers."""
+
+    column_min: NDArray[Any] | int
+    column_max: NDArray[Any] | int
+    covered: NDArray[Any] | int
+
+
+class SlotTable:
+    """Arrays by slot, `[max_requests]`.
+
+    lines: int32 `[max_requests, ENTRY_FIELDS]`, each slot's line of the table that the device gets
+    (see kernels.advance), so that packing a step is one gather. Views of its columns:
+    generation: bumped at each release, so that a late result cannot reach the slot's next tenant.
+    unfinished: row in the last ended step whose counts the device has still to fold in, or -1.
+
+    known: int32 `[max_requests, KNOWN_FIELDS]`, what only the host uses, likewise gathered and
+    scattered once a step: bounds on the column that the last begun step ran in (-1: none yet), its
+    drafts, its number while it has not ended (-1: it has), and at least how many tokens its state
+    covers. In the replay layout the column is that of the boundary at which the last step may have
+    left its state (-1: none, it is in the live column).
+    computed: exact tokens computed after the last settled step.
+    covered: exact tokens in the state after it, fewer where guesses are still records (replay).
+    stored: tokens in the last snapshot of a settled step, 0 = none.
+    version: changes with every admission, release and change of retention.
+    """
+
+    HELD_MIN, HELD_MAX, LAST_DRAFT, OPEN_STEP, COVERED = range(5)
+    KNOWN_FIELDS = 5
+
+    def __init__(self, max_requests: int, block_size: int) -> None:
+        self.lines = np.zeros((max_requests, fields.ENTRY_FIELDS), np.int32)
+        self.lines[:, fields.SLOT] = np.arange(max_requests)
+        self.lines[:, fields.READS_OFFSET] = 1
+        self.generation = self.lines[:, fields.GENERATION]
+        self.unfinished = self.lines[:, fields.PREVIOUS]
+        self.unfinished[:] = NONE
+        self.known = np.full((max_requests, self.KNOWN_FIELDS), NONE, np.int32)
+        self.live = np.zeros(max_requests, bool)
+        self.computed = np.zeros(max_requests, np.int32)
+        self.covered = np.zeros(max_requests, np.int32)
+        self.stored = np.zeros(max_requests, np.int32)
+        self._admitted: list[int] = []
+        self._special: set[int] = set()
+        self.version = 0
+        self._block_size = block_size
+
+    def take(self, slot: int, computed: int, column: int | None) -> int:
+        """Admit a request; the slot's generation."""
+        self._check(slot)
+        if self.live[slot]:
+            raise ValueError(f"slot is {slot}, which is in use; it must be released first")
+        if computed < 0:
+            raise ValueError(f"computed is {computed}; it must be at least 0")
+        if (computed == 0) != (column is None):
+            raise ValueError(
+                f"hit_column is {column} with computed={computed}; a fresh request has no column "
+                "to read, one with computed tokens must name the column that holds their state"
+            )
+        if column is not None and column < 0:
+            raise ValueError(f"hit_column is {column}; it must be at least 0")
+        held = NONE if column is None else column
+        self.live[slot] = True
+        self.known[slot] = held, held, 0, NONE, computed
+        self.computed[slot] = self.covered[slot] = computed
+        self.stored[slot] = 0
+        self.unfinished[slot] = NONE
+        self.lines[slot, fields.ADMIT : fields.ADMIT_COLUMN + 1] = 1, computed, held
+        self.lines[slot, fields.EVERY : fields.SECOND + 1] = self._block_size, 0, 0
+        self._admitted.append(slot)
+        self.version += 1
+        return int(self.generation[slot])
+
+    def drop(self, slot: int) -> None:
+        self.require_live(slot)
+        self.live[slot] = False
+        self.generation[slot] += 1
+        self.lines[slot, fields.ADMIT] = 0
+        self._special.discard(slot)
+        self.version += 1
+
+    def holds(self, slot: int, generation: int) -> bool:
+        """That request still lives in `slot`."""
+        return bool(self.live[slot]) and int(self.generation[slot]) == generation
+
+    @property
+    def uniform(self) -> bool:
+        """Every live slot has the rule it was admitted with: each boundary is retained."""
+        return not self._special
+
+    def begin(self, rows: StepRows, held: Held, number: int) -> None:
+        """Book a begun step: every earlier count has been folded in or listed to be."""
+        self.unfinished[:] = NONE
+        known = np.empty((len(rows), self.KNOWN_FIELDS), np.int32)
+        known[:, self.HELD_MIN], known[:, self.HELD_MAX], known[:, self.COVERED] = held
+        known[:, self.LAST_DRAFT], known[:, self.OPEN_STEP] = rows.draft, number
+        slot = rows.slot
+        if rows.padded:
+            live = slot >= 0
+            slot, known = slot[live], known[live]
+        self.known[slot] = known
+        if self._admitted:
+            self.lines[slot, fields.ADMIT] = 0
+            self._admitted = [s for s in self._admitted if self.lines[s, fields.ADMIT]]
+
+    def end(self, slot: NDArray[np.int32], current: NDArray[np.bool_]) -> None:
+        """Book an ended step: the next launch folds in the counts of its `current` rows."""
+        row = np.flatnonzero(current)
+        slot = slot[row]
+        self.unfinished[slot] = row
+        self.known[slot, self.OPEN_STEP] = NONE
+
+    def retain(self, slot: int, every: int, positions: tuple[int, ...]) -> None:
+        self.require_live(slot)
+        block = self._block_size
+        for name, value in (("every", every), *(("positions", p) for p in positions)):
+            if value < 0 or value % block:
+                raise ValueError(
+                    f"{name} is {value}; it must be a multiple of the block size ({block})"
+                )
+        if len(positions) > 2:
+            raise ValueError(f"positions has {len(positions)} entries; at most 2 are kept")
+        rule = every, *positions, *([0] * (2 - len(positions)))
+        self.lines[slot, fields.EVERY : fields.SECOND + 1] = rule
+        self._special.add(slot)
+        self.version += 1
+
+    def require_live(self, slot: int) -> None:
+        self._check(slot)
+        if not self.live[slot]:
+            raise ValueError(f"slot is {slot}, which holds no request; it must be admitted first")
+
+    def _check(self, slot: int) -> None:
+        if not 0 <= slot < len(self.live):
+            raise ValueError(f"slot is {slot}; it must be in 0..{len(self.live) - 1}")

@@ -1,0 +1,52 @@
+"""Squared ReLU."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from hybrid_runtime.kernels.common.backend import runs_triton
+from hybrid_runtime.kernels.common.pdl import pdl, pdl_wait
+
+
+def relu2_reference(x: Tensor) -> Tensor:
+    """max(x, 0)^2, in x's shape and dtype."""
+    return F.relu(x).square()
+
+
+@triton.jit(do_not_specialize=["tiles"])
+def _relu2_kernel(x, out, size, tiles, x_line, x_dim, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    pdl_wait(PDL)
+    line = (tl.program_id(0) // tiles).to(tl.int64)
+    index = (tl.program_id(0) % tiles).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = index < size
+    y = tl.load(x + line * x_line + index * x_dim, mask=inside, other=0.0).to(tl.float32)
+    y = tl.where(y < 0, 0.0, y)  # unlike a maximum, keeps NaN
+    tl.store(out + line * size + index, (y * y).to(out.dtype.element_ty), mask=inside)
+
+
+def relu2(x: Tensor) -> Tensor:
+    """`relu2_reference` by one launch where Triton runs (and not in fp64).
+
+    Args:
+        x: [..., size] with any strides; copied first if its lines cannot be counted by one stride.
+
+    Returns:
+        x's shape and dtype, dense.
+    """
+    if not runs_triton(x) or x.dtype == torch.float64:
+        return relu2_reference(x)
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if x.numel():
+        flat = x.reshape(1, -1) if x.is_contiguous() else x.reshape(-1, x.shape[-1])
+        lines, size = flat.shape
+        block = min(triton.next_power_of_2(size), 1024)
+        tiles = triton.cdiv(size, block)
+        _relu2_kernel[(lines * tiles,)](
+            flat, out, size, tiles, *flat.stride(), BLOCK=block, num_warps=max(block // 256, 1),
+            **pdl(x),
+        )  # fmt: skip
+    return out

@@ -1,0 +1,311 @@
+"""The kernels behind `chunk_scan`."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from hybrid_runtime.kernels.mamba.conv1d_varlen import first_tile, row_of_tile
+from hybrid_runtime.kernels.mamba.selective_state_update import _softplus
+
+
+@triton.jit(
+    do_not_specialize=["tokens", "rows"],
+    do_not_specialize_on_alignment=["dt", "A_log", "dt_bias", "slot", "cu_seqlens", "write_column"],
+)
+def steps_kernel(
+    dt,
+    A_log,
+    dt_bias,
+    slot,
+    cu_seqlens,
+    write_column,
+    out,
+    steps,
+    totals,
+    rests,
+    tokens,
+    rows,
+    dt_token,
+    dt_head,
+    dt_min,
+    dt_max,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    CHUNK: tl.constexpr,
+    TILE: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    EXACT: tl.constexpr,
+):
+    """Per head and chunk: time steps, and log2 of the decay from the chunk's start to each token.
+
+    Behind a row's end the step is 0, so the chunk's last total is that of its last token."""
+    head = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    chunk = tl.program_id(1)
+    is_head = head < HEADS
+
+    # Tokens of no row, those before and behind all rows, are shared out among the chunks.
+    p = tl.arange(0, BLOCK_P)
+    given = out + head[:, None] * DIM + p[None, :]
+    real = is_head[:, None] & (p < DIM)[None, :]
+    nothing = tl.zeros((TILE, BLOCK_P), out.dtype.element_ty)
+    token = chunk
+    while token < tl.load(cu_seqlens):
+        tl.store(given + token.to(tl.int64) * (HEADS * DIM), nothing, mask=real)
+        token += tl.num_programs(1)
+    token = tl.load(cu_seqlens + rows) + chunk
+    while token < tokens:
+        tl.store(given + token.to(tl.int64) * (HEADS * DIM), nothing, mask=real)
+        token += tl.num_programs(1)
+
+    row, number = row_of_tile(cu_seqlens, rows, chunk, CHUNK)
+    if row < 0:
+        return
+    start = tl.load(cu_seqlens + row)
+    left = tl.load(cu_seqlens + row + 1) - start - number * CHUNK
+    if (left <= 0) | (tl.load(slot + row) < 0) | (tl.load(write_column + row) < 0):
+        return
+    t = tl.arange(0, CHUNK)
+    at = (start + number * CHUNK + t).to(tl.int64) * dt_token
+    live = (t < left)[:, None] & is_head[None, :]
+    raw = tl.load(dt + at[:, None] + head[None, :] * dt_head, mask=live, other=0.0).to(tl.float32)
+    raw += tl.load(dt_bias + head, mask=is_head, other=0.0).to(tl.float32)[None, :]
+    step = tl.minimum(tl.maximum(_softplus(raw), dt_min), dt_max)
+    step = tl.where(live, step, 0.0)
+    rate = -tl.exp(tl.load(A_log + head, mask=is_head, other=0.0).to(tl.float32))
+    # Differences of long sums lose fp32 digits where the decay is strong: sum in fp64.
+    decay = (step * rate[None, :]).to(tl.float64) * 1.4426950408889634
+    total = tl.cumsum(decay, axis=0)
+    high = total.to(tl.float32)
+    lines = tl.num_programs(1).to(tl.int64) * CHUNK
+    to = head[None, :] * lines + (chunk.to(tl.int64) * CHUNK + t)[:, None]
+    tl.store(steps + to, step, mask=is_head[None, :])
+    tl.store(totals + to, high, mask=is_head[None, :])
+    if EXACT:
+        tl.store(rests + to, (total - high.to(tl.float64)).to(tl.float32), mask=is_head[None, :])
+
+
+@triton.jit(
+    do_not_specialize=["chunks"],
+    do_not_specialize_on_alignment=[
+        "block_table", "slot", "cu_seqlens", "read_column", "read_offset", "write_column",
+    ],
+)  # fmt: skip
+def carry_kernel(
+    x,
+    B,
+    steps,
+    totals,
+    rests,
+    states,
+    carried,
+    block_table,
+    slot,
+    cu_seqlens,
+    read_column,
+    read_offset,
+    write_column,
+    chunks,
+    x_token,
+    x_head,
+    x_dim,
+    B_token,
+    B_group,
+    B_state,
+    state_block,
+    state_head,
+    state_dim,
+    state_state,
+    table_stride,
+    dot_type: tl.constexpr,
+    HEADS: tl.constexpr,
+    HEADS_PER_GROUP: tl.constexpr,
+    DIM: tl.constexpr,
+    STATE: tl.constexpr,
+    CHUNK: tl.constexpr,
+    TRIPS: tl.constexpr,
+    TILE: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    EXACT: tl.constexpr,
+):
+    """One tile of one head's state through a whole row."""
+    tiles: tl.constexpr = (STATE + TILE - 1) // TILE
+    head = tl.program_id(0) // tiles
+    row = tl.program_id(1)
+    row_slot = tl.load(slot + row)
+    start = tl.load(cu_seqlens + row)
+    scheduled = tl.load(cu_seqlens + row + 1) - start
+    source = tl.load(read_column + row)
+    target = tl.load(write_column + row)
+    if (row_slot < 0) | (target < 0) | (scheduled <= 0):
+        return
+    p = tl.arange(0, BLOCK_P)
+    n = tl.program_id(0) % tiles * TILE + tl.arange(0, TILE)
+    t = tl.arange(0, CHUNK)
+    real = (p < DIM)[:, None] & (n < STATE)[None, :]
+    wide = head.to(tl.int64)
+    table = block_table + row_slot.to(tl.int64) * table_stride
+    further = tl.load(read_offset + row)
+    block = tl.load(table + source + further, mask=source >= 0, other=0).to(tl.int64)
+    element = p.to(tl.int64)[:, None] * state_dim + n.to(tl.int64)[None, :] * state_state
+    element += wide * state_head
+    old = states + block * state_block + element
+    h = tl.load(old, mask=real & (source >= 0), other=0.0).to(tl.float32)
+
+    first = first_tile(start, row, CHUNK).to(tl.int64)
+    sums = (wide * chunks + first) * CHUNK
+    given_x = x + wide * x_head + p[:, None] * x_dim
+    given_B = B + (head // HEADS_PER_GROUP).to(tl.int64) * B_group + n[None, :] * B_state
+    kept = carried + (first * HEADS + wide) * (DIM * STATE) + p[:, None] * STATE + n[None, :]
+    # Triton 3.6's interpreter has no loops of run-time length; there TRIPS bounds them.
+    for trip in range(TRIPS if TRIPS > 0 else tl.cdiv(scheduled, CHUNK)):
+        here = trip * CHUNK < scheduled
+        live = trip * CHUNK + t < scheduled
+        token = (start + trip * CHUNK + t).to(tl.int64)
+        mask = (p < DIM)[:, None] & live[None, :]
+        xs = tl.load(given_x + token[None, :] * x_token, mask=mask, other=0.0)
+        mask = live[:, None] & (n < STATE)[None, :]
+        Bs = tl.load(given_B + token[:, None] * B_token, mask=mask, other=0.0)
+        at = sums + trip * CHUNK
+        step = tl.load(steps + at + t, mask=here, other=0.0)
+        whole = tl.load(totals + at + (CHUNK - 1), mask=here, other=0.0)
+        left = whole - tl.load(totals + at + t, mask=here, other=0.0)
+        if EXACT:
+            left += tl.load(rests + at + (CHUNK - 1), mask=here, other=0.0)
+            left -= tl.load(rests + at + t, mask=here, other=0.0)
+        to = kept + tl.cast(trip, tl.int64) * (HEADS * DIM * STATE)
+        tl.store(to, h.to(carried.dtype.element_ty), mask=real & here)
+        xs = (xs.to(tl.float32) * (step * tl.exp2(left))[None, :]).to(dot_type)
+        h = tl.dot(xs, Bs.to(dot_type), h * tl.exp2(whole), input_precision="ieee")
+
+    # A row's read and write column may be the same block: each element is read and written by this
+    # program alone, and what is stored depends on what was loaded. The barrier covers layouts in
+    # which several threads load one element.
+    tl.debug_barrier()
+    to = tl.load(table + target).to(tl.int64)
+    tl.store(states + to * state_block + element, h.to(states.dtype.element_ty), mask=real)
+
+
+@triton.jit(
+    do_not_specialize=["rows"],
+    do_not_specialize_on_alignment=["D", "slot", "cu_seqlens", "write_column"],
+)
+def outputs_kernel(
+    x,
+    B,
+    C,
+    D,
+    steps,
+    totals,
+    rests,
+    carried,
+    slot,
+    cu_seqlens,
+    write_column,
+    out,
+    rows,
+    x_token,
+    x_head,
+    x_dim,
+    B_token,
+    B_group,
+    B_state,
+    C_token,
+    C_group,
+    C_state,
+    dot_type: tl.constexpr,
+    HEADS: tl.constexpr,
+    HEADS_PER_GROUP: tl.constexpr,
+    DIM: tl.constexpr,
+    STATE: tl.constexpr,
+    CHUNK: tl.constexpr,
+    TOKENS: tl.constexpr,
+    EACH: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PIECE: tl.constexpr,
+    EXACT: tl.constexpr,
+):
+    """Outputs of some tokens of a chunk for some heads of one group, which share C B^T.
+
+    PIECE is how much of the state is multiplied at once: all of it where there are matrix units,
+    little in fp32, whose operands lie in registers."""
+    parts: tl.constexpr = CHUNK // TOKENS
+    part = tl.program_id(0) % parts
+    head = tl.program_id(0) // parts * EACH
+    chunk = tl.program_id(1)
+    row, number = row_of_tile(cu_seqlens, rows, chunk, CHUNK)
+    if row < 0:
+        return
+    start = tl.load(cu_seqlens + row) + number * CHUNK
+    left = tl.load(cu_seqlens + row + 1) - start  # tokens of the row from here on
+    if part * TOKENS >= left:
+        return
+    m = part * TOKENS + tl.arange(0, TOKENS)
+    p = tl.arange(0, BLOCK_P)
+    queried = (start + m).to(tl.int64)
+    given = out + queried[:, None] * (HEADS * DIM) + p[None, :]
+    real = (m < left)[:, None] & (p < DIM)[None, :]
+    if (tl.load(slot + row) < 0) | (tl.load(write_column + row) < 0):
+        nothing = tl.zeros((TOKENS, BLOCK_P), out.dtype.element_ty)
+        for i in range(EACH):
+            tl.store(given + (head + i) * DIM, nothing, mask=real)
+        return
+
+    k = tl.arange(0, CHUNK)
+    n = tl.arange(0, PIECE)
+    token = (start + k).to(tl.int64)
+    group = (head // HEADS_PER_GROUP).to(tl.int64)
+    query_at = C + queried[:, None] * C_token + group * C_group
+    key_at = B + token[:, None] * B_token + group * B_group
+    query_real = (m < left)[:, None]
+    key_real = (k < left)[:, None]
+    Cs = tl.load(query_at + n[None, :] * C_state, mask=query_real & (n < STATE)[None, :], other=0.0)
+    Bs = tl.load(key_at + n[None, :] * B_state, mask=key_real & (n < STATE)[None, :], other=0.0)
+    Cs = Cs.to(dot_type)
+    score = tl.dot(Cs, tl.trans(Bs.to(dot_type)), input_precision="ieee")
+    for low in range(PIECE, BLOCK_N, PIECE):
+        more = low + n
+        mask = query_real & (more < STATE)[None, :]
+        Ci = tl.load(query_at + more[None, :] * C_state, mask=mask, other=0.0)
+        mask = key_real & (more < STATE)[None, :]
+        Bi = tl.load(key_at + more[None, :] * B_state, mask=mask, other=0.0)
+        Bi = tl.trans(Bi.to(dot_type))
+        score = tl.dot(Ci.to(dot_type), Bi, score, input_precision="ieee")
+    score = tl.where(k[None, :] <= m[:, None], score, 0.0)
+
+    lines = tl.num_programs(1).to(tl.int64) * CHUNK
+    given_x = x + token[:, None] * x_token + p[None, :] * x_dim
+    queried_x = x + queried[:, None] * x_token + p[None, :] * x_dim
+    given_state = carried + chunk.to(tl.int64) * (HEADS * DIM * STATE)
+    given_state += p[:, None] * STATE + n[None, :]
+    given_step = (k < left)[:, None] & (p < DIM)[None, :]
+    whole = (p < DIM)[:, None] & (n < STATE)[None, :]
+    for i in range(EACH):
+        wide = tl.cast(head + i, tl.int64)
+        line = wide * lines + chunk * CHUNK
+        xs = tl.load(given_x + wide * x_head, mask=given_step, other=0.0)
+        h = tl.load(given_state + wide * (DIM * STATE), mask=whole, other=0.0)
+        total = tl.load(totals + line + m)
+        decay = total[:, None] - tl.load(totals + line + k)[None, :]
+        if EXACT:
+            decay += tl.load(rests + line + m)[:, None] - tl.load(rests + line + k)[None, :]
+        # Above the diagonal the score is 0, but exp2 must not be infinite there.
+        weight = score * tl.exp2(tl.minimum(decay, 0.0)) * tl.load(steps + line + k)[None, :]
+        y = tl.dot(Cs, tl.trans(h.to(dot_type)), input_precision="ieee")
+        for low in range(PIECE, BLOCK_N, PIECE):
+            more = low + n
+            mask = query_real & (more < STATE)[None, :]
+            Ci = tl.load(query_at + more[None, :] * C_state, mask=mask, other=0.0)
+            mask = (p < DIM)[:, None] & (more < STATE)[None, :]
+            hi = tl.load(given_state + wide * (DIM * STATE) + low, mask=mask, other=0.0)
+            hi = tl.trans(hi.to(dot_type))
+            y = tl.dot(Ci.to(dot_type), hi, y, input_precision="ieee")
+        y *= tl.exp2(total)[:, None]
+        y = tl.dot(weight.to(dot_type), xs.to(dot_type), y, input_precision="ieee")
+        if TOKENS < CHUNK:
+            own = tl.load(queried_x + wide * x_head, mask=real, other=0.0)
+        else:
+            own = xs
+        y += tl.load(D + head + i).to(tl.float32) * own.to(tl.float32)
+        tl.store(given + (head + i) * DIM, y.to(out.dtype.element_ty), mask=real)

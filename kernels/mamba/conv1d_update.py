@@ -1,0 +1,225 @@
+"""Causal convolution of decode and verify rows over the extended window."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from hybrid_runtime.kernels.common.backend import runs_triton
+from hybrid_runtime.kernels.common.pdl import pdl, pdl_wait
+from hybrid_runtime.kernels.mamba.naive_conv1d import conv1d_reference
+
+MAX_TOKENS = 8
+"""Tokens per row that the kernel unrolls; longer rows go to the reference."""
+
+
+@triton.jit(
+    do_not_specialize=["tokens", "window_length"],
+    do_not_specialize_on_alignment=[
+        "block_table", "slot", "cu_seqlens", "draft", "read_column", "read_offset", "write_column",
+        "snapshot_column", "snapshot_after",
+    ],
+)  # fmt: skip
+def _conv1d_update_kernel(
+    x,
+    weight,
+    bias,
+    windows,
+    block_table,
+    slot,
+    cu_seqlens,
+    draft,
+    read_column,
+    read_offset,
+    write_column,
+    snapshot_column,
+    snapshot_after,
+    out,
+    tokens,
+    x_token,
+    x_channel,
+    weight_channel,
+    weight_tap,
+    bias_channel,
+    window_block,
+    window_position,
+    window_channel,
+    window_length,
+    table_stride,
+    CHANNELS: tl.constexpr,
+    TAPS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    TILE: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    pdl_wait(PDL)
+    channel = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    row = tl.program_id(1)
+    inside = channel < CHANNELS
+    given = out + channel
+    out_type = out.dtype.element_ty
+    history: tl.constexpr = TAPS - 1
+
+    row_slot = tl.load(slot + row)
+    start = tl.load(cu_seqlens + row)
+    end = tl.load(cu_seqlens + row + 1)
+    guesses = tl.load(draft + row)
+    source = tl.load(read_column + row)
+    offset = tl.load(read_offset + row)
+    target = tl.load(write_column + row)
+    active = (row_slot >= 0) & (target >= 0)
+
+    # What nobody computes is 0: tokens of a padded row, and those before and behind all rows.
+    token = tl.where(row == 0, 0, start)
+    while token < start:
+        tl.store(given + token.to(tl.int64) * CHANNELS, tl.zeros_like(channel).to(out_type), inside)
+        token += 1
+    token = tl.where(active, end, start)
+    last = tl.where(row == tl.num_programs(1) - 1, tokens, end)
+    while token < last:
+        tl.store(given + token.to(tl.int64) * CHANNELS, tl.zeros_like(channel).to(out_type), inside)
+        token += 1
+
+    if active & (end > start):
+        table = block_table + row_slot.to(tl.int64) * table_stride
+        reads = source >= 0
+        block = tl.load(table + source, mask=reads, other=0).to(tl.int64)
+        to = tl.load(table + target).to(tl.int64)
+        across = channel.to(tl.int64) * window_channel
+        taken = windows + block * window_block + across
+        inputs = ()
+        for j in tl.static_range(history):
+            at = (offset + j).to(tl.int64) * window_position
+            inputs += (tl.load(taken + at, mask=inside & reads, other=0.0),)
+        for i in tl.static_range(TOKENS):
+            at = (start + i).to(tl.int64) * x_token
+            live = inside & (start + i < end)
+            inputs += (tl.load(x + at + channel * x_channel, mask=live, other=0.0),)
+        taps = ()
+        for tap in tl.static_range(TAPS):
+            at = channel * weight_channel + tap * weight_tap
+            taps += (tl.load(weight + at, mask=inside, other=0.0).to(tl.float32),)
+
+        for i in tl.static_range(TOKENS):
+            y = tl.zeros((TILE,), tl.float32)
+            for tap in tl.static_range(TAPS):
+                y += inputs[i + tap].to(tl.float32) * taps[tap]
+            if bias is not None:
+                y += tl.load(bias + channel * bias_channel, mask=inside, other=0.0).to(tl.float32)
+            y = y / (1 + tl.exp(-y))
+            written = given + (start + i).to(tl.int64) * CHANNELS
+            tl.store(written, y.to(out_type), mask=inside & (start + i < end))
+
+        if snapshot_column is not None:
+            kept = tl.load(snapshot_column + row)
+            behind = tl.load(snapshot_after + row)
+            if kept >= 0:
+                saved = windows + tl.load(table + kept).to(tl.int64) * window_block + across
+                known = tl.where(reads, offset, 0)  # inputs that the old window has before ours
+                for j in tl.static_range(history):
+                    before = inside & (behind + j < known)
+                    from_old = taken + (behind + j).to(tl.int64) * window_position
+                    early = tl.load(from_old, mask=before, other=0.0)
+                    tl.store(saved + j * window_position, early, mask=before)
+                for i in tl.static_range(history + TOKENS):
+                    place = i + known - behind
+                    stays = (place >= 0) & (place < history) & (i < history + end - start)
+                    late = inputs[i].to(windows.dtype.element_ty)
+                    given_at = saved + place.to(tl.int64) * window_position
+                    tl.store(given_at, late, mask=inside & stays)
+        # Threads own the same channels in all these accesses only if the compiler vectorises
+        # them alike; the barrier keeps every load of the old window before the first store.
+        tl.debug_barrier()
+        written = windows + to * window_block + across
+        certain = end - start - guesses
+        for i in tl.static_range(history + TOKENS):
+            position = i - certain
+            kept = (position >= 0) & (i < history + end - start) & (position < window_length)
+            value = inputs[i].to(windows.dtype.element_ty)
+            at = position.to(tl.int64) * window_position
+            tl.store(written + at, value, mask=inside & kept)
+
+
+def conv1d_update(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    windows: Tensor,
+    block_table: Tensor,
+    slot: Tensor,
+    cu_seqlens: Tensor,
+    draft: Tensor,
+    read_column: Tensor,
+    read_offset: Tensor,
+    write_column: Tensor,
+    max_scheduled: int,
+    snapshot_column: Tensor | None = None,
+    snapshot_after: Tensor | None = None,
+) -> Tensor:
+    """`conv1d_reference` for rows of few tokens, by one launch where Triton runs.
+
+    No row may read a block that another row of the same call writes. Rows of more than
+    `MAX_TOKENS` tokens and fp64 go to the reference. The snapshot arguments are those of
+    `replay_conv1d_update`, which is the one to call with them.
+
+    Raises:
+        ValueError: as the reference.
+    """
+    if (
+        not runs_triton(x)
+        or max_scheduled > MAX_TOKENS
+        or torch.float64 in (x.dtype, windows.dtype)
+    ):
+        return conv1d_reference(
+            x, weight, bias, windows, block_table, slot, cu_seqlens, draft, read_column,
+            read_offset, write_column, max_scheduled,
+        )  # fmt: skip
+    tokens = x.shape[0]
+    channels, taps = weight.shape
+    if x.shape[1] != channels:
+        raise ValueError(f"x has {x.shape[1]} channels, must have weight's {channels}")
+    if windows.shape[1] < taps - 1 or windows.shape[2] != channels:
+        raise ValueError(
+            f"windows is {tuple(windows.shape)}, must be [blocks, at least {taps - 1}, {channels}]"
+        )
+    rows = slot.shape[0]
+    out = torch.empty((tokens, channels), dtype=x.dtype, device=x.device)
+    if rows == 0 or max_scheduled == 0:
+        return out.zero_()
+    tile = TILE if rows < MANY_ROWS else TILE_MANY_ROWS
+    _conv1d_update_kernel[(triton.cdiv(channels, tile), rows)](
+        x,
+        weight,
+        bias,
+        windows,
+        block_table,
+        slot,
+        cu_seqlens,
+        draft,
+        read_column,
+        read_offset,
+        write_column,
+        snapshot_column,
+        snapshot_after,
+        out,
+        tokens,
+        *x.stride(),
+        *weight.stride(),
+        1 if bias is None else bias.stride(0),
+        *windows.stride(),
+        windows.shape[1],
+        block_table.stride(0),
+        CHANNELS=channels,
+        TAPS=taps,
+        TOKENS=max_scheduled,
+        TILE=tile,
+        num_warps=WARPS,
+        **pdl(x),
+    )
+    return out
+
+
+# Channels per program; swept on an H200.
+TILE, TILE_MANY_ROWS, MANY_ROWS, WARPS = 256, 512, 32, 4

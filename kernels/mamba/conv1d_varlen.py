@@ -1,0 +1,267 @@
+"""Causal convolution of prefill rows: tiles of tokens and channels, all of them at once.
+
+Memory bound: inputs are read and outputs written once; of a tile's inputs only the `W - 1` before
+its first token are read by two programs. Which row a tile belongs to is found on the device, so the
+grid follows from the numbers of tokens and rows alone.
+"""
+
+# Registers are gathered in tuples, which grow in unrolled loops.
+# mypy: disable-error-code="assignment, var-annotated"
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from hybrid_runtime.kernels.common.backend import runs_triton
+from hybrid_runtime.kernels.mamba.naive_conv1d import conv1d_reference
+
+
+@triton.jit
+def first_tile(start, row, SIZE: tl.constexpr):
+    """Where the tiles of a row begin, when rows are cut into tiles of SIZE tokens.
+
+    With floor(a) + ceil(b) <= floor(a + b) + 1 the tiles of a row end before the next row's begin,
+    and all of them lie below `tile_bound`: no row has to know the lengths of those before it.
+    """
+    return start // SIZE + row
+
+
+@triton.jit
+def row_of_tile(cu_seqlens, rows, tile, SIZE: tl.constexpr):
+    """The row that owns a tile, and the tile's number in it (which the row may not reach); -1 for
+    the row when no row begins that early."""
+    lane = tl.arange(0, 128)
+    base = rows * 0
+    found = rows * 0
+    while base < rows:
+        row = base + lane
+        start = tl.load(cu_seqlens + row, mask=row < rows, other=0)
+        begun = (first_tile(start, row, SIZE) <= tile) & (row < rows)
+        found += tl.sum(begun.to(tl.int32), axis=0)
+        base += 128
+    row = found - 1
+    start = tl.load(cu_seqlens + row, mask=row >= 0, other=0)
+    return row, tile - first_tile(start, row, SIZE)
+
+
+def tile_bound(tokens: int, rows: int, size: int) -> int:
+    """Tiles of `size` tokens that rows of so many tokens in all can have."""
+    return tokens // size + rows
+
+
+@triton.jit(
+    do_not_specialize=["tokens", "rows"],
+    do_not_specialize_on_alignment=[
+        "block_table", "slot", "cu_seqlens", "draft", "read_column", "read_offset", "write_column",
+    ],
+)  # fmt: skip
+def _conv1d_varlen_kernel(
+    x,
+    weight,
+    bias,
+    windows,
+    block_table,
+    slot,
+    cu_seqlens,
+    draft,
+    read_column,
+    read_offset,
+    write_column,
+    out,
+    tokens,
+    rows,
+    x_token,
+    x_channel,
+    weight_channel,
+    weight_tap,
+    bias_channel,
+    window_block,
+    window_position,
+    window_channel,
+    table_stride,
+    CHANNELS: tl.constexpr,
+    TAPS: tl.constexpr,
+    LENGTH: tl.constexpr,
+    TOKENS: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    channel = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    item = tl.program_id(1)
+    inside = channel < CHANNELS
+    given = out + channel
+    out_type = out.dtype.element_ty
+    history: tl.constexpr = TAPS - 1
+    nothing = tl.zeros((TILE,), out_type)
+
+    # Tokens of no row, those before and behind all rows, are shared out among the tiles.
+    token = item
+    while token < tl.load(cu_seqlens):
+        tl.store(given + token.to(tl.int64) * CHANNELS, nothing, mask=inside)
+        token += tl.num_programs(1)
+    token = tl.load(cu_seqlens + rows) + item
+    while token < tokens:
+        tl.store(given + token.to(tl.int64) * CHANNELS, nothing, mask=inside)
+        token += tl.num_programs(1)
+
+    row, number = row_of_tile(cu_seqlens, rows, item, TOKENS)
+    if row < 0:
+        return
+    start = tl.load(cu_seqlens + row)
+    scheduled = tl.load(cu_seqlens + row + 1) - start
+    low = number * TOKENS
+    if low >= scheduled:
+        return
+    row_slot = tl.load(slot + row)
+    target = tl.load(write_column + row)
+    if (row_slot < 0) | (target < 0):
+        for i in tl.static_range(TOKENS):
+            written = given + (start + low + i).to(tl.int64) * CHANNELS
+            tl.store(written, nothing, mask=inside & (low + i < scheduled))
+        return
+
+    table = block_table + row_slot.to(tl.int64) * table_stride
+    source = tl.load(read_column + row)
+    offset = tl.load(read_offset + row)
+    opens = number == 0
+    reads = opens & (source >= 0)
+    block = tl.load(table + source, mask=reads, other=0).to(tl.int64)
+    across = channel.to(tl.int64) * window_channel
+    old = windows + block * window_block + offset.to(tl.int64) * window_position + across
+    given_x = x + channel.to(tl.int64) * x_channel
+    inputs = ()
+    for i in tl.static_range(history):  # TOKENS >= history: only the first tile needs the window
+        at = (start + low - history + i).to(tl.int64) * x_token
+        before = tl.load(given_x + at, mask=inside & (number > 0), other=0.0).to(tl.float32)
+        past = tl.load(old + i * window_position, mask=inside & reads, other=0.0).to(tl.float32)
+        inputs += (tl.where(opens, past, before),)
+    for i in tl.static_range(TOKENS):
+        at = (start + low + i).to(tl.int64) * x_token
+        live = inside & (low + i < scheduled)
+        inputs += (tl.load(given_x + at, mask=live, other=0.0),)
+    taps = ()
+    for tap in tl.static_range(TAPS):
+        at = channel.to(tl.int64) * weight_channel + tap * weight_tap
+        taps += (tl.load(weight + at, mask=inside, other=0.0).to(tl.float32),)
+    constant = tl.zeros((TILE,), tl.float32)
+    if bias is not None:
+        constant = tl.load(bias + channel * bias_channel, mask=inside, other=0.0).to(tl.float32)
+
+    for i in tl.static_range(TOKENS):
+        y = constant
+        for tap in tl.static_range(TAPS):
+            y += inputs[i + tap].to(tl.float32) * taps[tap]
+        y = y / (1 + tl.exp(-y))
+        written = given + (start + low + i).to(tl.int64) * CHANNELS
+        tl.store(written, y.to(out_type), mask=inside & (low + i < scheduled))
+
+    # The block that is read may be the one that is written. Only a row's first tile reads the old
+    # window, so that program also writes the new one, of inputs that are still in x: programs of
+    # other tiles may run before or after it. It owns its channels in both, and the barrier keeps
+    # all its loads before the first store even where its threads don't own the same channels.
+    if opens:
+        certain = scheduled - tl.load(draft + row)
+        values = ()
+        for position in tl.static_range(LENGTH):
+            index = certain + position  # among the old window's W - 1 inputs and the row's own
+            kept_at = old + index.to(tl.int64) * window_position
+            kept = tl.load(kept_at, mask=inside & reads & (index < history), other=0.0)
+            own_at = given_x + (start + index - history).to(tl.int64) * x_token
+            own = (index >= history) & (index < history + scheduled)
+            fresh = tl.load(own_at, mask=inside & own, other=0.0).to(windows.dtype.element_ty)
+            values += (tl.where(index < history, kept, fresh),)
+        tl.debug_barrier()
+        to = tl.load(table + target).to(tl.int64)
+        rolled = windows + to * window_block + across
+        for position in tl.static_range(LENGTH):
+            known = certain + position < history + scheduled
+            tl.store(rolled + position * window_position, values[position], mask=inside & known)
+
+
+class ConvTiling(NamedTuple):
+    """Launch shape: tokens and channels of a program, its warps."""
+
+    tokens: int = 16
+    channels: int = 256
+    warps: int = 2
+
+
+def conv1d_varlen(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    windows: Tensor,
+    block_table: Tensor,
+    slot: Tensor,
+    cu_seqlens: Tensor,
+    draft: Tensor,
+    read_column: Tensor,
+    read_offset: Tensor,
+    write_column: Tensor,
+    max_scheduled: int,
+    tiling: ConvTiling | None = None,
+) -> Tensor:
+    """`conv1d_reference` for rows of any length, by one launch where Triton runs.
+
+    No row may read a block that another row of the same call writes; a row's own read and write
+    columns may be the same. fp64 goes to the reference.
+
+    Args:
+        tiling: launch shape; None = `ConvTiling()`. All other arguments as in the reference.
+
+    Raises:
+        ValueError: as the reference.
+    """
+    if not runs_triton(x) or torch.float64 in (x.dtype, windows.dtype):
+        return conv1d_reference(
+            x, weight, bias, windows, block_table, slot, cu_seqlens, draft, read_column,
+            read_offset, write_column, max_scheduled,
+        )  # fmt: skip
+    tokens = x.shape[0]
+    channels, taps = weight.shape
+    if x.shape[1] != channels:
+        raise ValueError(f"x has {x.shape[1]} channels, must have weight's {channels}")
+    if windows.shape[1] < taps - 1 or windows.shape[2] != channels:
+        raise ValueError(
+            f"windows is {tuple(windows.shape)}, must be [blocks, at least {taps - 1}, {channels}]"
+        )
+    rows = slot.shape[0]
+    out = torch.empty((tokens, channels), dtype=x.dtype, device=x.device)
+    if rows == 0 or tokens == 0 or max_scheduled == 0:
+        return out.zero_()
+    shape = tiling or ConvTiling()
+    length = max(min(shape.tokens, triton.next_power_of_2(max_scheduled)), taps - 1, 1)
+    _conv1d_varlen_kernel[
+        (triton.cdiv(channels, shape.channels), tile_bound(tokens, rows, length))
+    ](
+        x,
+        weight,
+        bias,
+        windows,
+        block_table,
+        slot,
+        cu_seqlens,
+        draft,
+        read_column,
+        read_offset,
+        write_column,
+        out,
+        tokens,
+        rows,
+        *x.stride(),
+        *weight.stride(),
+        1 if bias is None else bias.stride(0),
+        *windows.stride(),
+        block_table.stride(0),
+        CHANNELS=channels,
+        TAPS=taps,
+        LENGTH=windows.shape[1],
+        TOKENS=length,
+        TILE=shape.channels,
+        num_warps=shape.warps,
+    )
+    return out

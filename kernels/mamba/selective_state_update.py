@@ -1,0 +1,267 @@
+"""Mamba-2 state update of decode and verify rows: one read of the state, one write per guess.
+
+Memory bound: a row reads one state and writes `draft + 1`. Each program owns one tile of one head
+in every column of its row, so the column that is read may be one of those that are written.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from hybrid_runtime.kernels.common.backend import runs_triton
+from hybrid_runtime.kernels.common.pdl import pdl, pdl_wait
+from hybrid_runtime.kernels.mamba.naive import selective_state_update_reference
+
+MAX_TOKENS = 8
+"""Tokens per row that the kernel unrolls; longer rows go to the reference."""
+
+
+@triton.jit
+def _softplus(v):
+    """log(1 + exp(v)) with fp32's relative precision everywhere, from exp and arithmetic alone."""
+    e = tl.exp(-tl.abs(v))
+    z = e / (2 + e)  # log1p(e) = 2 atanh(z), and z <= 1/3
+    q = z * z
+    series = 1 / 11 + q * (1 / 13)
+    series = 1 / 9 + q * series
+    series = 1 / 7 + q * series
+    series = 1 / 5 + q * series
+    series = 1 / 3 + q * series
+    return tl.maximum(v, 0.0) + 2 * z * (1 + q * series)
+
+
+@triton.jit(
+    do_not_specialize=["tokens"],
+    do_not_specialize_on_alignment=[
+        "dt", "A_log", "D", "dt_bias", "block_table", "slot", "cu_seqlens", "draft",
+        "read_column", "read_offset", "write_column",
+    ],
+)  # fmt: skip
+def _selective_state_update_kernel(
+    x,
+    dt,
+    A_log,
+    B,
+    C,
+    D,
+    dt_bias,
+    states,
+    block_table,
+    slot,
+    cu_seqlens,
+    draft,
+    read_column,
+    read_offset,
+    write_column,
+    out,
+    tokens,
+    x_token,
+    x_head,
+    x_dim,
+    dt_token,
+    dt_head,
+    B_token,
+    B_group,
+    B_state,
+    C_token,
+    C_group,
+    C_state,
+    table_stride,
+    state_stride,
+    dt_min,
+    dt_max,
+    HEADS: tl.constexpr,
+    HEADS_PER_GROUP: tl.constexpr,
+    DIM: tl.constexpr,
+    STATE: tl.constexpr,
+    TOKENS: tl.constexpr,
+    TILE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    pdl_wait(PDL, False)
+    tiles: tl.constexpr = (DIM + TILE - 1) // TILE
+    item = tl.program_id(0)
+    row = tl.program_id(1)
+    head = item // tiles
+    group = head // HEADS_PER_GROUP
+    p = item % tiles * TILE + tl.arange(0, TILE)
+    n = tl.arange(0, WIDTH)
+    in_dim = p < DIM
+    in_state = n < STATE
+    out_type = out.dtype.element_ty
+    given = out + head * DIM + p
+
+    row_slot = tl.load(slot + row)
+    start = tl.load(cu_seqlens + row)
+    end = tl.load(cu_seqlens + row + 1)
+    guesses = tl.load(draft + row)
+    source = tl.load(read_column + row)
+    further = tl.load(read_offset + row)
+    target = tl.load(write_column + row)
+    active = (row_slot >= 0) & (target >= 0)
+
+    # What nobody computes is 0: tokens of a padded row, and those before and behind all rows.
+    token = tl.where(row == 0, 0, start)
+    while token < start:
+        tl.store(given + token.to(tl.int64) * (HEADS * DIM), tl.zeros_like(p).to(out_type), in_dim)
+        token += 1
+    token = tl.where(active, end, start)
+    last = tl.where(row == tl.num_programs(1) - 1, tokens, end)
+    while token < last:
+        tl.store(given + token.to(tl.int64) * (HEADS * DIM), tl.zeros_like(p).to(out_type), in_dim)
+        token += 1
+
+    if active & (end > start):
+        table = block_table + row_slot.to(tl.int64) * table_stride
+        first = end - start - 1 - guesses  # the first token after which the state is stored
+        if (DIM % TILE == 0) & (STATE == WIDTH):  # a constant: these masks cost nothing
+            whole = tl.full((TILE, WIDTH), True, tl.int1)
+        else:
+            whole = in_dim[:, None] & in_state[None, :]
+        element = (head * DIM + p)[:, None] * STATE + n[None, :]
+        reads = source >= 0
+        block = tl.load(table + source + further, mask=reads, other=0).to(tl.int64)
+        # Everything is loaded before the first store, which a load could not pass, and the state
+        # before anything waits. Loads and stores of the state lie the same way over the threads,
+        # so each thread overwrites only what it has read itself.
+        xs = ()
+        Bs = ()
+        Cs = ()
+        raws = ()
+        blocks = ()
+        for i in tl.static_range(TOKENS):
+            live = start + i < end
+            at = (start + i).to(tl.int64)
+            raws += (tl.load(dt + at * dt_token + head * dt_head, mask=live, other=0.0),)
+            column = target + i - first
+            stored = live & (i >= first)
+            blocks += (tl.load(table + column, mask=stored, other=0),)
+            taken = x + at * x_token + head * x_head + p * x_dim
+            xs += (tl.load(taken, mask=in_dim & live, other=0.0),)
+            taken = B + at * B_token + group * B_group + n * B_state
+            Bs += (tl.load(taken, mask=in_state & live, other=0.0),)
+            taken = C + at * C_token + group * C_group + n * C_state
+            Cs += (tl.load(taken, mask=in_state & live, other=0.0),)
+        h = tl.load(states + block * state_stride + element, mask=whole & reads, other=0.0)
+        bias = tl.load(dt_bias + head).to(tl.float32)
+        rate = -tl.exp(tl.load(A_log + head).to(tl.float32))
+        skip = tl.load(D + head).to(tl.float32)
+        h = h.to(tl.float32)
+        for i in tl.static_range(TOKENS):
+            live = start + i < end
+            stored = live & (i >= first)
+            step = _softplus(raws[i].to(tl.float32) + bias)
+            # Beyond the row's end the step is 0: decay 1 and no input, so the state stays.
+            step = tl.where(live, tl.minimum(tl.maximum(step, dt_min), dt_max), 0.0)
+            xi = xs[i].to(tl.float32)
+            Bi = Bs[i].to(tl.float32)[None, :]
+            Ci = Cs[i].to(tl.float32)[None, :]
+            h = h * tl.exp(step * rate) + (step * xi)[:, None] * Bi
+            y = tl.sum(h * Ci, axis=1) + skip * xi
+            written = given + (start + i).to(tl.int64) * (HEADS * DIM)
+            tl.store(written, y.to(out_type), mask=in_dim & live)
+            written = states + blocks[i].to(tl.int64) * state_stride + element
+            kept = h.to(states.dtype.element_ty)
+            # Nobody reads it before the next step: evict it first.
+            tl.store(written, kept, mask=whole & stored, cache_modifier=".cs")
+
+
+def selective_state_update(
+    x: Tensor,
+    dt: Tensor,
+    A_log: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor,
+    dt_bias: Tensor,
+    states: Tensor,
+    block_table: Tensor,
+    slot: Tensor,
+    cu_seqlens: Tensor,
+    draft: Tensor,
+    read_column: Tensor,
+    read_offset: Tensor,
+    write_column: Tensor,
+    max_scheduled: int,
+    dt_min: float = 0.0,
+    dt_max: float = math.inf,
+) -> Tensor:
+    """`selective_state_update_reference` by one launch where Triton runs.
+
+    Each block of `states` must be contiguous, and no row may read a block that another row of the
+    same call writes. Rows of more than `MAX_TOKENS` tokens and fp64 go to the reference.
+
+    Raises:
+        ValueError: as the reference, or blocks are not contiguous.
+    """
+    if not runs_triton(x) or max_scheduled > MAX_TOKENS or torch.float64 in (x.dtype, states.dtype):
+        return selective_state_update_reference(
+            x, dt, A_log, B, C, D, dt_bias, states, block_table, slot, cu_seqlens, draft,
+            read_column, read_offset, write_column, max_scheduled, dt_min, dt_max,
+        )  # fmt: skip
+    tokens, heads, dim = x.shape
+    groups, state = B.shape[1:]
+    if heads % groups:
+        raise ValueError(f"x has {heads} heads, must be a multiple of B's {groups} groups")
+    if tuple(states.shape[1:]) != (heads, dim, state):
+        raise ValueError(
+            f"states is {tuple(states.shape)}, must be [blocks, {heads}, {dim}, {state}]"
+        )
+    if states.stride()[1:] != (dim * state, state, 1):
+        raise ValueError(
+            f"states has strides {states.stride()}, must be [any, {dim * state}, {state}, 1]"
+        )
+    rows = slot.shape[0]
+    out = torch.empty((tokens, heads, dim), dtype=x.dtype, device=x.device)
+    if rows == 0 or max_scheduled == 0:
+        return out.zero_()
+    tile, warps = SHAPES[states.element_size()]
+    tile = min(tile, triton.next_power_of_2(dim))
+    _selective_state_update_kernel[(heads * triton.cdiv(dim, tile), rows)](
+        x,
+        dt,
+        A_log,
+        B,
+        C,
+        D,
+        dt_bias,
+        states,
+        block_table,
+        slot,
+        cu_seqlens,
+        draft,
+        read_column,
+        read_offset,
+        write_column,
+        out,
+        tokens,
+        *x.stride(),
+        *dt.stride(),
+        *B.stride(),
+        *C.stride(),
+        block_table.stride(0),
+        states.stride(0),
+        float(dt_min),
+        float(dt_max),
+        HEADS=heads,
+        HEADS_PER_GROUP=heads // groups,
+        DIM=dim,
+        STATE=state,
+        TOKENS=max_scheduled,
+        TILE=tile,
+        WIDTH=triton.next_power_of_2(state),
+        num_warps=warps,
+        **pdl(x),
+    )
+    return out
+
+
+# Rows of a head's state per program and its warps, by the bytes of a state's element: 64 bytes of
+# state per thread. Swept on an H200 over 1 to 128 rows.
+SHAPES = {4: (8, 2), 2: (16, 2)}

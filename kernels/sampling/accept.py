@@ -1,0 +1,115 @@
+"""Which drafts stand: those in front that are the target's own choice, or as many as were drawn."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from hybrid_runtime.kernels.common.backend import runs_triton
+
+
+def accept_drafts_reference(
+    chosen: Tensor,
+    drafts: Tensor,
+    num_draft: Tensor,
+    emits: Tensor,
+    rates: Tensor | None = None,
+    drawn: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Keep leading drafts, and add the target's token after them.
+
+    Args:
+        chosen: int32 `[rows, K + 1]`, the target's token after each draft.
+        drafts: int32 `[rows, K]`; -1 is a guess that was not made, which is never kept.
+        num_draft: int32 `[rows]`, 0 .. K.
+        emits: bool or int `[rows]`, 0 where a row emits nothing.
+        rates: float32 `[K]`; given, draft i is kept if `drawn` < rates[i], right or wrong.
+        drawn: float32 `[rows]` in [0, 1), one number for all drafts of a row.
+
+    Returns:
+        tokens int32 `[rows, K + 1]` (kept drafts, the target's token, then -1) and their count
+        int32 `[rows]`, 0 where the row emits nothing.
+    """
+    index = torch.arange(chosen.shape[1], device=chosen.device)
+    guessed = (index[:-1] < num_draft[:, None]) & (drafts >= 0)
+    if rates is None or drawn is None:
+        same = chosen[:, :-1] == drafts
+    else:
+        same = drawn[:, None] < rates
+    kept = (same & guessed).long().cumprod(-1).sum(-1)
+    own = chosen.gather(1, kept[:, None])
+    padded = torch.cat([drafts.to(torch.int32), own], 1)
+    tokens = torch.where(index == kept[:, None], own, padded)
+    samples = emits != 0
+    tokens = torch.where((index <= kept[:, None]) & samples[:, None], tokens, -1)
+    return tokens, torch.where(samples, kept + 1, 0).to(torch.int32)
+
+
+@triton.jit(
+    do_not_specialize_on_alignment=["chosen", "drafts", "num_draft", "emits", "tokens", "counts"]
+)
+def _accept_drafts_kernel(
+    chosen,
+    drafts,
+    draft_stride,
+    num_draft,
+    emits,
+    rates,
+    drawn,
+    tokens,
+    counts,
+    NUM_DRAFT: tl.constexpr,
+    FORCED: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    row = tl.program_id(0)
+    j = tl.arange(0, WIDTH)
+    guesses = tl.load(num_draft + row)
+    samples = tl.load(emits + row).to(tl.int32) != 0
+    own = tl.load(chosen + row * (NUM_DRAFT + 1) + j, mask=j <= NUM_DRAFT, other=0)
+    guess = tl.load(drafts + row * draft_stride + j, mask=(j < guesses) & (j < NUM_DRAFT), other=-1)
+    if FORCED:
+        same = tl.load(drawn + row) < tl.load(rates + j, mask=j < NUM_DRAFT, other=0.0)
+    else:
+        same = guess == own
+    kept = tl.min(tl.where(same & (guess >= 0), WIDTH, j), axis=0)
+    token = tl.where(j < kept, guess, own)
+    token = tl.where((j <= kept) & samples, token, -1)
+    tl.store(tokens + row * (NUM_DRAFT + 1) + j, token, mask=j <= NUM_DRAFT)
+    tl.store(counts + row, tl.where(samples, kept + 1, 0))
+
+
+def accept_drafts(
+    chosen: Tensor,
+    drafts: Tensor,
+    num_draft: Tensor,
+    emits: Tensor,
+    rates: Tensor | None = None,
+    drawn: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`accept_drafts_reference` by one launch where Triton runs."""
+    rows, width = chosen.shape
+    if not rows or not runs_triton(chosen) or drafts.dtype != torch.int32:
+        return accept_drafts_reference(chosen, drafts, num_draft, emits, rates, drawn)
+    tokens = torch.empty((rows, width), dtype=torch.int32, device=chosen.device)
+    counts = torch.empty(rows, dtype=torch.int32, device=chosen.device)
+    forced = rates is not None
+    _accept_drafts_kernel[(rows,)](
+        chosen.contiguous(),
+        drafts,
+        drafts.stride(0),
+        num_draft.to(torch.int32),
+        emits,
+        rates if forced else counts,
+        drawn if forced else counts,
+        tokens,
+        counts,
+        NUM_DRAFT=width - 1,
+        FORCED=forced,
+        # One more than the tokens, so that some index always fails.
+        WIDTH=triton.next_power_of_2(width + 1),
+        num_warps=1,
+    )
+    return tokens, counts

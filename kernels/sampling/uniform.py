@@ -1,0 +1,104 @@
+"""Random numbers that depend on nothing but their key, on every device and in every batch."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from hybrid_runtime.kernels.common.backend import runs_triton
+
+
+def _signed(x: int) -> int:
+    # torch refuses a Python integer that does not fit, while its own int64 arithmetic wraps.
+    return (x + 2**63) % 2**64 - 2**63
+
+
+GAMMA = _signed(0x9E3779B97F4A7C15)
+MIX_1 = _signed(0xBF58476D1CE4E5B9)
+MIX_2 = _signed(0x94D049BB133111EB)
+
+
+def uniform_reference(seed: Tensor, position: Tensor, stream: int) -> Tensor:
+    """Output number `position` of SplitMix64 (Steele, Lea, Flood: "Fast splittable pseudorandom
+    number generators", OOPSLA 2014; constants of the public-domain version by Vigna), whose start
+    state is itself mixed from `seed` and `stream`; its 24 highest bits are the fraction.
+
+    Args:
+        seed: int64 `[rows]`.
+        position: int64 `[rows, ...]`.
+        stream: what the number is for.
+
+    Returns:
+        float32 like `position`, multiples of 2**-24 in [0, 1).
+    """
+    start = _mix(_mix(seed + GAMMA) + _signed(GAMMA * (stream + 1)))
+    start = start.reshape(-1, *[1] * (position.dim() - 1))
+    return _shift_right(_mix(start + (position + 1) * GAMMA), 40).to(torch.float32) * 2.0**-24
+
+
+def _shift_right(x: Tensor, bits: int) -> Tensor:
+    # int64 >> is arithmetic; the published function shifts zeros in.
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _mix(x: Tensor) -> Tensor:
+    x = (x ^ _shift_right(x, 30)) * MIX_1
+    x = (x ^ _shift_right(x, 27)) * MIX_2
+    return x ^ _shift_right(x, 31)
+
+
+@triton.jit
+def _mixed(x, MIX_1: tl.constexpr, MIX_2: tl.constexpr):
+    x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * MIX_1
+    x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * MIX_2
+    return x ^ ((x >> 31) & 0x1FFFFFFFF)
+
+
+@triton.jit(do_not_specialize=["count", "width"])
+def _uniform_kernel(
+    seed,
+    position,
+    out,
+    count,
+    width,
+    STREAM: tl.constexpr,
+    GAMMA: tl.constexpr,
+    MIX_1: tl.constexpr,
+    MIX_2: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    index = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    inside = index < count
+    key = tl.load(seed + index // width, mask=inside, other=0)
+    key = _mixed(_mixed(key + GAMMA, MIX_1, MIX_2) + STREAM, MIX_1, MIX_2)
+    at = tl.load(position + index, mask=inside, other=0).to(tl.int64) + 1
+    bits = _mixed(key + at * GAMMA, MIX_1, MIX_2)
+    tl.store(out + index, ((bits >> 40) & 0xFFFFFF).to(tl.float32) * (2.0**-24), mask=inside)
+
+
+TILE = 128
+"""Numbers per program."""
+
+
+def uniform(seed: Tensor, position: Tensor, stream: int) -> Tensor:
+    """`uniform_reference` by one launch where Triton runs."""
+    if not runs_triton(seed) or not position.numel():
+        return uniform_reference(seed, position, stream)
+    out = torch.empty(position.shape, dtype=torch.float32, device=position.device)
+    count = position.numel()
+    _uniform_kernel[(triton.cdiv(count, TILE),)](
+        seed.contiguous(),
+        position.contiguous(),
+        out,
+        count,
+        count // position.shape[0],
+        STREAM=_signed(GAMMA * (stream + 1)),
+        GAMMA=GAMMA,
+        MIX_1=MIX_1,
+        MIX_2=MIX_2,
+        TILE=TILE,
+        num_warps=4,
+    )
+    return out

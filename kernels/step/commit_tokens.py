@@ -1,0 +1,218 @@
+"""What a step emitted: added to its sequences, and turned into the inputs of the drafter's passes.
+
+One launch after acceptance. The drafter's first pass covers the step's own tokens, each position
+with the token that follows it; its further passes run one token a row, behind the new end.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from hybrid_runtime.kernels.common.backend import runs_triton
+from hybrid_runtime.kernels.step.prepare_inputs import StepInputs
+
+
+class DraftInputs(NamedTuple):
+    """Inputs of the drafter's passes, int32 throughout.
+
+    tokens: `[T]`, the token after each of the step's tokens. last: `[rows]`, index of the row's
+    last token that stood. slot: `[rows]`, -1 in rows that emitted nothing: those in the middle of
+    their prompt have no token to go on from. computed: `[passes, rows]`, position of the one token
+    that a row runs in pass 1, 2, ...
+    """
+
+    tokens: Tensor
+    last: Tensor
+    slot: Tensor
+    computed: Tensor
+
+    @classmethod
+    def empty(cls, rows: int, tokens: int, num_draft: int, device: torch.device) -> DraftInputs:
+        """Buffers for so many rows, tokens and drafts."""
+        size = (tokens,), (rows,), (rows,), (max(num_draft - 1, 0), rows)
+        return cls(*(torch.zeros(s, dtype=torch.int32, device=device) for s in size))
+
+    def first(self, rows: int, tokens: int) -> DraftInputs:
+        """Views of the first so many rows and tokens."""
+        return DraftInputs(
+            self.tokens[:tokens], self.last[:rows], self.slot[:rows], self.computed[:, :rows]
+        )
+
+
+def commit_tokens_reference(
+    inputs: StepInputs,
+    tokens: Tensor,
+    num_accepted: Tensor,
+    history: Tensor,
+    length: Tensor,
+    emitted: Tensor,
+    out: DraftInputs,
+    max_scheduled: int,
+) -> None:
+    """Append a step's tokens to their sequences and prepare the drafter's passes.
+
+    Args:
+        inputs: the step's rows.
+        tokens: int32 `[rows, K + 1]`, what each row emits, the tail -1.
+        num_accepted: int32 `[rows]`, how many: 0 in rows that emit none.
+        history: int32 `[slots + 1, length]`, appended to behind `length` tokens; its last row is
+            nobody's.
+        length: int32 `[slots + 1]`, any stride, raised by the count.
+        emitted: int32 `[rows, K + 2]`, gets the tokens and, last, their count: what the host reads.
+        out: written whole. Position p of the drafter sees token p + 1, so with n' tokens computed
+            the first pass covers positions up to n' - 1, and pass i = 1, 2, ... runs n' + i - 1.
+        max_scheduled: host upper bound of tokens per row.
+    """
+    rows, width = tokens.shape
+    at, count = inputs.slot.long().clamp(min=0), num_accepted.long()
+    emits = (inputs.emits > 0) & (inputs.slot >= 0)
+    count = torch.where(emits, count, 0)
+    step = torch.arange(width, device=tokens.device)
+    spare = history.shape[0] - 1  # takes what rows that emit less would write
+    live = step < count[:, None]
+    where = torch.where(live, length[at].long()[:, None] + step, 0)
+    history[torch.where(live, at[:, None], spare), where] = tokens
+    length.index_add_(0, at, count.to(length.dtype))
+    emitted[:, :width] = torch.where(live, tokens, -1)
+    emitted[:, width] = count
+
+    start = inputs.cu_seqlens.long()
+    token = torch.arange(inputs.tokens.shape[0], device=tokens.device)
+    row = torch.searchsorted(start[1:], token, right=True).clamp(max=max(rows - 1, 0))
+    position = inputs.computed.long()[row] + token - start[row] + 1
+    inside = (token < start[-1]) & (inputs.slot[row] >= 0) & (position < length[at[row]])
+    following = history[at[row], torch.where(inside, position, 0)]
+    out.tokens.copy_(torch.where(inside, following.clamp(min=0), 0))
+    final = inputs.certain.long() + count.clamp(min=1) - 1
+    last = start[:-1] + final - 1 - inputs.computed
+    out.last.copy_(torch.where(inputs.slot >= 0, last, start[:-1]).clamp(min=0))
+    out.slot.copy_(torch.where(emits, inputs.slot, -1))
+    ahead = torch.arange(out.computed.shape[0], device=tokens.device)
+    out.computed.copy_(torch.where(inputs.slot >= 0, final + ahead[:, None], 0))
+
+
+@triton.jit(
+    do_not_specialize=["rows", "tokens"],
+    do_not_specialize_on_alignment=[
+        "slot", "cu_seqlens", "computed", "certain", "emits", "accepted", "num_accepted", "history",
+        "length", "emitted", "out", "last", "draft_slot", "draft_computed",
+    ],
+)  # fmt: skip
+def _commit_tokens_kernel(
+    slot,
+    cu_seqlens,
+    computed,
+    certain,
+    emits,
+    accepted,
+    num_accepted,
+    history,
+    history_stride,
+    length,
+    length_stride,
+    emitted,
+    out,
+    last,
+    draft_slot,
+    draft_computed,
+    draft_stride,
+    rows,
+    tokens,
+    NUM_DRAFT: tl.constexpr,
+    WIDTH: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    row = tl.program_id(0)
+    tile = tl.program_id(1)
+    at = tl.load(slot + row)
+    start = tl.load(cu_seqlens + row)
+    scheduled = tl.load(cu_seqlens + row + 1) - start
+    n = tl.load(computed + row)
+    live = at >= 0
+    count = tl.load(num_accepted + row)
+    samples = live & (tl.load(emits + row) > 0)
+    count = tl.where(samples, count, 0)
+    stood = tl.load(certain + row) + tl.maximum(count, 1) - 1
+    text = history + at.to(tl.int64) * history_stride
+    if tile == 0:
+        j = tl.arange(0, WIDTH)
+        said = tl.load(accepted + row * (NUM_DRAFT + 1) + j, mask=j < count, other=-1)
+        known = tl.load(length + at * length_stride, mask=live, other=0)
+        tl.store(text + known + j, said, mask=j < count)
+        tl.store(length + at * length_stride, known + count, mask=live)
+        value = tl.where(j == NUM_DRAFT + 1, count, said)
+        tl.store(emitted + row * (NUM_DRAFT + 2) + j, value, mask=j < NUM_DRAFT + 2)
+        tl.store(last + row, tl.where(live, tl.maximum(start + stood - 1 - n, 0), start))
+        tl.store(draft_slot + row, tl.where(samples, at, -1))
+        if NUM_DRAFT > 1:
+            position = tl.where(live, stood + j, 0)
+            tl.store(draft_computed + j * draft_stride + row, position, mask=j < NUM_DRAFT - 1)
+
+    # What this launch appends is taken from `accepted`: other programs of the row may not have
+    # stored it yet.
+    i = tile * TILE + tl.arange(0, TILE)
+    inside = i < scheduled
+    fresh = n + i + 1 - tl.load(certain + row)
+    old = inside & live & ((fresh < 0) | ~samples)
+    token = tl.load(text + n + i + 1, mask=old, other=0)
+    new = inside & samples & (fresh >= 0) & (fresh < count)
+    token += tl.load(accepted + row * (NUM_DRAFT + 1) + fresh, mask=new, other=0)
+    tl.store(out + start + i, tl.maximum(token, 0), mask=inside)
+    if (row == rows - 1) & (tile == tl.num_programs(1) - 1):
+        behind = start + scheduled + tl.arange(0, TILE)
+        while tl.min(behind, axis=0) < tokens:
+            tl.store(out + behind, tl.zeros_like(behind), mask=behind < tokens)
+            behind += TILE
+
+
+TILE = 128
+"""Tokens per program."""
+
+
+def commit_tokens(
+    inputs: StepInputs,
+    tokens: Tensor,
+    num_accepted: Tensor,
+    history: Tensor,
+    length: Tensor,
+    emitted: Tensor,
+    out: DraftInputs,
+    max_scheduled: int,
+) -> None:
+    """`commit_tokens_reference` by one launch where Triton runs."""
+    rows, width = tokens.shape
+    if not rows or not runs_triton(tokens):
+        commit_tokens_reference(
+            inputs, tokens, num_accepted, history, length, emitted, out, max_scheduled
+        )
+        return
+    _commit_tokens_kernel[(rows, triton.cdiv(max(max_scheduled, 1), TILE))](
+        inputs.slot,
+        inputs.cu_seqlens,
+        inputs.computed,
+        inputs.certain,
+        inputs.emits,
+        tokens,
+        num_accepted,
+        history,
+        history.stride(0),
+        length,
+        length.stride(0),
+        emitted,
+        out.tokens,
+        out.last,
+        out.slot,
+        out.computed,
+        out.computed.stride(0),
+        rows,
+        inputs.tokens.shape[0],
+        NUM_DRAFT=width - 1,
+        WIDTH=triton.next_power_of_2(width + 1),
+        TILE=TILE,
+        num_warps=4,
+    )

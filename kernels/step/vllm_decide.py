@@ -1,0 +1,213 @@
+"""Settles a step's candidates on vLLM's exact counts: which states move, and vLLM's bookkeeping.
+
+One launch before the forward pass or after the sampler, over the listed rows only, decides and
+moves. It does for them what vLLM's kernels do for the whole batch, and for a row that is not listed
+theirs would have changed nothing.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from hybrid_runtime.kernels.common.backend import num_programs, runs_triton
+from hybrid_runtime.kernels.step import advance_columns as fields
+from hybrid_runtime.kernels.step.state_copy import (
+    PROGRAMS,
+    WARPS,
+    listed_rows,
+    move_reference,
+    move_rows,
+    tile_arguments,
+)
+from hybrid_runtime.kernels.step.state_table import StateTable
+
+REQUEST = fields.PREVIOUS
+"""Field of an entry with the request's slot; `SLOT` is the row of the block tables to use."""
+BEFORE, AFTER = range(2)
+
+
+class Counts(NamedTuple):
+    """vLLM's own tensors, int32 `[max_requests]` by slot: the running column, tokens accepted by
+    the last step (1 where the state is read at offset 0), and tokens computed."""
+
+    column: Tensor
+    accepted: Tensor
+    computed: Tensor
+
+
+def decide_reference(
+    entries: Tensor,
+    count: int,
+    counts: Counts,
+    moves: Tensor,
+    totals: Tensor,
+    block_size: int,
+    phase: int,
+) -> None:
+    """entries: int32 `[lines, ENTRY_FIELDS]`, `count` decided on. moves: int32 `[3, lines]`
+    (source column, offset, target column or -1), written. totals: int64 `[2]`, moves by phase.
+
+    BEFORE a step of `SCHEDULED` tokens: the running column follows cdiv(n + s, B) - 1; when it
+    changes, the state moves there and is read at offset 0 from then on. AFTER it: a retained
+    boundary among the accepted tokens gets its state into the column of that name.
+    """
+    line = entries[:count].long()
+    slot = line[:, REQUEST]
+    held, accepted, computed = (value[slot].long() for value in counts)
+    if phase == BEFORE:
+        target = (computed + line[:, fields.SCHEDULED] + block_size - 1) // block_size - 1
+        offset = (accepted - 1).clamp(min=0)
+        acts = (held >= 0) & (held != target)
+        counts.column[slot] = target.int()
+        rebased = acts
+    else:
+        boundary = computed // block_size * block_size
+        offset = boundary - (computed - accepted + 1)
+        target = boundary // block_size - 1
+        every = line[:, fields.EVERY]
+        kept = (every > 0) & (boundary % every.clamp(min=1) == 0)
+        kept |= (boundary == line[:, fields.FIRST]) | (boundary == line[:, fields.SECOND])
+        reached = (offset >= 0) & kept
+        acts = reached & ((offset > 0) | (target != held))
+        rebased = reached & (target == held)
+    counts.accepted[slot[rebased]] = 1
+    moves[:, :count] = torch.stack([held, offset, torch.where(acts, target, -1)]).int()
+    totals[phase] += acts.sum()
+
+
+@triton.jit(do_not_specialize=["count"])
+def _decide_move_kernel(
+    entries,
+    count,
+    column,
+    accepted,
+    computed,
+    moves,
+    moves_stride,
+    totals,
+    arrived,
+    addresses,
+    num_layers,
+    window_channels,
+    window_position_stride,
+    window_channel_stride,
+    word_type: tl.constexpr,
+    tap_type: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    FIELDS: tl.constexpr,
+    PHASE: tl.constexpr,
+    ROWS: tl.constexpr,
+    TAPS: tl.constexpr,
+    SSM_WORDS: tl.constexpr,
+    SSM_TILES: tl.constexpr,
+    SSM_TILE: tl.constexpr,
+    SSM_PARTS: tl.constexpr,
+    WINDOW_TILES: tl.constexpr,
+    WINDOW_TILE: tl.constexpr,
+    VECTOR: tl.constexpr,
+):
+    line = tl.arange(0, ROWS)
+    here = line < count
+    entry = entries + line * FIELDS
+    slot = tl.load(entry + 3, mask=here, other=0)
+    held = tl.load(column + slot, mask=here, other=-1)
+    a = tl.load(accepted + slot, mask=here, other=1)
+    n = tl.load(computed + slot, mask=here, other=0)
+    if PHASE == 0:
+        scheduled = tl.load(entry + 1, mask=here, other=1)
+        target = (n + scheduled + BLOCK_SIZE - 1) // BLOCK_SIZE - 1
+        offset = tl.maximum(a - 1, 0)
+        acts = here & (held >= 0) & (held != target)
+        rebased = acts
+    else:
+        boundary = n // BLOCK_SIZE * BLOCK_SIZE
+        offset = boundary - (n - a + 1)
+        target = boundary // BLOCK_SIZE - 1
+        reached = here & (offset >= 0)
+        every = tl.load(entry + 8, mask=reached, other=0)
+        kept = (every > 0) & (boundary % tl.maximum(every, 1) == 0)
+        kept = kept | (boundary == tl.load(entry + 9, mask=reached, other=0))
+        kept = kept | (boundary == tl.load(entry + 10, mask=reached, other=0))
+        reached = reached & kept
+        acts = reached & ((offset > 0) | (target != held))
+        rebased = reached & (target == held)
+    table_row = tl.load(entry, mask=acts, other=0)
+    move_rows(
+        acts,
+        table_row,
+        held,
+        offset,
+        target,
+        addresses,
+        num_layers,
+        window_channels,
+        window_position_stride,
+        window_channel_stride,
+        word_type,
+        tap_type,
+        TAPS,
+        SSM_WORDS,
+        SSM_TILES,
+        SSM_TILE,
+        SSM_PARTS,
+        WINDOW_TILES,
+        WINDOW_TILE,
+        VECTOR,
+    )
+    # Every program decides on all rows, so what it decides from may change only when all of them
+    # have read it: whoever comes last writes the counts. Behind the moves, where nobody waits for
+    # thousands of programs to be counted.
+    tl.debug_barrier()
+    if tl.atomic_add(arrived, 1) == tl.num_programs(0) - 1:
+        tl.store(arrived, 0)
+        if PHASE == 0:
+            tl.store(column + slot, target, mask=here)
+        tl.store(accepted + slot, 1, mask=rebased)
+        tl.store(moves + line, held, mask=here)
+        tl.store(moves + moves_stride + line, offset, mask=here)
+        tl.store(moves + 2 * moves_stride + line, tl.where(acts, target, -1), mask=here)
+        moved = tl.sum(acts.to(tl.int64), axis=0)
+        tl.store(totals + PHASE, tl.load(totals + PHASE) + moved)
+
+
+def decide_and_move(
+    states: StateTable,
+    entries: Tensor,
+    count: int,
+    counts: Counts,
+    moves: Tensor,
+    totals: Tensor,
+    arrived: Tensor,
+    block_size: int,
+    phase: int,
+) -> None:
+    """`decide_reference`, and `move_reference` of what it decided, by one launch where Triton runs.
+
+    arrived: int32 `[1]`, 0 between launches: programs that have decided.
+    """
+    if not runs_triton(entries):
+        decide_reference(entries, count, counts, moves, totals, block_size, phase)
+        move_reference(states, entries[:count, fields.SLOT], *moves[:, :count])
+        return
+    tiles = tile_arguments(states)
+    most = count * tiles["num_layers"] * (tiles["SSM_TILES"] + tiles["WINDOW_TILES"])
+    _decide_move_kernel[(min(num_programs(entries, PROGRAMS), most),)](
+        entries,
+        count,
+        *counts,
+        moves,
+        moves.stride(0),
+        totals,
+        arrived,
+        **tiles,
+        BLOCK_SIZE=block_size,
+        FIELDS=fields.ENTRY_FIELDS,
+        PHASE=phase,
+        ROWS=listed_rows(count),
+        num_warps=WARPS,
+    )

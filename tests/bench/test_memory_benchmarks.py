@@ -1,0 +1,72 @@
+"""The benchmarks of prefix cache and capacity: they run on a CPU and count right."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "engine"))
+capacity = importlib.import_module("capacity")
+prefix = importlib.import_module("prefix")
+shapes = importlib.import_module("shapes")
+
+
+def test_a_full_hit_leaves_the_tokens_after_the_last_boundary(tmp_path: Path) -> None:
+    out = tmp_path / "a.json"
+    sizes = ["--isl", "70", "--alike", "50", "--small-block", "16", "--repeats", "1"]
+    arguments = ["--shape", "tiny", *sizes, "--warmup", "0", "--device", "cpu", "--out", str(out)]
+    assert prefix.main(arguments) == 0
+    result = json.loads(out.read_text())
+    kinds = {(r["state_layout"], r["block_size"], r["host_tier"]) for r in result["rows"]}
+    assert kinds == {(k, b, h) for k in ("replay", "columns") for b in (32, 16) for h in (0, 1)}
+    for row in result["rows"]:
+        assert row["hit_tokens"] == 64
+        assert row["run_tokens"] == 6
+    assert {r["fetched_blocks"] for r in result["rows"] if r["host_tier"]} == {3, 5}
+    for row in result["identical_prompts"]:
+        blocks = 49 // row["block_size"]
+        assert row["hit_blocks"] == [0, blocks, blocks]
+        assert row["mean_acceptance_length"] > 1
+
+
+def test_a_request_holds_one_state_instead_of_one_per_guess() -> None:
+    """Nemotron-3-Super, K = 3, fp32: 40 layers of 128 x 64 x 128 and a window of 6 x 10240."""
+    rows = {(r["shape"], r["ssm_dtype"]): r for r in capacity.memory_table()}
+    row = rows["super-120b", "float32"]
+    one = 40 * (128 * 64 * 128 * 4 + 6 * 10240 * 2)
+    assert row["columns"]["state"] == 5 * one
+    assert row["replay"]["live"] + row["replay"]["snapshot"] == 2 * one
+    assert row["replay"]["kv_per_token"] == 2 * 2 * 128 * 2 * 9
+    assert max(r["state_ratio"] for r in rows.values()) <= 0.45
+
+
+@pytest.mark.parametrize("kind", ["columns", "replay"])
+def test_the_pools_take_no_more_than_the_budget(kind: str) -> None:
+    sizes = shapes.config(shapes.SHAPES["8b"])
+    load = capacity.Load(state_layout=kind)
+    room = capacity.Room(sizes, load, torch.bfloat16, 60 * 2**30)
+    kv, states = room.blocks
+    block, layers = room.bytes["block_size"], sizes.pattern.count("M")
+    used = kv * block * room.bytes["kv_per_token"] + states * room.bytes["live"]
+    if kind == "replay":
+        used += room.requests * room.bytes["guesses"]
+    assert layers == 24
+    assert 59 * 2**30 < used <= 60 * 2**30
+    assert room.requests == {"columns": 114, "replay": 254}[kind]
+
+
+def test_as_many_requests_run_at_once_as_fit(tmp_path: Path) -> None:
+    out = tmp_path / "a.json"
+    sizes = ["--gib", "0.0006", "--isl", "30", "--osl", "8", "--served", "8", "--repeats", "1"]
+    assert capacity.main(["--shape", "tiny", *sizes, "--device", "cpu", "--out", str(out)]) == 0
+    result = json.loads(out.read_text())
+    columns, replay = result["rows"]
+    assert replay["requests"] > columns["requests"]
+    for row in (columns, replay):
+        assert row["most_running"] == row["requests"]
+        assert row["served"]["output_tokens"] == 8 * 8

@@ -1,0 +1,167 @@
+"""The engine on a GPU: the CPU's text, with graphs and without, and no hidden waits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from hybrid_runtime.demo import PROMPTS, SHIPPED
+from hybrid_runtime.engine import Engine, Request, SamplingParams
+from hybrid_runtime.state import sync_guard
+
+pytestmark = pytest.mark.gpu
+TOKENS = 80
+NOISE = 1e-3
+"""Logits closer than this may swap places between devices."""
+
+
+def build(device: str, **options: Any) -> Engine:
+    options = {"drafter": "mtp", "num_speculative_tokens": 3, "block_size": 32} | options
+    return Engine.from_pretrained(SHIPPED, device=device, **options)
+
+
+@pytest.fixture(scope="module")
+def wanted() -> list[list[int]]:
+    params = SamplingParams(max_tokens=TOKENS, ignore_eos=True)
+    plain = build("cpu", drafter=None, num_speculative_tokens=0)
+    return [a.tokens for a in plain.generate(PROMPTS, params)]
+
+
+def margin(prompt: str, tokens: list[int]) -> float:
+    """Distance of the two best logits after these tokens."""
+    plain = build("cpu", drafter=None, num_speculative_tokens=0, max_requests=1)
+    found = []
+    plain.model.backbone.norm_f.register_forward_hook(lambda *a: found.append(a[2]))
+    original = plain.model.logits
+
+    def watch(hidden: torch.Tensor) -> torch.Tensor:
+        found.append(original(hidden))
+        return found[-1]
+
+    plain.model.logits = watch  # type: ignore[method-assign]
+    plain.generate([[*prompt.encode(), *tokens]], SamplingParams(max_tokens=1, ignore_eos=True))
+    best = found[-1].flatten().topk(2).values
+    return float(best[0] - best[1])
+
+
+ROWS = [
+    *(
+        {"strategy": s, "graphs": g}
+        for s in ("auto", "always", "defer", "blocking")
+        for g in (0, 1)
+    ),
+    *({"num_speculative_tokens": k} for k in (1, 2, 5)),
+    {"drafter": None, "num_speculative_tokens": 0},
+    {"drafter": None, "num_speculative_tokens": 0, "graphs": 0},
+    *({"max_requests": n} for n in (1, 3, 16)),
+    *({"block_size": b} for b in (16, 128)),
+    {"drafter": "eagle"},
+    {"drafter": "ngram"},
+    {"steps_ahead": 0},
+    {"conv_layout": "DS"},
+    {"max_tokens_per_step": 40},
+    *(
+        {"state_layout": "replay"} | more
+        for more in (
+            {},
+            {"graphs": 0},
+            {"num_speculative_tokens": 5},
+            {"max_requests": 3},
+            {"block_size": 16, "strategy": "blocking"},
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize("options", ROWS, ids=str)
+def test_greedy_text_is_that_of_the_cpu(wanted: list[list[int]], options: dict[str, Any]) -> None:
+    if "graphs" in options:
+        options = options | {"graphs": bool(options["graphs"])}
+    answers = build("cuda", **options).generate(
+        PROMPTS, SamplingParams(max_tokens=TOKENS, ignore_eos=True)
+    )
+    for prompt, answer, want in zip(PROMPTS, answers, wanted, strict=True):
+        assert answer.finish_reason == "length", answer.error
+        for i, (a, b) in enumerate(zip(answer.tokens, want, strict=True)):
+            if a != b:
+                assert margin(prompt, want[:i]) < NOISE, f"token {i} is {a} instead of {b}"
+                break
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"ssm_dtype": torch.float16, "stochastic_rounding": True}], ids=str
+)
+def test_seeded_sampling_is_the_same_with_graphs(options: dict[str, Any]) -> None:
+    params = [
+        SamplingParams(temperature=0.8, top_p=0.9, seed=i, max_tokens=40, ignore_eos=True)
+        for i in range(len(PROMPTS))
+    ]
+    found = [
+        [a.tokens for a in build("cuda", graphs=graphs, **options).generate(PROMPTS, params)]
+        for graphs in (True, False)
+    ]
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("steps_ahead", [0, 1])
+def test_second_turns_start_behind_the_last_guesses(steps_ahead: int) -> None:
+    """What they passed is folded, or stored by the step that is queued, and nobody waits."""
+    options = {"block_size": 16, "max_requests": 16, "num_blocks": (600, 400)}
+    runs = build("cuda", steps_ahead=steps_ahead, **options)
+    runs.capture()
+    plain = build("cuda", prefix_caching=False, **options)
+    prompts = [f"# {n}\n{prompt}" for n in range(8) for prompt in PROMPTS]
+    params = [SamplingParams(max_tokens=20 + n, ignore_eos=True) for n in range(len(prompts))]
+    runs.generate(["x = 1"] * 3, params[:3])  # compiles what only such loads need
+    with sync_guard() as waits:
+        first = runs.generate(prompts, params)
+        chats = [[*p.encode(), *a.tokens] for p, a in zip(prompts, first, strict=True)]
+        second = runs.generate(chats, params[0])
+    assert not waits.undeclared, waits.reasons
+    for prompt, before, chat, answer, want in zip(
+        prompts, first, chats, second, plain.generate(chats, params[0]), strict=True
+    ):
+        assert answer.hit.tokens >= len(chat) - 16
+        for i, (a, b) in enumerate(zip(answer.tokens, want.tokens, strict=True)):
+            if a != b:
+                assert margin(prompt, before.tokens + want.tokens[:i]) < NOISE
+                break
+    stats = runs.stats().state
+    assert stats.rows_flushed >= stats.flush_launches
+    assert stats.flush_launches > 0 or steps_ahead
+
+
+@pytest.mark.parametrize(
+    "options", [{"strategy": "auto"}, {"strategy": "always"}, {"state_layout": "replay"}], ids=str
+)
+def test_300_steps_of_mixed_load_never_wait_unseen(options: dict[str, Any]) -> None:
+    """Prefill and decode, sampled and greedy, arrivals, aborts and ends of all kinds."""
+    runs = build("cuda", max_requests=6, max_model_len=512, **options)
+    runs.capture()
+    rng = np.random.default_rng(0)
+    live: list[Request] = []
+
+    def some_steps(count: int) -> None:
+        for _ in range(count):
+            if rng.random() < 0.3 or runs.idle:
+                prompt = [int(t) for t in rng.integers(0, 256, rng.integers(1, 200))]
+                params = SamplingParams(
+                    temperature=float(rng.integers(2)) * 0.8,
+                    max_tokens=int(rng.integers(1, 60)),
+                    ignore_eos=bool(rng.integers(2)),
+                )
+                live.append(runs.submit(prompt, params))
+            if rng.random() < 0.05:
+                runs.abort(live[int(rng.integers(len(live)))])
+            runs.step()
+
+    some_steps(60)  # compiles what only such loads need
+    with sync_guard() as waits:
+        some_steps(300)
+    assert not waits.undeclared, waits.reasons
+    assert all(r.error is None for r in live)
+    behind = sum(n for why, n in waits.reasons.items() if "nothing queued" in why)
+    assert behind <= 0.1 * 300, waits.reasons

@@ -1,0 +1,99 @@
+"""Which prompts hit what: every length, retention and layout, over the hash target."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from typing import Any
+
+import pytest
+from helpers.pool_world import BLOCK, World
+
+TEXT = random.Random(5).choices(range(100), k=6 * BLOCK)
+LAYOUTS = ("replay", "columns")
+RETENTIONS = ("all", "prompt", 2 * BLOCK)
+
+
+def world_of(**options: Any) -> World:
+    roomy: dict[str, Any] = {"num_draft": 3, "max_requests": 3, "num_blocks": (90, 60)}
+    return World(**roomy | options)
+
+
+def hit_of(world: World, prompt: list[int], max_tokens: int = 1) -> int:
+    request = world.submit(prompt, max_tokens=max_tokens)
+    world.drain()
+    return request.hit.tokens
+
+
+def below(length: int) -> int:
+    """The last boundary that leaves a prompt one token to run."""
+    return (length - 1) // BLOCK * BLOCK
+
+
+@pytest.mark.parametrize("state_layout", LAYOUTS)
+@pytest.mark.parametrize("retention", RETENTIONS)
+def test_whatever_is_kept_can_be_found_and_whatever_is_asked_for_is_kept(
+    state_layout: str, retention: Any
+) -> None:
+    """P7, rows 37, 38: both directions, at every prompt length."""
+    for length in range(1, 4 * BLOCK + 2):
+        world = world_of(state_layout=state_layout, retention=retention, steps_ahead=length % 2)
+        prompt = TEXT[:length]
+        hit_of(world, prompt, max_tokens=10)
+        kept = [world.text_of[key][1] for key in world.pools["state"]._block]
+        for text in sorted(kept, key=len):
+            assert hit_of(world, [*text, 200]) == len(text)
+        assert hit_of(world, prompt) == below(length)
+        shared = prompt[: length // 2]
+        hit_of(world, [*shared, *range(201, 206)])
+        assert hit_of(world, [*shared, *range(211, 216)]) == len(shared) // BLOCK * BLOCK
+        world.finish()
+
+
+@pytest.mark.parametrize("state_layout", LAYOUTS)
+def test_hits_grow_with_what_is_shared_and_with_nothing_else(state_layout: str) -> None:
+    """P8, rows 24, 36: the length of the rest of the prompt does not matter."""
+    world = world_of(state_layout=state_layout, num_blocks=(900, 400))
+    hit_of(world, TEXT, max_tokens=5)
+    rests = (1, 2, BLOCK, 2 * BLOCK + 1)
+    for number, (shared, rest) in enumerate(itertools.product(range(len(TEXT) + 1), rests)):
+        prompt = TEXT[:shared] + [100 + number] * rest
+        assert hit_of(world, prompt) == shared // BLOCK * BLOCK
+    world.finish()
+
+
+@pytest.mark.parametrize(
+    ("state_layout", "num_draft", "steps_ahead"),
+    [("replay", 3, 1), ("replay", 1, 0), ("columns", 3, 1), ("columns", 0, 0)],
+)
+def test_any_tail_joins_a_batch_that_speculates(
+    state_layout: str, num_draft: int, steps_ahead: int
+) -> None:
+    """P14, rows 53, 54, 55: one token, K + 1 tokens, a block more or less, with and without a hit,
+    single and twice, beside a request in the middle of its decoding."""
+    for length in range(1, 2 * BLOCK + 2):
+        world = world_of(
+            state_layout=state_layout, num_draft=num_draft, steps_ahead=steps_ahead, max_requests=4
+        )
+        for turn in range(2):
+            world.submit([100 + turn, length], max_tokens=20)
+            for _ in range(3):
+                world.step()
+            twins = [world.submit(TEXT[:length], max_tokens=6) for _ in range(2)]
+            world.drain()
+            hits = [request.hit.tokens for request in twins]
+            assert hits == [below(length) if turn else 0] * 2
+        world.finish()
+
+
+@pytest.mark.parametrize("state_layout", LAYOUTS)
+def test_what_was_evicted_and_computed_again_is_found_again(state_layout: str) -> None:
+    """Rows 33, 61: a preempted request loses all that it had filed, and files it once more."""
+    world = world_of(state_layout=state_layout, max_requests=2, num_blocks=(13, 30))
+    world.submit(TEXT[:14], max_tokens=28)
+    second = world.submit([200, *TEXT[:13]], max_tokens=28)
+    world.drain()
+    assert world.events["preemptions"] > 0
+    assert world.events["resumes"] > world.events["resumes from a snapshot"]
+    assert hit_of(world, second.tokens[:30]) == below(30)
+    world.finish()

@@ -1,0 +1,262 @@
+"""Life of a request in the engine: ends, limits, aborts, errors, streams, and refused input."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from engine.test_engine import (
+    NEW_TOKENS,
+    VOCABULARY,
+    Script,
+    engine,
+    hf,
+    prompts,
+    tokenizer,
+    wanted,
+)
+from tokenizers import Tokenizer
+from torch import Tensor
+from transformers import NemotronHForCausalLM
+
+from hybrid_runtime.engine import Engine, SamplingParams
+from hybrid_runtime.specdecode.drafter import Verified
+
+__all__ = ["hf", "prompts", "tokenizer", "wanted"]  # fixtures
+
+N_GRAM = {"drafter": "ngram", "num_speculative_tokens": 3, "block_size": 8}
+
+
+def nothing_leaked(runs: Engine) -> None:
+    """Every block, slot and reservation is back."""
+    assert runs.idle
+    for pool in (runs.scheduler.kv.pool, runs.scheduler.state.pool):
+        assert pool.free == pool.size
+    assert sorted(runs.scheduler._slots) == list(range(runs.manager.max_requests))
+    assert not runs.manager._slot_table.live.any()
+
+
+def test_ends_at_stop_tokens_and_end_of_text(
+    hf: NemotronHForCausalLM, tokenizer: Tokenizer, prompts: Any, wanted: Any
+) -> None:
+    prompt, text = prompts[3], wanted[3]
+    token = text[10]
+    first = text.index(token)
+    runs = engine(hf, tokenizer, **N_GRAM)
+    params = SamplingParams(max_tokens=NEW_TOKENS, stop_token_ids=(token,))
+    answer = runs.generate([prompt], params)[0]
+    assert (answer.tokens, answer.finish_reason) == (text[:first], "stop")
+    runs.core._eos = frozenset([token])
+    answer = runs.generate([prompt], SamplingParams(max_tokens=NEW_TOKENS))[0]
+    assert (answer.tokens, answer.finish_reason) == (text[:first], "stop")
+    on = runs.generate([prompt], SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True))[0]
+    assert (on.tokens, on.finish_reason) == (text, "length")
+    nothing_leaked(runs)
+
+
+def test_ends_at_a_stop_string_and_cuts_it(
+    hf: NemotronHForCausalLM, tokenizer: Tokenizer, prompts: Any, wanted: Any
+) -> None:
+    stop = f"t{wanted[4][7]} t{wanted[4][8]}"
+    whole = " ".join(f"t{t}" for t in wanted[4])
+    runs = engine(hf, tokenizer, **N_GRAM)
+    params = SamplingParams(max_tokens=NEW_TOKENS, stop=(stop,))
+    answer = runs.generate([prompts[4]], params)[0]
+    assert answer.finish_reason == "stop"
+    assert answer.text.strip() == whole[: whole.index(stop)].strip()
+    # A stream must not have shown the beginning of what is cut.
+    assert "".join(runs.stream(prompts[4], params)) == answer.text
+    nothing_leaked(runs)
+
+
+def test_a_full_model_length_ends_a_request(
+    hf: NemotronHForCausalLM, tokenizer: Tokenizer, prompts: Any, wanted: Any
+) -> None:
+    runs = engine(hf, tokenizer, **N_GRAM | {"max_model_len": len(prompts[5]) + 5})
+    answer = runs.generate([prompts[5]], SamplingParams(max_tokens=NEW_TOKENS))[0]
+    assert (answer.tokens, answer.finish_reason) == (wanted[5][:5], "length")
+    nothing_leaked(runs)
+
+
+@pytest.mark.parametrize("steps_ahead", [0, 1])
+@pytest.mark.parametrize("after", [0, 1, 2, 5])
+def test_an_abort_touches_nobody_else(
+    hf: NemotronHForCausalLM,
+    tokenizer: Tokenizer,
+    prompts: Any,
+    wanted: Any,
+    after: int,
+    steps_ahead: int,
+) -> None:
+    runs = engine(hf, tokenizer, **N_GRAM | {"max_requests": 4, "steps_ahead": steps_ahead})
+    requests = [runs.submit(p, SamplingParams(max_tokens=NEW_TOKENS)) for p in prompts]
+    for _ in range(after):
+        runs.step()
+    for i in (0, 3, 7):  # running and waiting ones
+        runs.abort(requests[i])
+        runs.abort(requests[i])
+    while not runs.idle:
+        runs.step()
+    for i, request in enumerate(requests):
+        if i in (0, 3, 7):
+            assert request.finish_reason == "abort"
+            assert request.output == wanted[i][: len(request.output)]
+        else:
+            assert request.output == wanted[i]
+    nothing_leaked(runs)
+
+
+class Raises(Script):
+    """A drafter that fails in its fifth step."""
+
+    calls = 0
+
+    def propose(self, verified: Verified) -> tuple[Tensor, Tensor | None]:
+        self.calls += 1
+        if self.calls == 5:
+            raise RuntimeError("no drafts today")
+        return super().propose(verified)
+
+
+@pytest.mark.parametrize("steps_ahead", [0, 1])
+def test_a_failing_step_ends_its_requests_and_no_others(
+    hf: NemotronHForCausalLM, tokenizer: Tokenizer, prompts: Any, wanted: Any, steps_ahead: int
+) -> None:
+    runs = engine(hf, tokenizer, **N_GRAM | {"max_requests": 3, "steps_ahead": steps_ahead})
+    texts = [p + w for p, w in zip(prompts, wanted, strict=True)]
+    runs.runner.drafter = Raises(texts, 3, [2, 1, 3, 0])
+    answers = runs.generate(prompts, SamplingParams(max_tokens=NEW_TOKENS))
+    failed = [a for a in answers if a.finish_reason == "error"]
+    assert 0 < len(failed) <= 3
+    assert all("no drafts today" in str(a.error) for a in failed)
+    for answer, want in zip(answers, wanted, strict=True):
+        if answer.finish_reason != "error":
+            assert answer.tokens == want
+    nothing_leaked(runs)
+
+
+@pytest.mark.parametrize("steps_ahead", [0, 1])
+def test_a_failing_forward_pass_ends_its_requests_and_no_others(
+    hf: NemotronHForCausalLM, tokenizer: Tokenizer, prompts: Any, wanted: Any, steps_ahead: int
+) -> None:
+    runs = engine(hf, tokenizer, **N_GRAM | {"max_requests": 3, "steps_ahead": steps_ahead})
+    calls = iter(range(100))
+
+    def fail_once(*_: Any) -> None:
+        if next(calls) == 4:
+            raise RuntimeError("no text today")
+
+    runs.model.register_forward_pre_hook(fail_once)
+    answers = runs.generate(prompts, SamplingParams(max_tokens=NEW_TOKENS))
+    failed = [a for a in answers if a.finish_reason == "error"]
+    assert 0 < len(failed) <= 3
+    for answer, want in zip(answers, wanted, strict=True):
+        assert answer.finish_reason == "error" or answer.tokens == want
+    nothing_leaked(runs)
+
+
+def test_an_abandoned_stream_is_aborted(
+    hf: NemotronHForCausalLM, tokenizer: Tokenizer, prompts: Any
+) -> None:
+    runs = engine(hf, tokenizer, **N_GRAM)
+    stream = runs.stream(prompts[2], SamplingParams(max_tokens=NEW_TOKENS))
+    next(stream)
+    stream.close()
+    nothing_leaked(runs)
+
+
+BAD_OPTIONS = [
+    ({"drafter": "guess", "num_speculative_tokens": 3}, "drafter is 'guess'"),
+    ({"drafter": "ngram", "num_speculative_tokens": 0}, "num_speculative_tokens is 0"),
+    ({"drafter": None, "num_speculative_tokens": 2}, "num_speculative_tokens is 2"),
+    ({"drafter": "ngram", "num_speculative_tokens": 8, "block_size": 8}, "block_size is 8"),
+    ({"strategy": "hope"}, "strategy is 'hope'"),
+    ({"max_requests": 0}, "max_requests is 0"),
+    ({"max_model_len": 1}, "max_model_len is 1"),
+    ({"max_tokens_per_step": 0}, "max_tokens_per_step is 0; .* at least 2"),
+    (
+        {"drafter": "ngram", "num_speculative_tokens": 3, "max_tokens_per_step": 3},
+        "max_tokens_per_step is 3; .* at least 4",
+    ),
+    ({"conv_layout": "XY"}, "conv_layout is 'XY'"),
+    ({"num_blocks": (0, 4)}, "size is 0"),
+    ({"host_blocks": (4, 4), "prefix_caching": False}, "host_blocks is .* must be None"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), BAD_OPTIONS, ids=[m for _, m in BAD_OPTIONS])
+def test_bad_options_are_refused(
+    hf: NemotronHForCausalLM, tokenizer: Tokenizer, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        engine(hf, tokenizer, **options)
+
+
+BAD_PROMPTS = [
+    ([], "prompt is empty"),
+    ("", "prompt is empty"),
+    ([1, VOCABULARY], f"prompt holds token {VOCABULARY}"),
+    ([1, -1], "prompt holds token -1"),
+    ([1.5], "prompt holds token 1.5"),
+    ([1] * 128, "prompt has 128 tokens"),
+]
+
+
+@pytest.mark.parametrize(("prompt", "message"), BAD_PROMPTS, ids=[m for _, m in BAD_PROMPTS])
+def test_bad_prompts_are_refused_and_leave_nothing_behind(
+    hf: NemotronHForCausalLM, tokenizer: Tokenizer, prompts: Any, prompt: Any, message: str
+) -> None:
+    runs = engine(hf, tokenizer, **N_GRAM)
+    with pytest.raises(ValueError, match=message):
+        runs.generate([prompts[0], prompt])
+    nothing_leaked(runs)
+
+
+def test_a_request_that_can_never_fit_is_refused_at_once(
+    hf: NemotronHForCausalLM, tokenizer: Tokenizer, prompts: Any
+) -> None:
+    runs = engine(hf, tokenizer, **N_GRAM | {"num_blocks": (6, 40)})
+    with pytest.raises(ValueError, match="needs 12 KV blocks; it must need at most 6"):
+        runs.submit(prompts[7], SamplingParams(max_tokens=NEW_TOKENS))
+    nothing_leaked(runs)
+
+
+def test_nothing_is_kept_free_for_requests_that_cannot_get_longer(
+    hf: NemotronHForCausalLM, tokenizer: Tokenizer
+) -> None:
+    # 16 tokens, 2 of output, and 6 of guesses that may be written: three blocks from the start.
+    runs = engine(hf, tokenizer, **N_GRAM | {"max_requests": 4, "num_blocks": (12, 40)})
+    for first in range(4):
+        runs.submit(list(range(first, first + 16)), SamplingParams(max_tokens=2, ignore_eos=True))
+    runs.step()
+    assert len(runs.scheduler.running) == 4
+    while not runs.idle:
+        runs.step()
+    assert runs.stats().preemptions == 0
+    nothing_leaked(runs)
+
+
+def test_no_more_are_admitted_at_once_than_there_are_states_for(
+    hf: NemotronHForCausalLM, tokenizer: Tokenizer
+) -> None:
+    # A request begins with K + 2 state blocks, which nobody has taken yet when the next is asked.
+    few = {"max_requests": 4, "num_blocks": (80, 11), "state_layout": "columns"}
+    runs = engine(hf, tokenizer, **N_GRAM | few)
+    for first in range(4):
+        runs.submit(list(range(first, first + 12)), SamplingParams(max_tokens=2, ignore_eos=True))
+    runs.step()
+    assert len(runs.scheduler.running) == 2
+    assert runs.stats().preemptions == 0
+    while not runs.idle:
+        runs.step()
+    nothing_leaked(runs)
+
+
+def test_lists_of_parameters_must_match(
+    hf: NemotronHForCausalLM, tokenizer: Tokenizer, prompts: Any
+) -> None:
+    runs = engine(hf, tokenizer)
+    with pytest.raises(ValueError, match="params has 1 entries; it must have 2"):
+        runs.generate(prompts[:2], [SamplingParams()])
+    with pytest.raises(ValueError, match="prompts is a str"):
+        runs.generate("def f():")

@@ -1,0 +1,48 @@
+"""Pools with no block to spare, over the hash target."""
+
+from __future__ import annotations
+
+import pytest
+from helpers.pool_world import BLOCK, World
+
+
+@pytest.mark.parametrize("steps_ahead", [0, 1])
+@pytest.mark.parametrize("state_layout", ["replay", "columns"])
+@pytest.mark.parametrize(("num_draft", "state_blocks"), [(0, 4), (1, 6), (3, 8)])
+def test_a_sole_request_needs_no_more_than_its_bound(
+    num_draft: int, state_blocks: int, state_layout: str, steps_ahead: int
+) -> None:
+    world = World(
+        num_draft, num_blocks=(14, state_blocks), max_requests=1, max_tokens_per_step=64,
+        retention=2 * BLOCK, state_layout=state_layout, steps_ahead=steps_ahead,
+    )  # fmt: skip
+    world.submit([1, 2] * 15, max_tokens=9)
+    world.finish()
+
+
+def test_embeddings_that_fit_run_side_by_side() -> None:
+    world = World(0, num_blocks=(4, 20), max_requests=4, max_tokens_per_step=4, steps_ahead=0)
+    for token in range(2):
+        world.engine.submit_embedding([token] * 2 * BLOCK)
+    world.engine.step()
+    assert len(world.engine.scheduler.running) == 2
+
+
+def test_a_copy_that_fails_costs_no_hit() -> None:
+    world = World(0, num_blocks=(20, 6), max_requests=1, host_blocks=(20, 20), steps_ahead=0)
+    prompt = [1, 2] * 5
+    world.submit(prompt, max_tokens=1)
+    world.drain()
+    cache, pool = world.engine.prefix_cache, world.pools["state"]
+    again = world.submit(prompt, max_tokens=1)
+    assert cache.find(again).tokens == 2 * BLOCK
+    early = pool.find(again.hashes[0])
+    assert early is not None
+    pool.share(early)
+    pool.put(early)  # the last one that makes room
+    while pool.free > 1:
+        pool.take()
+    hit = cache.find(again)
+    assert hit.tokens == BLOCK
+    world.break_copies(True)
+    assert cache.promote(again, hit).tokens == BLOCK

@@ -1,0 +1,443 @@
+"""A model whose state is exactly checkable: its SSM state is a rolling hash of all tokens consumed,
+its convolution window the last tokens themselves. Any stale, mixed or misplaced state is a wrong
+integer. `HashRunner` drives one manager with it, as a model runner would.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from hybrid_runtime.state.layout import LayoutKind, StateLayout
+from hybrid_runtime.state.layouts.flush import Foldable
+from hybrid_runtime.state.manager import HybridStateManager
+from hybrid_runtime.state.rows import StepRows
+from hybrid_runtime.state.step import Snapshot, Step
+
+Row = tuple[int, int, list[int], int]
+"""(slot, certain tokens, drafts, accepted); accepted 0: unfinished prefill, or dead with drafts."""
+PRIME = 2039  # every hash is an integer below 2**11: exact in float16
+TOKENS = 251  # every token is below 2**8: exact in bfloat16
+
+
+def prefix_hash(tokens: list[int]) -> int:
+    value = 1
+    for token in tokens:
+        value = (value * 31 + token + 1) % PRIME
+    return value
+
+
+@dataclass
+class Request:
+    """A request with its exact history, and what its host is allowed to know of it."""
+
+    slot: int
+    tokens: list[int]  # prompt and everything emitted: the token at position n is fed next
+    computed: int = 0
+    known: int = 0  # computed tokens as of the last result that the host has read
+    generation: int = 0
+    blocks: list[dict[int, int]] = field(default_factory=list)  # per group {column: block id}
+    in_flight: list[tuple[int, int]] = field(default_factory=list)  # (most, least) advance
+    rule: tuple[int, tuple[int, ...]] = (0, ())  # which boundaries are retained
+    place: tuple[int, int] = (-1, 0)  # where its state lies: column and offset
+    covered: int = 0  # replay: tokens in that state, without the guesses accepted since
+    dead: bool = False
+
+    def keeps(self, boundary: int) -> bool:
+        every, positions = self.rule
+        return bool(every and boundary % every == 0) or boundary in positions
+
+
+@dataclass(eq=False)
+class Open:
+    """A begun step: its rows, whose they are (None: padded), and the snapshots it may leave."""
+
+    step: Step
+    plan: list[Row]
+    requests: list[Request | None]
+    starts: list[int]  # tokens computed before
+    snapshots: list[set[int]]  # boundaries retained when it began
+    ran: bool = False
+    abandoned: bool = False
+
+
+@dataclass
+class Kept:
+    """A published snapshot that holds on to its blocks, one per group."""
+
+    tokens: list[int]
+    blocks: list[int]
+
+
+class HashRunner:
+    """Model runner around one `HybridStateManager`, with block pools, for `groups` cache groups."""
+
+    kind: LayoutKind = "columns"
+
+    def __init__(
+        self,
+        *,
+        block_size: int = 8,
+        num_draft: int = 3,
+        max_requests: int = 4,
+        strategy: str = "auto",
+        in_place: bool = False,
+        depth: int = 0,
+        conv_layout: str = "SD",
+        conv_dtype: torch.dtype = torch.float32,
+        ssm_dtype: torch.dtype = torch.float32,
+        groups: int = 1,
+        layers: int = 2,
+        columns: int = 24,
+        channels: int = 2,
+        ssm_shape: tuple[int, int, int] = (1, 2, 4),
+        device: str = "cpu",
+        num_blocks: int | None = None,
+        own_all: bool = False,
+    ) -> None:
+        self.layout = StateLayout(
+            conv_channels=channels,
+            conv_width=4,
+            ssm_shape=ssm_shape,
+            num_speculative_tokens=num_draft,
+            block_size=block_size,
+            conv_dtype=conv_dtype,
+            ssm_dtype=ssm_dtype,
+            conv_layout=conv_layout,  # type: ignore[arg-type]
+            kind=self.kind,
+        )
+        self.depth, self.num_draft, self.device = depth, num_draft, device
+        self.own_all = own_all  # every column from admission on, so that the manager is not asked
+        self.manager = HybridStateManager(
+            self.layout,
+            max_requests,
+            num_draft,
+            device,
+            strategy=strategy,  # type: ignore[arg-type]
+            in_place=in_place,
+            steps_in_flight=depth,
+            debug=True,
+        )
+        each = columns if own_all else num_draft + 6
+        count = num_blocks or groups * max_requests * each + 64
+        self.states = {i: self.layout.allocate(count, device) for i in range(layers)}
+        self.tables = [
+            torch.full((max_requests, columns), -1, dtype=torch.int32, device=device)
+            for _ in range(groups)
+        ]
+        self.group_of = {i: i % groups for i in range(layers)}
+        self.manager.bind(self.states, self.tables, self.group_of, self._foldable())
+        self.free = list(range(count - 1, -1, -1))
+        self.users = [0] * count
+        self.requests: dict[int, Request] = {}
+        self.kept: list[Kept] = []
+        self.outstanding: list[Open] = []
+        self.recent: list[Snapshot] = []  # published by steps that were read meanwhile
+        everything = torch.arange(count, device=device)
+        self.manager.fill(everything, float("nan"))
+
+    def _foldable(self) -> Foldable | None:
+        return None
+
+    # -- requests and blocks ---------------------------------------------------------------------
+
+    def admit(self, slot: int, tokens: list[int], hit: Kept | None = None) -> None:
+        request = Request(slot, list(tokens), blocks=[{} for _ in self.tables])
+        request.rule = self.layout.block_size, ()
+        column = None
+        if hit is not None:
+            assert tokens[: len(hit.tokens)] == hit.tokens
+            request.computed = request.known = request.covered = len(hit.tokens)
+            column = len(hit.tokens) // self.layout.block_size - 1
+            request.place = column, 0
+            for group, block in enumerate(hit.blocks):
+                self._own(request, group, column, block)
+        self._admit(request, column)
+
+    def _admit(self, request: Request, column: int | None) -> None:
+        request.generation = self.manager.admit(request.slot, request.computed, column)
+        self.requests[request.slot] = request
+        if self.own_all:
+            for group, blocks in enumerate(request.blocks):
+                for free in range(self.tables[group].shape[1]):
+                    if free not in blocks:
+                        self._new(request, group, free)
+
+    def release(self, slot: int) -> None:
+        self.manager.release(slot)
+        self._forget_blocks(self.requests.pop(slot))
+
+    def _forget_blocks(self, request: Request) -> None:
+        for group in range(len(self.tables)):
+            for column in list(request.blocks[group]):
+                self._disown(request, group, column)
+
+    def retain(self, slot: int, every: int, positions: tuple[int, ...] = ()) -> None:
+        self.manager.retain(slot, every, positions)
+        self.requests[slot].rule = every, positions
+
+    def swap(self, slot: int, other: int) -> None:
+        """Preempt a request whose results have all been read: its one state goes to blocks of its
+        own, and the request goes on from there in another slot."""
+        old = self.requests[slot]
+        assert not old.in_flight
+        column, offset = old.place
+        new = Request(other, old.tokens, old.computed, old.known)
+        new.rule, new.blocks = (self.layout.block_size, ()), [{} for _ in self.tables]
+        new.place = column, 0
+        for group in range(len(self.tables)):
+            self._new(new, group, column)
+        for layer, (window, ssm) in self.states.items():
+            group = self.group_of[layer]
+            source, target = old.blocks[group], new.blocks[group][column]
+            inputs = self.layout.positions_first(window)
+            inputs[target, :3] = inputs[source[column], offset : offset + 3]
+            ssm[target] = ssm[source[column + offset]]
+        self.release(slot)
+        self._admit(new, column)
+
+    def forget(self, kept: Kept) -> None:
+        self.kept.remove(kept)
+        for block in kept.blocks:
+            self._put(block)
+
+    def _own(self, request: Request, group: int, column: int, block: int) -> None:
+        self.users[block] += 1
+        request.blocks[group][column] = block
+        self.tables[group][request.slot, column : column + 1] = block
+
+    def _disown(self, request: Request, group: int, column: int) -> None:
+        block = request.blocks[group].pop(column)
+        self.tables[group][request.slot, column : column + 1] = -1
+        self._put(block)
+
+    def _put(self, block: int) -> None:
+        self.users[block] -= 1
+        if not self.users[block]:
+            self.free.append(block)
+            self.manager.fill(torch.tensor([block], device=self.device), float("nan"))
+
+    def _new(self, request: Request, group: int, column: int) -> None:
+        block = self.free.pop()
+        self.manager.fill(torch.tensor([block], device=self.device), 0.0)
+        self._own(request, group, column, block)
+
+    def _hand_out(self, rows: StepRows) -> None:
+        first, last = self.manager.columns_needed(rows)
+        for slot, low, high in zip(rows.slot, first, last, strict=True):
+            if slot < 0:
+                continue
+            request = self.requests[int(slot)]
+            keep = min([low, *self._unread(request)])
+            for group, blocks in enumerate(request.blocks):
+                for column in [c for c in blocks if c < keep]:
+                    self._disown(request, group, column)
+                for column in range(int(low), int(high) + 1):
+                    if column not in blocks:
+                        self._new(request, group, column)
+
+    def _unread(self, request: Request) -> list[int]:
+        """Columns of snapshots that results on their way may publish: not to be freed before."""
+        return [
+            boundary // self.layout.block_size - 1
+            for opened in self.outstanding
+            for owner, snapshots in zip(opened.requests, opened.snapshots, strict=True)
+            if owner is request
+            for boundary in snapshots
+        ]
+
+    # -- one step --------------------------------------------------------------------------------
+
+    def bounds(self, slot: int) -> tuple[int, int]:
+        """What the host knows of a request's computed tokens: (at least, at most)."""
+        request = self.requests[slot]
+        least = request.known + sum(low for _, low in request.in_flight)
+        return least, request.known + sum(high for high, _ in request.in_flight)
+
+    def step(self, plan: list[Row]) -> Step:
+        """Begin, run and end a step, and read what is due."""
+        opened = self.begin(plan)
+        self.forward(opened)
+        self.end(opened)
+        while len(self.outstanding) > self.depth:
+            self.recent += self.read_oldest()
+        return opened.step
+
+    def begin(self, plan: list[Row], reads_offset: list[bool] | None = None) -> Open:
+        spans = [self.bounds(slot) if slot >= 0 else (0, 0) for slot, *_ in plan]
+        rows = StepRows(
+            np.array([slot for slot, *_ in plan], np.int32),
+            np.array([low for low, _ in spans], np.int32),
+            np.array([high for _, high in spans], np.int32),
+            np.array([certain + len(drafts) for _, certain, drafts, _ in plan], np.int32),
+            np.array([len(drafts) for _, _, drafts, _ in plan], np.int32),
+            None if reads_offset is None else np.array(reads_offset, bool),
+        )
+        if not self.own_all:
+            self._hand_out(rows)
+        step = self.manager.begin_step(rows)
+        requests = [self.requests[slot] if slot >= 0 else None for slot, *_ in plan]
+        opened = Open(step, plan, requests, [], [])
+        for request, (_, certain, drafts, accepted) in zip(requests, plan, strict=True):
+            if request is None:
+                opened.starts.append(0)
+                opened.snapshots.append(set())
+                continue
+            most = certain + len(drafts) if accepted or drafts else certain
+            request.in_flight.append((most, certain))
+            opened.starts.append(request.computed)
+            opened.snapshots.append(self._may_leave(request, certain, most))
+        self.outstanding.append(opened)
+        return opened
+
+    def _may_leave(self, request: Request, certain: int, most: int) -> set[int]:
+        """Boundaries whose snapshots may come of a step that computes `certain..most` tokens."""
+        reached = range(request.computed + certain, request.computed + most + 1)
+        block = self.layout.block_size
+        return {b for b in reached if b % block == 0 and request.keeps(b)}
+
+    def knows(self, opened: Open, row: int) -> bool:
+        """Whether the host knew exactly what `may_copy` depends on."""
+        rows = opened.step.rows
+        return bool(rows.computed_min[row] == rows.computed_max[row])
+
+    def may_copy(self, opened: Open, row: int) -> bool:
+        """Whether some count makes this step copy a state in this row."""
+        return bool(opened.plan[row][2]) and bool(opened.snapshots[row])
+
+    def forward(self, opened: Open) -> None:
+        """Run the rows whose requests are still there; before the next step begins."""
+        step = opened.step
+        places = torch.stack([step.read_column, step.read_offset, step.write_column]).tolist()
+        for i, (request, (_, certain, drafts, _)) in enumerate(
+            zip(opened.requests, opened.plan, strict=True)
+        ):
+            if request is None:
+                assert (places[0][i], places[2][i]) == (-1, -1)
+            elif self.requests.get(request.slot) is request:
+                if step.rows.reads_offset is not None and not step.rows.reads_offset[i]:
+                    assert places[1][i] == 0
+                self._forward(request, certain, drafts, *(p[i] for p in places))
+        assert all(row == -1 for place in places for row in place[len(opened.plan) :])
+        opened.ran = True
+
+    def end(self, opened: Open) -> None:
+        """Accept what was planned; rows whose requests have gone get a count all the same."""
+        counts = torch.zeros(len(opened.plan), dtype=torch.int32, device=self.device)
+        for i, (*_, accepted) in enumerate(opened.plan):
+            counts[i : i + 1] = accepted
+        self.manager.end_step(opened.step, counts)
+        rows = zip(opened.requests, opened.plan, opened.snapshots, strict=True)
+        for request, (_, certain, drafts, accepted), snapshots in rows:
+            if request is None or self.requests.get(request.slot) is not request:
+                continue
+            request.dead = not accepted and bool(drafts)
+            taken = drafts[: max(accepted, 1) - 1]
+            request.place = self._place(request.computed + certain, drafts, len(taken), snapshots)
+            request.covered = request.computed + certain
+            if accepted:
+                emitted = [*taken, (sum(taken) + 7 * request.computed) % TOKENS]
+                request.tokens[request.computed + certain :] = emitted
+            request.computed += certain + len(taken)
+
+    def _place(
+        self, certain: int, drafts: list[int], taken: int, snapshots: set[int]
+    ) -> tuple[int, int]:
+        """Column and offset at which the state lies after a step."""
+        end = certain + len(drafts)
+        home = bool(drafts) and taken == len(drafts) and end in snapshots
+        return -(-end // self.layout.block_size) - 1, 0 if home else taken
+
+    def abandon(self, opened: Open) -> None:
+        """The forward pass failed: the step's requests end, nobody else notices."""
+        self.manager.abandon(opened.step)
+        opened.abandoned = True
+        self._shed()
+        for request in opened.requests:
+            if request is not None and self.requests.get(request.slot) is request:
+                self._forget_blocks(self.requests.pop(request.slot))
+
+    def _shed(self) -> None:
+        """An abandoned step counts as outstanding while an older one does."""
+        while self.outstanding and self.outstanding[0].abandoned:
+            self.outstanding.pop(0)
+
+    def read_oldest(self) -> list[Snapshot]:
+        """Let the host see the oldest outstanding result; checks and returns its snapshots."""
+        opened = self.outstanding.pop(0)
+        self._shed()
+        accepted = self.manager.accepted(opened.step)
+        want = set()
+        for i, (request, (slot, certain, drafts, count)) in enumerate(
+            zip(opened.requests, opened.plan, strict=True)
+        ):
+            if request is None:
+                continue
+            assert accepted[i] == count
+            request.in_flight.pop(0)
+            request.known += certain + max(count, 1) - 1
+            if self.requests.get(slot) is not request:
+                continue
+            if request.dead and (count or not drafts):
+                continue  # a later step killed it, which strategies learn sooner or later
+            if request.dead:
+                self._forget_blocks(self.requests.pop(slot))
+                continue
+            last = opened.starts[i] + certain + max(count, 1) - 1
+            want |= {(slot, request.generation, b) for b in opened.snapshots[i] if b <= last}
+        snapshots = self.manager.published(opened.step)
+        snapshots = [s for s in snapshots if not self.requests[s.slot].dead]
+        found = {snapshot[:3] for snapshot in snapshots}
+        assert found == want, (self.manager.strategy, found, want)
+        for snapshot in snapshots:
+            request = self.requests[snapshot.slot]
+            tokens = request.tokens[: snapshot.boundary]
+            blocks = [group[snapshot.column] for group in request.blocks]
+            self.check(blocks, blocks, 0, tokens)
+        return snapshots
+
+    def keep(self, snapshot: Snapshot) -> None:
+        """Pin a snapshot's blocks, so that later requests can start from it."""
+        request = self.requests[snapshot.slot]
+        blocks = [group[snapshot.column] for group in request.blocks]
+        for block in blocks:
+            self.users[block] += 1
+        self.kept.append(Kept(request.tokens[: snapshot.boundary], blocks))
+
+    def check(self, windows: list[int], states: list[int], offset: int, tokens: list[int]) -> None:
+        """The state in these blocks (per group) is that of exactly `tokens`."""
+        want = prefix_hash(tokens)
+        last = ([0, 0, 0] + [t + 1 for t in tokens])[-3:]
+        for layer, (window, ssm) in self.states.items():
+            group = self.group_of[layer]
+            got = ssm[states[group]].float().flatten().tolist()
+            assert got == [want] * len(got), (layer, got[0], want)
+            inputs = self.layout.positions_first(window)[windows[group], offset : offset + 3]
+            assert inputs.float().tolist() == [[t] * inputs.shape[1] for t in last]
+
+    def _forward(
+        self, request: Request, certain: int, drafts: list[int], read: int, offset: int, write: int
+    ) -> None:
+        n = request.computed
+        tokens = [*request.tokens[n : n + certain], *drafts]
+        assert len(tokens) == certain + len(drafts), "the request has no such tokens yet"
+        assert write == -(-(n + len(tokens)) // self.layout.block_size) - 1
+        assert (read < 0) == (n == 0)
+        assert read in (-1, write) or not self.manager.in_place
+        blocks = request.blocks
+        if read >= 0:
+            windows = [group[read] for group in blocks]
+            self.check(
+                windows, [group[read + offset] for group in blocks], offset, request.tokens[:n]
+            )
+        history = request.tokens[:n] + tokens
+        padded = [0, 0, 0] + [t + 1 for t in history]
+        keep = padded[len(padded) - 3 - len(drafts) :]
+        for layer, (window, ssm) in self.states.items():
+            group = blocks[self.group_of[layer]]
+            target = self.layout.positions_first(window)[group[write], : len(keep)]
+            target.copy_(torch.tensor(keep).to(target.dtype)[:, None].expand_as(target))
+            for j in range(len(drafts) + 1):
+                ssm[group[write + j]].fill_(prefix_hash(history[: n + certain + j]))

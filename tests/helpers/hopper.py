@@ -1,0 +1,84 @@
+"""Compiles kernels for a Hopper GPU, on machines without one."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.compiler import compile as compile_kernel
+from triton.runtime.jit import JITFunction
+
+HOPPER = GPUTarget("cuda", 90, 32)
+POINTERS = {
+    "entries", "step", "accepted", "slot_computed", "slot_held", "slot_offset", "previous",
+    "placed", "read_column", "read_offset", "write_column", "moves", "blocks",
+    "block_table", "slot", "cu_seqlens", "draft", "fold", "turn", "snapshot_column",
+    "snapshot_after", "column", "computed", "arrived",
+}  # fmt: skip
+TYPES = {
+    "addresses": "*i64", "value": "fp32", "x": "*bf16", "out": "*bf16", "weight": "*bf16",
+    "bias": "*bf16", "windows": "*bf16", "dt": "*bf16", "B": "*bf16", "C": "*bf16",
+    "A_log": "*fp32", "D": "*fp32", "dt_bias": "*fp32", "dt_min": "fp32", "dt_max": "fp32",
+    "states": "*fp32", "totals": "*i64", "hidden": "*bf16", "sums": "*fp32",
+}  # fmt: skip
+
+
+def compiled(
+    kernel: JITFunction,
+    constants: dict[str, Any],
+    multiples: Sequence[str] = (),
+    options: dict[str, int] | None = None,
+    **types: str,
+) -> Any:
+    """`multiples`: arguments that are multiples of 16, as launches find out by themselves."""
+    given = {"PDL": True, "LINE": 64, "PARTS": 2}
+    constants = {name: given[name] for name in kernel.arg_names if name in given} | constants
+    signature, attributes = {}, {}
+    for index, name in enumerate(kernel.arg_names):
+        if name in constants:
+            signature[name] = "constexpr"
+        else:
+            signature[name] = (TYPES | types).get(name, "*i32" if name in POINTERS else "i32")
+        if name in multiples and name not in constants:
+            attributes[(index,)] = [["tt.divisibility", 16]]
+    source = ASTSource(kernel, signature, constants, attributes)
+    options = options or {"num_warps": 2 if multiples else 4}
+    code = compile_kernel(source, target=HOPPER, options=options)
+    if "PDL" in kernel.arg_names:
+        ahead, wait, _ = code.asm["ptx"].partition("griddepcontrol.wait")
+        assert wait
+        # Only a hint like prefetch may come before.
+        assert not re.search(r"\b(ld|st|atom|red|cp)\.(global|async)", ahead)
+    return code
+
+
+def spilled(code: Any, folder: Path) -> int:
+    """Bytes of stack of a compiled kernel: what did not fit into registers."""
+    cubin = folder / "kernel.cubin"
+    cubin.write_bytes(code.asm["cubin"])
+    command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", str(cubin)]
+    report = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = re.search(r"STACK:(\d+)", report)
+    assert found
+    return int(found[1])
+
+
+def aligned(kernel: JITFunction, constants: dict[str, Any]) -> list[str]:
+    loose = {
+        "tokens",
+        "rows",
+        "chunks",
+        "dt_min",
+        "dt_max",
+        "D",
+        "A_log",
+        "dt_bias",
+        "table_stride",
+    }
+    return [name for name in kernel.arg_names if name not in {*constants, *POINTERS, *loose}]

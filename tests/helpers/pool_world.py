@@ -1,0 +1,314 @@
+"""A whole engine over `HashTarget`, with too little memory, and what must hold after every step."""
+
+from __future__ import annotations
+
+from collections import Counter
+from types import SimpleNamespace
+from typing import Any, NamedTuple, cast
+from unittest.mock import patch
+
+from helpers.hash_target import (
+    KV_LAYER,
+    STATE_LAYERS,
+    WINDOW,
+    HashDrafter,
+    HashTarget,
+    fold_records,
+    true_states,
+    true_text,
+    true_window,
+)
+
+from hybrid_runtime.engine import Engine, SamplingParams
+from hybrid_runtime.engine.block_pool import REMEMBERED, BlockPool, BlockTable
+from hybrid_runtime.engine.offload.cache import HostCache
+from hybrid_runtime.engine.offload.memcpy import CopyPath
+from hybrid_runtime.engine.request import Hit, Request
+
+BLOCK = 4
+POISON = -9999.0
+Text = tuple[str, tuple[int, ...]]
+"""A tenant, and tokens."""
+
+
+class Before(NamedTuple):
+    """A request as it was before a step."""
+
+    tokens: list[int]
+    epoch: int
+
+
+def fails(*_: object) -> None:
+    raise RuntimeError("no copies today")
+
+
+class World:
+    """options: as of `Engine`, all that is not set here. events: what has happened, counted."""
+
+    def __init__(self, num_draft: int, **options: Any) -> None:
+        self.now = 0.0
+        self.target = HashTarget()
+        self.sound = True  # False from a check that fails on
+        self.engine = engine = Engine(
+            cast(Any, self.target), None, [], drafter="ngram" if num_draft else None,
+            num_speculative_tokens=num_draft, block_size=BLOCK, max_model_len=48, **options,
+        )  # fmt: skip
+        if num_draft:
+            engine.runner.drafter = HashDrafter(num_draft)
+        for part in (*engine.runner.caches.kv.values(), *engine.runner.caches.states.values()):
+            for tensor in part:
+                tensor.fill_(POISON)
+        self.pools = {"kv": engine.scheduler.kv.pool, "state": engine.scheduler.state.pool}
+        host = engine.prefix_cache.host
+        self.host = host
+        if host is not None:
+            self.copies = host.tier._copies.path
+        self.requests: list[Request] = []
+        self.open: dict[Request, Hit] = {}  # and what each had hit when it was looked at last
+        self.text_of: dict[bytes, Text] = {}
+        self.key_of: dict[Text, bytes] = {}
+        self.ever: dict[str, set[bytes]] = {"kv": set(), "state": set()}
+        self.events: Counter[str] = Counter()
+
+    def clock(self) -> Any:
+        """Lets the engine see a time that passes by steps."""
+        clock = SimpleNamespace(perf_counter=lambda: self.now)
+        return patch("hybrid_runtime.engine.core.time", clock)
+
+    # -- what can happen -------------------------------------------------------------------------
+
+    def submit(
+        self, prompt: list[int], tenant: str = "", lasts: float | None = None, **params: Any
+    ) -> Request:
+        with self.clock():
+            request = self.engine.submit(
+                prompt, SamplingParams(seed=1, **params), tenant=tenant, deadline=lasts
+            )
+        self.requests.append(request)
+        self.open[request] = request.hit
+        return request
+
+    def abort(self, which: int) -> None:
+        request = list(self.open)[which % len(self.open)]
+        self.engine.abort(request)
+        self._close()
+
+    def fail_next_step(self) -> None:
+        self.target.fails = True
+
+    def break_copies(self, broken: bool) -> None:
+        if self.host is not None:
+            path = CopyPath("broken", cast(Any, fails)) if broken else self.copies
+            self.host.tier._copies.path = path
+
+    def step(self) -> None:
+        before = {request: Before(request.tokens, request.epoch) for request in self.requests}
+        expected = self._expected()
+        preempted, failing = self.engine.scheduler.preemptions, self.target.fails
+        self.now, self.sound = self.now + 1.0, False
+        with (
+            self.clock(),
+            patch("hybrid_runtime.state.layouts.flush.replay_flush", fold_records),
+        ):
+            self.engine.step()
+        self.events["preemptions"] += self.engine.scheduler.preemptions - preempted
+        for request in self.open:
+            assert (request.error is not None) <= failing
+            self._name(request)
+            if request.hit is not self.open[request]:
+                self._check_hit(request, before, expected)
+                self.open[request] = request.hit
+        self._check_texts()
+        self._check_accounts()
+        self._check_content()
+        self._close()
+        self.sound = True
+
+    def drain(self) -> None:
+        """Serve whoever is left; nobody may stand still."""
+        for _ in range(60 * (1 + len(self.open))):
+            if self.engine.idle:
+                break
+            self.step()
+        assert self.engine.idle
+        assert not self.open
+
+    def finish(self) -> None:
+        """Serve whoever is left; every block and slot must be back then."""
+        self.target.fails = False
+        self.drain()
+        for group, pool in self.pools.items():
+            assert pool.free == pool.size
+            pool.clear()
+            assert (pool.free, pool.cached) == (pool.size, 0)
+            if self.host is not None:
+                self.break_copies(False)
+                self._check_host(self.host, group, pool)
+        assert sorted(self.engine.scheduler._slots) == list(range(self.engine.manager.max_requests))
+
+    # -- what must hold --------------------------------------------------------------------------
+
+    def _close(self) -> None:
+        for request in [r for r in self.open if r.finish_reason is not None]:
+            self.events[f"ended by {request.finish_reason}"] += 1
+            del self.open[request]
+
+    def _name(self, request: Request) -> None:
+        """No two beginnings, and no two tenants, have one key; one beginning has one."""
+        tokens = request.tokens
+        for number, key in enumerate(request.hashes, 1):
+            text = request.tenant, tuple(tokens[: number * BLOCK])
+            assert self.text_of.setdefault(key, text) == text
+            assert self.key_of.setdefault(text, key) == key
+
+    def _check_texts(self) -> None:
+        for request in self.open:
+            limit = request.params.max_tokens
+            assert request.output == true_text(request.prompt, limit)[: len(request.output)]
+            assert (request.finish_reason == "length") == (len(request.output) == limit)
+
+    def _check_accounts(self) -> None:
+        scheduler = self.engine.scheduler
+        for name, table in (("kv", scheduler.kv), ("state", scheduler.state)):
+            self._check_pool(table.pool, table)
+            most = scheduler.footprint(1, 1)[1] if name == "state" else table.columns
+            assert (table._view >= 0).sum(1).max() <= most
+            if self.host is not None:
+                found = self.host._blocks[name]
+                usage = self.host.tier.usage(name)
+                assert len(set(found.values())) == len(found) == usage.used
+                assert usage.in_flight == 0
+        for slot in scheduler._slots:
+            assert (scheduler.kv._view[slot] < 0).all()
+            assert (scheduler.state._view[slot] < 0).all()
+
+    def _check_pool(self, pool: BlockPool, table: BlockTable) -> None:
+        """Every block is free, kept for its content, or owned as often as the table names it."""
+        owned = Counter(table._view[table._view >= 0].tolist())
+        assert pool._owners == [owned[block] for block in range(pool.size)]
+        idle = [b for b in range(pool.size) if not owned[b] and pool._key[b] is not None]
+        assert sorted(pool._idle) == idle
+        assert sorted([*pool._free, *idle, *owned]) == list(range(pool.size))
+        keyed = {key: block for block, key in enumerate(pool._key) if key is not None}
+        assert keyed == pool._block
+
+    def _check_content(self) -> None:
+        """What can be found is what its key says, and states lie where the retention wants them."""
+        caches = self.engine.runner.caches
+        keys, values = (part.flatten(1).int().tolist() for part in caches.kv[KV_LAYER])
+        states = {
+            layer: (windows[:, :WINDOW, 0].int().tolist(), ssm.flatten().int().tolist())
+            for layer, (windows, ssm) in caches.states.items()
+        }
+        for key, block in self.pools["kv"]._block.items():
+            _, tokens = self.text_of[key]
+            assert keys[block] == list(tokens[-BLOCK:])
+            assert values[block] == list(range(len(tokens) - BLOCK, len(tokens)))
+        for key, block in self.pools["state"]._block.items():
+            tenant, tokens = self.text_of[key]
+            for layer, want in zip(STATE_LAYERS, true_states(tokens), strict=True):
+                windows, ssm = states[layer]
+                assert ssm[block] == want
+                assert windows[block] == true_window(tokens)
+            if key not in self.ever["state"]:
+                assert self._wanted(tenant, tokens)
+        for name, pool in self.pools.items():
+            self.ever[name] |= pool._block.keys()
+
+    def _check_host(self, host: HostCache, group: str, pool: BlockPool) -> None:
+        """All that the host kept comes back as its key says."""
+        keys = list(host._blocks[group])
+        for start in range(0, len(keys), pool.size):
+            part = keys[start : start + pool.size]
+            blocks = [pool.take() for _ in part]
+            assert host.fetch(group, part, blocks)
+            for key, block in zip(part, blocks, strict=True):
+                assert pool.file(key, block)
+                pool.put(block)
+            self._check_content()
+            pool.clear()
+        host.tier.free(group, [host._blocks[group].pop(key) for key in keys])
+        usage = host.tier.usage(group)
+        assert (usage.used, usage.in_flight) == (0, 0)
+
+    def _wanted(self, tenant: str, tokens: tuple[int, ...]) -> bool:
+        retention, depth = self.engine.prefix_cache.retention, len(tokens)
+        if retention == "all" or (retention != "prompt" and depth % int(retention) == 0):
+            return True
+        return any(
+            depth in ((request.prefill - 1) // BLOCK * BLOCK, request.hit.known)
+            for request in self.open
+            if (request.tenant, tuple(request.tokens[:depth])) == (tenant, tokens)
+        )
+
+    # -- hits ------------------------------------------------------------------------------------
+
+    def _expected(self) -> tuple[Request | None, int]:
+        """Who is first in the queue, and how many tokens it must hit if it is admitted."""
+        if not self.engine.scheduler.waiting:
+            return None, 0
+        request = self.engine.scheduler.waiting[0]
+        tokens, hit = tuple(request.tokens), 0
+        for end in range(BLOCK, len(tokens), BLOCK):
+            key = self.key_of.get((request.tenant, tokens[:end]), b"")
+            if key not in self.pools["kv"]._block:
+                break
+            if key in self.pools["state"]._block:
+                hit = end
+        return request, hit
+
+    def _check_hit(
+        self,
+        request: Request,
+        before: dict[Request, Before],
+        expected: tuple[Request | None, int],
+    ) -> None:
+        hit, (tokens, epoch) = request.hit, before[request]
+        most = (len(tokens) - 1) // BLOCK * BLOCK
+        others = [
+            common(tokens, past.tokens)
+            for other, past in before.items()
+            if other.tenant == request.tenant and (other is not request or epoch)
+        ]
+        assert 0 <= hit.tokens <= hit.known <= min(max(others, default=0), most)
+        assert hit.tokens % BLOCK == hit.known % BLOCK == 0
+        first, at_least = expected
+        if request is first:
+            assert hit.tokens == at_least or (self.host is not None and hit.tokens > at_least)
+        self._check_reason(request, hit, tokens, most)
+        self.events["hits"] += hit.tokens > 0
+        self.events["misses"] += hit.tokens == 0
+        self.events["resumes"] += epoch > 0
+        self.events["resumes from a snapshot"] += epoch > 0 and hit.tokens > 0
+        self.events[f"short: {hit.short}"] += 1
+
+    def _check_reason(self, request: Request, hit: Hit, tokens: list[int], most: int) -> None:
+        def was_there(group: str, end: int) -> bool:
+            key = self.key_of.get((request.tenant, tuple(tokens[:end])))
+            return key in self.ever[group]
+
+        assert (hit.short == "short_prompt") == (most == 0)
+        if hit.short == "short_prompt":
+            return
+        if hit.tokens < hit.known:
+            gone, group, end = "evicted_snapshot", "state", hit.known
+            absent: str | None = "no_snapshot"
+        else:
+            gone, group, end = "evicted_keys", "kv", hit.known + BLOCK
+            absent = None
+        there = was_there(group, end) and hit.known + (group == "kv") <= most
+        pool = self.pools[group]
+        if pool.evictions <= REMEMBERED * pool.size:
+            assert hit.short == (gone if there else absent)
+        else:  # it may have been forgotten
+            assert hit.short in (gone if there else absent, absent)
+
+
+def common(one: list[int], other: list[int]) -> int:
+    """Length of the common beginning."""
+    count = 0
+    for a, b in zip(one, other, strict=False):
+        if a != b:
+            break
+        count += 1
+    return count

@@ -1,0 +1,209 @@
+"""The rolling-hash model of `hash_model` in the replay layout: a verify pass folds the guesses that
+it finds recorded into the state that it finds in memory, as kernels.replay's contract says, and
+what comes out must be the hash of exactly the right tokens.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from helpers.hash_model import PRIME, HashRunner, Kept, Open, Request, prefix_hash
+
+from hybrid_runtime.kernels.replay.naive import WindowCache
+from hybrid_runtime.state.layouts.flush import Foldable
+from hybrid_runtime.state.rows import StepRows
+
+POISON = -1000
+"""Record that nobody wrote."""
+
+
+class ReplayRunner(HashRunner):
+    """Model runner of one live state per request."""
+
+    kind = "replay"
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        slots = self.manager.max_requests
+        # [turn, slot, K] guessed tokens.
+        self.window_cache = [[[POISON] * self.num_draft for _ in range(slots)] for _ in range(2)]
+        self.live = self.tables[0].shape[1] - 1
+        self.copies = self.direct = 0
+        self.last_stored = self.last_folded = 0
+
+    def admit(self, slot: int, tokens: list[int], hit: Kept | None = None) -> None:
+        super().admit(slot, tokens, hit)
+        for window_cache in self.window_cache:
+            window_cache[slot] = [POISON] * self.num_draft
+
+    def _foldable(self) -> Foldable:
+        """As far as the host's arithmetic asks: hashes are never folded by a kernel."""
+        layers, slots = len(self.states), self.manager.max_requests
+        shape = self.layout.ssm_shape
+        window_cache = WindowCache.allocate(
+            layers, slots, self.num_draft, shape, 1, torch.float32, "cpu"
+        )
+        return Foldable(window_cache, torch.zeros(layers, shape[0]))
+
+    def release(self, slot: int) -> None:
+        """What its last guesses reached is known, and whole if a queued step stores it."""
+        request, block = self.requests[slot], self.layout.block_size
+        snapshot = None if request.dead else self.manager.last_snapshot(slot)
+        passed = range(request.covered + 1, request.computed + 1)
+        folded = [(b, self.live) for b in passed if b % block == 0 and request.keeps(b)]
+        if snapshot is None:
+            assert not folded or request.dead or request.in_flight
+        elif snapshot.column == self.live:
+            assert [snapshot[2:]] == folded
+            self.last_folded += 1
+        else:
+            assert not folded or request.in_flight
+            assert snapshot.column == snapshot.boundary // block - 1
+            blocks = [group.get(snapshot.column, -1) for group in request.blocks]
+            if min(blocks) >= 0:
+                self.check(blocks, blocks, 0, request.tokens[: snapshot.boundary])
+                self.last_stored += bool(request.in_flight)
+        super().release(slot)
+
+    def swap(self, slot: int, other: int) -> None:
+        """The guesses that its state lacks are folded in as by a pass of its own."""
+        old = self.requests[slot]
+        assert not old.in_flight
+        column = self.live if old.computed % 2 else 0
+        new = Request(other, old.tokens, old.computed, old.known, covered=old.computed)
+        new.rule, new.blocks = (self.layout.block_size, ()), [{} for _ in self.tables]
+        new.place = column, 0
+        history = old.tokens[: old.computed]
+        last = torch.tensor(([0, 0, 0] + [t + 1 for t in history])[-3:])
+        for group in range(len(self.tables)):
+            self._new(new, group, column)
+        for layer, (window, ssm) in self.states.items():
+            target = new.blocks[self.group_of[layer]][column]
+            inputs = self.layout.positions_first(window)[target, :3]
+            inputs.copy_(last.to(inputs.dtype)[:, None].expand_as(inputs))
+            ssm[target] = prefix_hash(history)
+        self.release(slot)
+        self._admit(new, column)
+
+    def _hand_out(self, rows: StepRows) -> None:
+        first, last = self.manager.columns_needed(rows)
+        for slot, low, high in zip(rows.slot, first, last, strict=True):
+            if slot < 0:
+                assert (low, high) == (0, -1)
+                continue
+            request = self.requests[int(slot)]
+            wanted = {self.live, *range(int(low), int(high) + 1)}
+            for group, blocks in enumerate(request.blocks):
+                for column in set(blocks) - wanted - set(self._unread(request)):
+                    self._disown(request, group, column)
+                for column in sorted(wanted - set(blocks)):
+                    self._new(request, group, column)
+
+    def _may_leave(self, request: Request, certain: int, most: int) -> set[int]:
+        end = request.computed + certain
+        passed = {*range(request.covered + 1, request.computed + 1), end}
+        block = self.layout.block_size
+        found = {b for b in passed if b % block == 0 and request.keeps(b)}
+        assert len(found) < 2
+        return found
+
+    def knows(self, opened: Open, row: int) -> bool:
+        """How many records the last step's count makes is known exactly only if its rows were."""
+        return self.depth == 0 and super().knows(opened, row)
+
+    def may_copy(self, opened: Open, row: int) -> bool:
+        _, certain, drafts, _ = opened.plan[row]
+        end = opened.starts[row] + certain
+        return any(b < end or drafts for b in opened.snapshots[row])
+
+    def _place(
+        self, certain: int, drafts: list[int], taken: int, snapshots: set[int]
+    ) -> tuple[int, int]:
+        direct = not drafts and certain in snapshots
+        return certain // self.layout.block_size - 1 if direct else self.live, taken
+
+    def forward(self, opened: Open) -> None:
+        step, positions = opened.step, self.manager.replay
+        assert step.read_column is positions.read_column
+        assert step.read_offset is positions.fold
+        assert step.write_column is positions.write_column
+        rows = torch.stack(list(positions)).T.tolist()
+        idle = [-1, 0, 0, -1, -1, 0, 0]
+        for i, request in enumerate(opened.requests):
+            if request is None:
+                assert rows[i] == idle
+            elif self.requests.get(request.slot) is request:
+                _, certain, drafts, _ = opened.plan[i]
+                self._verify(request, certain, drafts, opened.snapshots[i], *rows[i])
+        assert all(row == idle for row in rows[len(opened.plan) :])
+        opened.ran = True
+
+    def _verify(
+        self,
+        request: Request,
+        certain: int,
+        drafts: list[int],
+        snapshots: set[int],
+        read: int,
+        fold: int,
+        turn: int,
+        write: int,
+        kept: int,
+        after: int,
+        position: int,
+    ) -> None:
+        n, block = request.computed, self.layout.block_size
+        tokens = request.tokens[n : n + certain]
+        assert len(tokens) == certain, "the request has no such tokens yet"
+        assert (read, fold) == (request.place[0], n - request.covered)
+        assert position == n + certain
+        direct = not drafts and position in snapshots
+        assert write == (position // block - 1 if direct else self.live)
+        assert fold == 0 or certain == 1
+        stored = [] if direct else sorted(snapshots)
+        assert [kept] == ([b // block - 1 for b in stored] or [-1])
+        assert [after] == ([b - request.covered for b in stored] or [0])
+        assert kept < 0 or 0 < after <= fold or after == fold + certain
+        self.copies += kept >= 0
+        self.direct += direct
+
+        run = [*self.window_cache[turn][request.slot][:fold], *tokens]
+        inputs = [*run, *drafts]
+        for layer, (window, ssm) in self.states.items():
+            blocks = request.blocks[self.group_of[layer]]
+            windows = self.layout.positions_first(window)
+            states, before = {0: 1}, [0, 0, 0]
+            if read >= 0:
+                source = blocks[read]
+                self._one(ssm[source], prefix_hash(request.tokens[: request.covered]))
+                states[0] = int(ssm[source].flatten()[0])
+                before = [int(v) for v in windows[source, : 3 + fold, 0].tolist()]
+            for j, token in enumerate(run):
+                states[j + 1] = (states[j] * 31 + token + 1) % PRIME
+            self._one(torch.tensor(float(states[fold])), prefix_hash(request.tokens[:n]))
+            # The window holds the guesses' inputs too: what is folded needs no record of its own.
+            seen = before + [t + 1 for t in inputs[fold:]]
+            history = ([0, 0, 0] + [t + 1 for t in request.tokens[: n + certain]])[
+                -3 - fold - certain :
+            ]
+            assert seen[: 3 + fold + certain] == history
+            if kept >= 0:
+                self._store(ssm, windows, blocks[kept], states[after], seen[after : after + 3])
+            end = fold + certain
+            self._store(ssm, windows, blocks[write], states[end], seen[end:])
+        self.window_cache[1 - turn][request.slot][: len(drafts)] = drafts
+
+    def _one(self, state: torch.Tensor, want: int) -> None:
+        got = state.float().flatten().tolist()
+        assert got == [want] * len(got), (got[0], want)
+
+    def _store(
+        self, ssm: torch.Tensor, windows: torch.Tensor, block: int, value: int, inputs: list[int]
+    ) -> None:
+        ssm[block].fill_(value)
+        target = windows[block, : len(inputs)]
+        target.copy_(torch.tensor(inputs).to(target.dtype)[:, None].expand_as(target))
+
+
+RUNNERS: dict[str, type[HashRunner]] = {"columns": HashRunner, "replay": ReplayRunner}

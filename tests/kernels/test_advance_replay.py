@@ -1,0 +1,193 @@
+"""Which snapshots a replay step stores, by brute force; and the kernel that decides it, against its
+reference: on a GPU where there is one, else in the interpreter, in a process of its own.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from helpers.interpreter import CUDA, elsewhere, kernels, run_in_interpreter
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hybrid_runtime.kernels.step import advance_columns as fields
+from hybrid_runtime.kernels.step.advance_replay import (
+    IDLE,
+    ReplayPositions,
+    ReplaySlots,
+    advance_replay,
+    advance_replay_reference,
+)
+from hybrid_runtime.state import align
+from hybrid_runtime.state.align import Retention
+
+DEVICE = "cuda" if CUDA else "cpu"
+
+
+# What is stored
+
+
+def rules(block: int) -> list[Retention]:
+    periods = [Retention(block), Retention(2 * block), Retention(0)]
+    return [*periods, Retention(0, 2 * block, block), Retention(3 * block, block)]
+
+
+def steps(block: int, most: int) -> np.ndarray:
+    """All (covered, guesses of the last step, accepted of them, s, d) that the manager admits."""
+    tokens = range(1, 2 * block + 2)
+    after_drafts = [
+        (c, g, f, d + 1, d)
+        for c in tokens
+        for g in range(1, most + 1)
+        for f in range(g + 1)
+        for d in range(most + 1)
+    ]
+    chunks = [
+        (c, 0, 0, s, d)
+        for c, s, d in itertools.product(range(2 * block + 1), tokens, range(most + 1))
+        if d < s
+    ]
+    return np.array(after_drafts + chunks)
+
+
+@pytest.mark.parametrize(("block", "most"), [(2, 1), (4, 3), (5, 2), (8, 4), (9, 0)])
+def test_stored_snapshots_and_candidates_by_walking(block: int, most: int) -> None:
+    """Exhaustively: token by token through the fold, and at the end of the certain tokens."""
+    covered, guesses, fold, s, d = steps(block, most).T
+    computed = covered + fold
+    certain = computed + s - d
+    for kept in rules(block):
+        found = align.replay_snapshot(covered, computed, certain, d, block, kept)
+        first = align.first_stored(covered, computed + s - d, guesses)
+        may = align.replay_candidates(first, computed, certain, d, guesses, kept)
+        for i in range(len(covered)):
+            seen = {*range(covered[i] + 1, computed[i] + 1), certain[i]}
+            want = [b for b in seen if b % block == 0 and kept.keeps(np.array(b))]
+            assert len(want) < 2
+            assert found.boundary[i] == (want[0] if want else 0)
+            extra = bool(want) and (want[0] <= computed[i] or d[i] > 0)
+            assert found.extra[i] == extra
+            assert found.after[i] == (want[0] - covered[i] if want else 0)
+            assert may[i] == extra  # sound and tight
+            assert not extra or found.after[i] in {*range(1, fold[i] + 1), fold[i] + s[i] - d[i]}
+
+
+@given(
+    st.integers(1, 40), st.integers(0, 9), st.integers(0, 4), st.integers(0, 4),
+    st.integers(5, 9), st.integers(0, 4),
+)  # fmt: skip
+def test_bounds_rule_out_only_what_no_count_can_reach(
+    low: int, spread: int, guesses: int, draft: int, block: int, rule: int
+) -> None:
+    """The state covers low .. low + spread tokens, and up to `guesses` more are computed."""
+    kept = rules(block)[rule]
+    exact = False
+    for covered, fold in itertools.product(range(low, low + spread + 1), range(guesses + 1)):
+        values = (np.array([v]) for v in (covered, covered + fold, covered + fold + 1, draft))
+        exact |= bool(align.replay_snapshot(*values, block, kept).extra[0])
+    least, most = np.array([low]), np.array([low + spread + guesses])
+    drafts, last = np.array([draft]), np.array([guesses])
+    first = align.first_stored(least, least + 1, last)
+    assert align.replay_candidates(first, most, most + 1, drafts, last, kept)[0] == exact
+
+
+@given(st.integers(0, 200), st.integers(1, 12), st.integers(0, 4))
+def test_last_retained_is_the_last_that_is_kept(position: int, block: int, rule: int) -> None:
+    kept = rules(block)[rule]
+    found = [b for b in range(block, position + 1, block) if kept.keeps(np.array(b))]
+    assert align.last_retained(np.array([position]), kept)[0] == (found[-1] if found else 0)
+
+
+# The kernel
+
+
+@elsewhere
+def test_the_kernel_in_the_interpreter() -> None:
+    run_in_interpreter(__file__, "-k", "kernel")
+
+
+class Device:
+    """What one manager keeps on the device, for `n` slots."""
+
+    def __init__(self, n: int) -> None:
+        def ints(value: int, *shape: int) -> torch.Tensor:
+            return torch.full(shape, value, dtype=torch.int32, device=DEVICE)
+
+        self.slots = ReplaySlots(ints(-1, n), ints(-1, n), ints(0, n), ints(0, n))
+        self.placed = [ints(-1, 4, n) for _ in range(2)]
+        self.positions = ReplayPositions(*(ints(value, n) for value in IDLE))
+
+    def tensors(self) -> list[torch.Tensor]:
+        return [*self.slots, *self.placed, *self.positions]
+
+
+def entries_of(
+    rng: np.random.Generator, n: int, busy: np.ndarray, before: np.ndarray, block: int
+) -> tuple[torch.Tensor, int, int]:
+    """Lines of a random step after one whose rows were `before` (slot by row), and its rows."""
+    slots = rng.permutation(n)[: rng.integers(1, n + 1)]
+    lines = np.zeros((2 * n, fields.ENTRY_FIELDS), np.int32)
+    rows = len(slots)
+    lines[:rows, fields.SLOT] = np.where(rng.random(rows) < 0.1, -1, slots)
+    chunk = rng.random(rows) < 0.3
+    draft = np.where(chunk & (rng.random(rows) < 0.5), 0, rng.integers(0, 4, rows))
+    lines[:rows, fields.SCHEDULED] = draft + 1
+    lines[:rows, fields.DRAFT] = draft
+    named = lines[:rows, fields.SLOT]
+    lines[:rows, fields.PREVIOUS] = -1
+    for i, slot in enumerate(named):
+        if slot < 0:
+            continue
+        at = np.flatnonzero(before == slot)
+        if not busy[slot] or rng.random() < 0.15:  # a new tenant, perhaps of a running slot
+            tokens = int(rng.integers(0, 3)) * block + int(rng.integers(0, 2))
+            column = -1 if not tokens else int(rng.integers(0, 3))
+            lines[i, fields.ADMIT : fields.ADMIT_COLUMN + 1] = 1, tokens, column
+            lines[i, fields.SCHEDULED] += rng.integers(0, 2 * block)
+            busy[slot] = True
+        elif len(at):
+            lines[i, fields.PREVIOUS] = at[0]
+        rule = rules(block)[rng.integers(0, 5)]
+        lines[i, fields.EVERY : fields.SECOND + 1] = rule
+    left = [(row, slot) for row, slot in enumerate(before) if slot >= 0 and slot not in named]
+    for i, (row, slot) in enumerate(left, start=rows):
+        lines[i, fields.SLOT], lines[i, fields.PREVIOUS] = slot, row
+    return torch.from_numpy(lines).to(DEVICE), rows + len(left), rows
+
+
+@kernels
+@pytest.mark.parametrize("n", [1, 5, 17, 150])
+@pytest.mark.parametrize("block", [4, 16])
+def test_kernel_and_reference_agree(n: int, block: int) -> None:
+    """Over histories: counts of 0 and beyond the drafts, dead rows, new tenants, padded rows."""
+    rng = np.random.default_rng(n)
+    mine, theirs = Device(n), Device(n)
+    before, busy = np.empty(0, np.int32), np.zeros(n, bool)
+    stored = direct = dead = folded = 0
+    for number in range(60 if CUDA or n < 20 else 8):
+        lines, count, rows = entries_of(rng, n, busy, before, block)
+        counts = rng.integers(0, 6, n)
+        counts[rng.random(n) < 0.7] = 4
+        accepted = torch.from_numpy(counts.astype(np.int32)).to(DEVICE)
+        held = [t.clone() for t in (lines, accepted)]
+        for device, act in ((mine, advance_replay), (theirs, advance_replay_reference)):
+            previous, placed = device.placed[number % 2], device.placed[1 - number % 2]
+            act(
+                lines, count, rows, device.slots, previous, accepted, placed, device.positions,
+                block, 11,
+            )  # fmt: skip
+        for a, b in zip(mine.tensors(), theirs.tensors(), strict=True):
+            assert torch.equal(a, b)
+        for now, then in zip((lines, accepted), held, strict=True):
+            assert torch.equal(now, then)
+        before = lines[:rows, fields.SLOT].cpu().numpy()
+        out = mine.positions
+        stored += int((out.snapshot_column >= 0).sum())
+        direct += int(((out.write_column >= 0) & (out.write_column < 11)).sum())
+        folded += int((out.fold > 0).sum())
+        dead += int((mine.slots.held == fields.DEAD).sum())
+    assert stored
+    assert n < 17 or (direct and dead and folded)

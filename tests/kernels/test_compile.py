@@ -1,0 +1,285 @@
+"""Every kernel compiles for a Hopper GPU, on machines without one: the interpreter accepts more
+than the compiler does (names that change type between branches, for one)."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from helpers.hopper import aligned, compiled, spilled
+from triton.runtime.jit import JITFunction
+
+from hybrid_runtime.kernels.attention import paged, store_kv
+from hybrid_runtime.kernels.layers import activation, embedding, norm, pooling
+from hybrid_runtime.kernels.mamba import (
+    chunk_scan_kernels,
+    conv1d_update,
+    conv1d_varlen,
+    selective_state_update,
+)
+from hybrid_runtime.kernels.mamba.chunk_scan import STEP_HEADS, scan_tiling
+from hybrid_runtime.kernels.moe import align_block_size, fused_moe, topk
+from hybrid_runtime.kernels.sampling import argmax
+from hybrid_runtime.kernels.step import advance_columns, block_fill, state_copy
+from hybrid_runtime.kernels.step import vllm_decide as decide
+
+MOVE: dict[str, Any] = {
+    "word_type": tl.int32, "tap_type": tl.int16, "FIELDS": 16, "POST": True, "EVERY_ROW": False,
+    "BLOCK_SIZE": 4336, "ROWS": 16, "TAPS": 3, "SSM_WORDS": 8192, "SSM_TILES": 2,
+    "SSM_TILE": 4096, "WINDOW_TILES": 1, "WINDOW_TILE": 1024, "VECTOR": True, "SSM_PARTS": 4,
+}  # fmt: skip
+SETTLE = {key: value for key, value in MOVE.items() if key not in ("POST", "EVERY_ROW")}
+FILL: dict[str, Any] = {
+    "window_type": tl.bfloat16, "ssm_type": tl.float16, "WINDOW": 600, "SSM": 8192,
+    "WINDOW_TILES": 1, "SSM_TILES": 2, "TILE": 4096,
+}  # fmt: skip
+ADVANCE: dict[str, Any] = {"BLOCK_SIZE": 4336, "IN_PLACE": False, "FIELDS": 16, "LINES": 128}
+CONV: dict[str, Any] = {
+    "CHANNELS": 10240, "TAPS": 4, "TOKENS": 4, "TILE": 256,
+    "x_channel": 1, "window_channel": 1, "weight_tap": 1, "bias_channel": 1,
+}  # fmt: skip
+SSM: dict[str, Any] = {
+    "HEADS": 128, "HEADS_PER_GROUP": 16, "DIM": 64, "STATE": 128, "TOKENS": 4, "TILE": 8,
+    "WIDTH": 128, "x_dim": 1, "dt_head": 1, "B_state": 1, "C_state": 1,
+}  # fmt: skip
+POOL: dict[str, Any] = {"FIELDS": 6, "SIZE": 4096, "TOKENS": 32, "TILE": 128}
+NO_SNAPSHOT = {"snapshot_column": None, "snapshot_after": None}
+KERNELS = [
+    (advance_columns._advance_kernel, ADVANCE),
+    (advance_columns._advance_kernel, ADVANCE | {"IN_PLACE": True}),
+    (state_copy._move_kernel, MOVE),
+    (state_copy._move_kernel, MOVE | {"POST": False}),
+    (state_copy._move_kernel, MOVE | {"EVERY_ROW": True, "ROWS": 1024}),
+    (state_copy._move_kernel, MOVE | {"word_type": tl.int8, "tap_type": tl.int32, "VECTOR": False}),
+    *((decide._decide_move_kernel, SETTLE | {"PHASE": phase}) for phase in (0, 1)),
+    (block_fill._fill_kernel, FILL),
+    (block_fill._fill_kernel, FILL | {"window_type": tl.float32, "ssm_type": tl.float32}),
+    (pooling._pooling_kernel, POOL),
+    (conv1d_update._conv1d_update_kernel, CONV | NO_SNAPSHOT),
+    (
+        conv1d_update._conv1d_update_kernel,
+        CONV | NO_SNAPSHOT | {"bias": None, "TOKENS": 1, "TAPS": 1},
+    ),
+    (conv1d_update._conv1d_update_kernel, CONV | {"CHANNELS": 10, "TOKENS": 8}),
+    (selective_state_update._selective_state_update_kernel, SSM),
+    (
+        selective_state_update._selective_state_update_kernel,
+        SSM | {"TOKENS": 8, "DIM": 60, "STATE": 100},
+    ),
+]
+
+
+@pytest.mark.parametrize(("kernel", "constants"), KERNELS)
+def test_compiles_for_hopper(kernel: JITFunction, constants: dict[str, Any]) -> None:
+    if not isinstance(kernel, JITFunction):
+        pytest.skip("the interpreter is on")
+    assert compiled(kernel, constants).asm["cubin"]
+
+
+EMBEDDING: dict[str, Any] = {"V": 131072, "SIZE": 4480, "BLOCK": 1024}
+PARTS: dict[str, Any] = {"V": 131072, "PARTS": 32, "TILE": 4096}
+WHOLE: dict[str, Any] = {"PARTS": 32, "WIDTH": 32}
+
+
+@pytest.mark.parametrize(
+    ("kernel", "constants"),
+    [
+        (embedding._embedding_kernel, EMBEDDING),
+        (argmax._part_kernel, PARTS),
+        (argmax._whole_kernel, WHOLE),
+    ],
+)
+def test_tokens_in_and_out(kernel: JITFunction, constants: dict[str, Any]) -> None:
+    if not isinstance(kernel, JITFunction):
+        pytest.skip("the interpreter is on")
+    types = {"tokens": "*i32", "logits": "*bf16", "values": "*fp32", "indices": "*i32"}
+    types["out"] = "*bf16" if kernel is embedding._embedding_kernel else "*i32"
+    assert compiled(kernel, constants, **types).asm["cubin"]
+
+
+@pytest.mark.parametrize(("type_", "tile"), [("*fp32", 8), ("*fp16", 16), ("*bf16", 16)])
+def test_state_update_moves_16_bytes_at_once(type_: str, tile: int) -> None:
+    kernel = selective_state_update._selective_state_update_kernel
+    if not isinstance(kernel, JITFunction):
+        pytest.skip("the interpreter is on")
+    constants = SSM | {"TILE": tile}
+    text = compiled(kernel, constants, ("states", "state_stride"), states=type_).asm["ptx"]
+    loads = tile * 128 * (4 if type_ == "*fp32" else 2) // (16 * 64)  # of 64 threads
+    assert text.count("ld.global.v4.b32") == loads
+    assert len(re.findall(r"st\.global\S*\.v4\.b32", text)) == 4 * loads
+
+
+ATTENTION: dict[str, Any] = {
+    "dot_type": tl.bfloat16, "HEADS": 32, "KV_HEADS": 8, "D": 128, "BLOCK_SIZE": 1056,
+    "SPLIT": True, "TRIPS": 0, "TOKENS": 4, "BLOCK_M": 16, "BLOCK_N": 32, "BLOCK_D": 128,
+}  # fmt: skip
+UNALIGNED = {"HEADS": 10, "KV_HEADS": 2, "D": 80, "BLOCK_SIZE": 48, "SPLIT": False, "BLOCK_N": 64}
+EXACT = {"dot_type": tl.float32, "BLOCK_M": 32}
+REDUCE: dict[str, Any] = {
+    "HEADS": 32, "D": 128, "SPLITS": 8, "TOKENS": 4, "BLOCK_N": 32, "BLOCK_S": 8, "BLOCK_D": 128,
+}  # fmt: skip
+KV_WRITE: dict[str, Any] = {
+    "KV_HEADS": 8, "D": 128, "BLOCK_SIZE": 1056, "ROWS": 128, "BLOCK_H": 8, "BLOCK_D": 128,
+}  # fmt: skip
+NORM: dict[str, Any] = {
+    "RESIDUAL": True, "GATED": False, "SIZE": 4096, "GROUPS": 1, "BLOCK": 4096,
+}  # fmt: skip
+GATED_NORM = {"RESIDUAL": False, "GATED": True, "SIZE": 1280, "GROUPS": 8, "BLOCK": 2048}
+ROWS = dict.fromkeys(("block_table", "slot", "cu_seqlens", "computed"), "*i32")
+SCALARS = {"scale": "fp32", "eps": "fp32"} | dict.fromkeys(("tokens", "limit", "least"), "i32")
+PARTIAL = {"partial": "*fp32", "partial_lse": "*fp32"}
+VALUES = ("q", "k", "v", "k_cache", "v_cache", "out", "x", "other", "weight", "total")
+
+
+@pytest.mark.parametrize(
+    ("kernel", "constants", "type_", "access"),
+    [
+        (paged._attention_kernel, ATTENTION, "*bf16", "cp.async.cg.shared.global"),
+        (paged._attention_kernel, ATTENTION | UNALIGNED, "*fp16", "cp.async.cg"),
+        (paged._attention_kernel, ATTENTION | EXACT, "*fp32", "cp.async.cg"),
+        (paged._reduce_kernel, REDUCE, "*bf16", "ld.global.v4"),
+        (store_kv._store_kv_kernel, KV_WRITE, "*bf16", "ld.global.v4"),
+        (norm._norm_kernel, NORM, "*bf16", "ld.global.v4"),
+        (norm._norm_kernel, NORM | GATED_NORM, "*fp32", "ld.global.v4"),
+    ],
+)
+def test_attention_and_norms_move_16_bytes_at_once(
+    kernel: JITFunction, constants: dict[str, Any], type_: str, access: str
+) -> None:
+    if not isinstance(kernel, JITFunction):
+        pytest.skip("the interpreter is on")
+    dense = {name: 1 for name in kernel.arg_names if name.endswith("stride_dim")}
+    types = dict.fromkeys(VALUES, type_) | ROWS | SCALARS | PARTIAL
+    strides = [name for name in kernel.arg_names if "stride" in name and name not in dense]
+    code = compiled(kernel, constants | dense, (*VALUES, *PARTIAL, *strides), **types)
+    assert code.asm["cubin"]
+    assert access in code.asm["ptx"]
+
+
+# Heads of Nemotron-H-8B, Nemotron-Nano-9B-v2 and Falcon-H1.
+@pytest.mark.parametrize(("dim", "state"), [(64, 128), (80, 128), (64, 256)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_chunk_scan_fits_into_registers(
+    dim: int, state: int, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    if not isinstance(chunk_scan_kernels.carry_kernel, JITFunction):
+        pytest.skip("the interpreter is on")
+    half = dtype == torch.bfloat16
+    shape, type_ = scan_tiling(dim, state, dtype), "*bf16" if half else "*fp32"
+    padded = triton.next_power_of_2(state)
+    everything: dict[str, Any] = {
+        "dot_type": tl.bfloat16 if half else tl.float32, "HEADS": 128, "HEADS_PER_GROUP": 16,
+        "DIM": dim, "STATE": state, "CHUNK": shape.chunk, "TRIPS": 0, "TOKENS": shape.tokens,
+        "EACH": shape.each, "BLOCK_P": triton.next_power_of_2(dim), "BLOCK_N": padded,
+        "PIECE": min(shape.piece, padded), "EXACT": not half, "x_dim": 1, "B_state": 1,
+        "C_state": 1, "dt_head": 1, "state_state": 1,
+    }  # fmt: skip
+    types = dict.fromkeys(("x", "B", "C", "dt", "out", "carried"), type_)
+    types |= dict.fromkeys(("steps", "totals", "rests"), "*fp32") | {"rows": "i32"}
+    for kernel, tile, warps, stages in (
+        (chunk_scan_kernels.steps_kernel, STEP_HEADS, 4, 3),
+        (chunk_scan_kernels.carry_kernel, shape.tile, shape.carry_warps, shape.carry_stages),
+        (chunk_scan_kernels.outputs_kernel, 0, shape.output_warps, shape.output_stages),
+    ):
+        names = everything | {"TILE": tile}
+        constants = {name: names[name] for name in kernel.arg_names if name in names}
+        options = {"num_warps": warps, "num_stages": stages}
+        code = compiled(kernel, constants, aligned(kernel, constants), options, **types)
+        assert spilled(code, tmp_path) <= 64  # of 255 registers a thread, 16 words at most
+        assert code.metadata.shared <= 227 * 1024
+        if kernel is not chunk_scan_kernels.steps_kernel:
+            assert ("wgmma.mma_async" in code.asm["ptx"]) == half
+
+
+@pytest.mark.parametrize("changed", [{}, {"bias": None, "TAPS": 2, "LENGTH": 1}, {"CHANNELS": 10}])
+def test_long_convolution_moves_8_bytes_at_once(changed: dict[str, Any], tmp_path: Path) -> None:
+    kernel = conv1d_varlen._conv1d_varlen_kernel
+    if not isinstance(kernel, JITFunction):
+        pytest.skip("the interpreter is on")
+    shape = conv1d_varlen.ConvTiling()
+    constants = CONV | {"LENGTH": 6, "TOKENS": shape.tokens, "TILE": shape.channels} | changed
+    options = {"num_warps": shape.warps}
+    code = compiled(kernel, constants, aligned(kernel, constants), options, rows="i32")
+    assert spilled(code, tmp_path) == 0
+    if constants["CHANNELS"] % 16 == 0:
+        assert len(re.findall(r"ld\.global\.(v2\.b32|v4\.b16)", code.asm["ptx"])) >= shape.tokens
+
+
+PRODUCT: dict[str, Any] = {
+    "dot_type": tl.bfloat16, "ROWS": 1856, "SIZE": 2688, "SHARED": 6, "SQUARED": True,
+    "x_dim": 1, "matrix_dim": 1,
+}  # fmt: skip
+DOWN = {"ROWS": 2688, "SIZE": 1856, "SHARED": 1, "SQUARED": False}
+
+
+@pytest.mark.parametrize("sizes", [{}, DOWN], ids=["up", "down"])
+@pytest.mark.parametrize("tokens", [1, 256, 1024, 4096])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_expert_products_stream_their_matrices(
+    dtype: torch.dtype, tokens: int, sizes: dict[str, Any], tmp_path: Path
+) -> None:
+    kernel = fused_moe._product_kernel
+    if not isinstance(kernel, JITFunction):
+        pytest.skip("the interpreter is on")
+    shape = fused_moe.moe_tiling(6 * tokens, 128, dtype)
+    constants = PRODUCT | sizes | {
+        "dot_type": fused_moe._TYPES[dtype], "BLOCK_M": shape.block_m, "BLOCK_N": shape.block_n,
+        "BLOCK_K": shape.block_k,
+    }  # fmt: skip
+    half = "*fp16" if dtype == torch.float16 else "*bf16"
+    type_ = "*fp32" if dtype == torch.float32 else half
+    types = dict.fromkeys(("x", "matrices"), type_) | dict.fromkeys(("order", "tiles"), "*i32")
+    types["out"] = "*fp32" if sizes else type_
+    strides = ("x", "matrices", "out", "x_line", "matrix_expert", "matrix_row")
+    options = {"num_warps": shape.warps, "num_stages": shape.stages}
+    code = compiled(kernel, constants, strides, options, **types)
+    text = code.asm["ptx"]
+    assert spilled(code, tmp_path) == 0
+    assert "cp.async.cg.shared.global" in text
+    assert "cp.async.ca" not in text
+    assert ("mma" in text) == (dtype != torch.float32)
+    assert ("wgmma.mma_async" in text) == (dtype != torch.float32 and shape.block_m >= 64)
+
+
+ROUTE: dict[str, Any] = {
+    "EXPERTS": 128, "GROUPS": 1, "KEPT": 1, "TOP_K": 6, "NORMALISE": True, "PRECISE": True,
+    "BLOCK_G": 1, "BLOCK_E": 128, "BLOCK_K": 8, "logits_expert": 1, "bias_expert": 1,
+}  # fmt: skip
+ROUTE_GROUPS = {"EXPERTS": 96, "GROUPS": 8, "KEPT": 3, "BLOCK_G": 8, "BLOCK_E": 16}
+ROUTE_MANY = {"EXPERTS": 512, "BLOCK_E": 512, "TOP_K": 22, "BLOCK_K": 32, "NORMALISE": False}
+GROUP: dict[str, Any] = {"BLOCK_M": 16, "BINS": 128, "COUNTED": 128, "RANKED": 128, "LINES": 32}
+SUM: dict[str, Any] = {"SIZE": 2688, "TOP_K": 6, "BLOCK": 512, "weights_choice": 1}
+RELU2: dict[str, Any] = {"BLOCK": 1024, "x_dim": 1}
+
+
+@pytest.mark.parametrize(
+    ("kernel", "constants", "warps", "access"),
+    [
+        (topk._topk_kernel, ROUTE, 1, "ld.global"),
+        (topk._topk_kernel, ROUTE | ROUTE_GROUPS, 1, "ld.global"),
+        (topk._topk_kernel, ROUTE | ROUTE_MANY, 2, "ld.global"),
+        (align_block_size._group_kernel, GROUP, 4, "ld.global"),
+        (align_block_size._group_kernel, GROUP | {"BINS": 512, "COUNTED": 1024}, 4, "ld.global"),
+        (fused_moe._sum_kernel, SUM, 4, "ld.global.v4"),
+        (activation._relu2_kernel, RELU2, 4, "ld.global.v4"),
+    ],
+)
+def test_what_surrounds_the_experts(
+    kernel: JITFunction, constants: dict[str, Any], warps: int, access: str, tmp_path: Path
+) -> None:
+    if not isinstance(kernel, JITFunction):
+        pytest.skip("the interpreter is on")
+    types = dict.fromkeys(("logits", "bias", "weights", "outputs"), "*fp32")
+    types |= {"scale": "fp32", "experts": "*i64", "order": "*i32", "tiles": "*i32"}
+    multiples = ("logits", "bias", "experts", "outputs", "weights", "x", "out", "x_line", "size")
+    found = [name for name in multiples if name in kernel.arg_names and name not in constants]
+    if kernel is activation._relu2_kernel:
+        types["tiles"] = "i32"
+    code = compiled(kernel, constants, found, {"num_warps": warps}, **types)
+    assert spilled(code, tmp_path) == 0
+    assert access in code.asm["ptx"]

@@ -1,0 +1,429 @@
+"""Routing, expert and squared-ReLU kernels against their references and formulas in fp64."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers.interpreter import INTERPRETED, elsewhere, kernels, run_in_interpreter
+from torch import Tensor
+
+from hybrid_runtime.kernels.layers.activation import relu2, relu2_reference
+from hybrid_runtime.kernels.moe import align_block_size as expert_groups
+from hybrid_runtime.kernels.moe.align_block_size import (
+    align_block_size,
+    align_block_size_reference,
+    max_tiles,
+)
+from hybrid_runtime.kernels.moe.fused_moe import Tiling, fused_moe, fused_moe_reference, moe_tiling
+from hybrid_runtime.kernels.moe.topk import topk, topk_reference
+from hybrid_runtime.models.config import NemotronHConfig
+from hybrid_runtime.models.moe import MoE
+
+GPU = torch.cuda.is_available()
+DEVICE = "cuda" if GPU else "cpu"
+SMALL = Tiling(16, 32, 32, 4, 2)
+TOLERANCE = {torch.float64: 1e-13, torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
+
+
+@elsewhere
+def test_in_the_interpreter() -> None:
+    run_in_interpreter(__file__)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One configuration; each below changes one thing of the base."""
+
+    tokens: int = 7
+    count: int = 8
+    top_k: int = 2
+    size: int = 48
+    inner: int = 40
+    dtype: torch.dtype = torch.float32
+    chosen: str = "random"  # or "same": one choice for all tokens; "last": none of the first half
+    strided: bool = False
+    tiling: Tiling | None = SMALL
+
+
+BASE = Case()
+CASES = {
+    "base": BASE,
+    "bf16": replace(BASE, dtype=torch.bfloat16),
+    "fp16": replace(BASE, dtype=torch.float16),
+    "fp64": replace(BASE, dtype=torch.float64),
+    **{f"{n} tokens": replace(BASE, tokens=n) for n in (0, 1, 3, 40)},
+    "same expert": replace(BASE, tokens=40, top_k=1, chosen="same"),
+    "same experts": replace(BASE, tokens=40, chosen="same"),
+    "unused experts": replace(BASE, chosen="last"),
+    "top 1": replace(BASE, top_k=1),
+    "top 6": replace(BASE, top_k=6),
+    "top 22": replace(BASE, tokens=3, count=30, top_k=22),
+    "all experts": replace(BASE, count=3, top_k=3),
+    "one expert": replace(BASE, count=1, top_k=1),
+    "odd sizes": replace(BASE, size=37, inner=71),
+    "whole tiles": replace(BASE, size=64, inner=32),
+    "strided": replace(BASE, strided=True),
+    "tiles of 32": replace(BASE, tokens=40, tiling=Tiling(32, 16, 64, 4, 2)),
+    "default tiling": replace(BASE, tiling=None),
+    "default tiling, many": replace(BASE, tokens=40, top_k=6, tiling=None),
+}
+LARGE = {
+    f"{name} {dtype} {tokens}": Case(tokens, *shape, dtype, tiling=None)
+    for name, shape in (("nano", (128, 6, 2688, 1856)), ("super", (512, 22, 1024, 2688)))
+    for dtype in (torch.bfloat16, torch.float16, torch.float32)
+    for tokens in (1, 4, 33, 700)
+    if dtype == torch.bfloat16 or name == "nano"
+}
+
+
+def params(small: dict[str, Any], large: dict[str, Any]) -> list[Any]:
+    found = [pytest.param(case, id=name) for name, case in small.items()]
+    if GPU or not INTERPRETED:
+        found += [
+            pytest.param(case, id=name, marks=pytest.mark.gpu) for name, case in large.items()
+        ]
+    return found
+
+
+def choices(case: Case, generator: torch.Generator) -> Tensor:
+    """Distinct experts of each token."""
+    first = case.count // 2 if case.chosen == "last" else 0
+    scores = torch.rand(case.tokens, case.count - first, generator=generator)
+    if case.chosen == "same" and case.tokens:
+        scores = scores[:1].expand_as(scores)
+    return scores.argsort(dim=-1)[:, : case.top_k].contiguous().to(DEVICE) + first
+
+
+def inputs(case: Case) -> dict[str, Tensor]:
+    """x, weights, experts, up, down."""
+    generator = torch.Generator().manual_seed(3)
+    on_device = torch.Generator(DEVICE).manual_seed(3)
+
+    def matrices(lines: int, size: int, pad: int) -> Tensor:
+        shape = (case.count, lines, size + pad)
+        dtype = torch.float64 if case.dtype == torch.float64 else torch.float32
+        values = torch.randn(shape, generator=on_device, device=DEVICE, dtype=dtype)
+        return values.mul_(size**-0.5).to(case.dtype)[..., :size]
+
+    pad = 8 if case.strided else 0
+    x = torch.randn(case.tokens, case.size + pad, generator=generator, dtype=torch.float64)
+    weights = torch.rand(case.top_k, case.tokens, generator=generator, dtype=torch.float64).T
+    fine = torch.promote_types(case.dtype, torch.float32)
+    return {
+        "x": x.to(DEVICE, case.dtype)[:, : case.size],
+        "weights": (weights if case.strided else weights.contiguous()).to(DEVICE, fine),
+        "experts": choices(case, generator),
+        "up": matrices(case.inner, case.size, pad),
+        "down": matrices(case.size, case.inner, pad),
+    }
+
+
+def exact(given: dict[str, Tensor], fine: torch.dtype = torch.float64) -> Tensor:
+    """The formula, expert by expert."""
+    x = given["x"].to(fine)
+    total = torch.zeros_like(x)
+    for e in given["experts"].unique().tolist():
+        token, choice = (given["experts"] == e).nonzero(as_tuple=True)
+        inner = (x[token] @ given["up"][e].to(fine).T).clamp(min=0) ** 2
+        outputs = inner @ given["down"][e].to(fine).T
+        total.index_add_(0, token, outputs * given["weights"][token, choice].to(fine)[:, None])
+    return total
+
+
+@pytest.mark.parametrize("case", params(CASES, {}))
+def test_expert_references(case: Case) -> None:
+    given = inputs(case)
+    y = fused_moe_reference(**given)
+    assert y.dtype == case.dtype
+    check(y, exact(given), case.dtype)
+
+
+@kernels
+@pytest.mark.parametrize("case", params(CASES, LARGE))
+def test_experts(case: Case) -> None:
+    given = inputs(case)
+    y = fused_moe(**given, tiling=case.tiling)
+    assert y.dtype == case.dtype
+    check(y, exact(given), case.dtype)
+
+
+def check(y: Tensor, want: Tensor, dtype: torch.dtype) -> None:
+    assert y.shape == want.shape
+    if want.numel():
+        error = (y.double() - want.double()).abs().max() / want.abs().max()
+        assert error <= TOLERANCE[dtype]
+
+
+@kernels
+def test_a_token_is_independent_of_its_company() -> None:
+    """Whatever the others are (NaN included) and however many, in whichever order."""
+    given = inputs(replace(BASE, tokens=21, chosen="same"))
+    y = fused_moe(**given, tiling=SMALL)
+    order = torch.randperm(21, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    per_token = {name: given[name][order] for name in ("x", "weights", "experts")}
+    per_token["x"][3:] = float("nan")
+    other = fused_moe(**(given | per_token), tiling=SMALL)
+    assert other[3:].isnan().all()
+    torch.testing.assert_close(other[:3], y[order][:3], rtol=0 if GPU else 1e-6, atol=1e-6)
+
+
+GROUPINGS = {
+    "one pair": (1, 1, 8),
+    "decode": (4, 6, 128),
+    "most tiles": (8, 1, 8),
+    "many": (150, 3, 5),
+    "few experts": (90, 1, 1),
+    "experts beyond a power of two": (11, 9, 65),
+}
+
+
+@kernels
+@pytest.mark.parametrize("ranked", [True, False])
+@pytest.mark.parametrize("shape", params(GROUPINGS, {"super": (256, 22, 512)}))
+def test_groups(shape: tuple[int, ...], ranked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not ranked:
+        monkeypatch.setattr(expert_groups, "MAX_RANKED", 0)
+    tokens, top_k, count = shape
+    for chosen in ("random", "same", "last") if count > 2 * top_k else ("random", "same"):
+        case = Case(tokens, count, top_k, chosen=chosen)
+        experts = choices(case, torch.Generator().manual_seed(tokens))
+        for block_m in (16, 64):
+            order, tiles = align_block_size(experts, count, block_m)
+            want = align_block_size_reference(experts, count, block_m)
+            assert tiles.shape == (3, max_tiles(experts.numel(), count, block_m))
+            assert order.dtype == tiles.dtype == torch.int32
+            assert torch.equal(order, want.order)
+            assert torch.equal(tiles[0], want.tiles[0])
+            used = tiles[0] >= 0
+            assert torch.equal(tiles[:, used], want.tiles[:, used])
+
+
+def test_most_tiles_is_the_most() -> None:
+    for pairs, count, block in ((1, 1, 16), (4, 5, 2), (9, 3, 4), (12, 3, 4), (7, 2, 3)):
+        sizes = itertools.product(range(pairs + 1), repeat=count)
+        needed = [sum(-(-n // block) for n in each) for each in sizes if sum(each) == pairs]
+        assert max_tiles(pairs, count, block) == max(needed)
+
+
+@dataclass(frozen=True)
+class Routing:
+    tokens: int = 5
+    count: int = 16
+    top_k: int = 4
+    groups: int = 1
+    kept: int = 1
+    normalise: bool = True
+    logits: str = "random"  # or "rounded": many ties; "equal"; "saturated"
+    dtype: torch.dtype = torch.float32
+    strided: bool = False
+
+
+ROUTE = Routing()
+ROUTINGS = {
+    "base": ROUTE,
+    **{f"{n} tokens": replace(ROUTE, tokens=n) for n in (0, 1, 40)},
+    **{f"top {k}": replace(ROUTE, top_k=k) for k in (1, 2, 6, 16)},
+    "nano": replace(ROUTE, count=128, top_k=6),
+    "super": replace(ROUTE, count=512, top_k=22),
+    "largest": replace(ROUTE, tokens=2, count=1024, top_k=32),
+    "13 experts": replace(ROUTE, count=13),
+    "unnormalised": replace(ROUTE, normalise=False),
+    "groups": replace(ROUTE, groups=4, kept=2),
+    "one of 3 groups": replace(ROUTE, count=33, groups=3),
+    "5 of 6 groups": replace(ROUTE, count=30, groups=6, kept=5, top_k=25),
+    "all groups": replace(ROUTE, groups=4, kept=4),
+    "ties": replace(ROUTE, tokens=40, count=40, logits="rounded"),
+    "ties in groups": replace(ROUTE, tokens=40, count=40, groups=8, kept=3, logits="rounded"),
+    "equal": replace(ROUTE, count=48, groups=3, kept=2, logits="equal"),
+    "saturated": replace(ROUTE, logits="saturated"),
+    "bf16 logits": replace(ROUTE, dtype=torch.bfloat16),
+    "fp64": replace(ROUTE, dtype=torch.float64),
+    "strided": replace(ROUTE, strided=True),
+}
+
+
+def routing(case: Routing) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(5)
+    logits = 2 * torch.randn(case.count, case.tokens, generator=generator, dtype=torch.float64).T
+    bias = torch.randn(case.count, generator=generator, dtype=torch.float64) / 4
+    if case.logits != "random":
+        bias = bias.sign() / 4
+    if case.logits == "rounded":
+        logits = logits.round()
+    elif case.logits == "equal":
+        logits, bias = torch.zeros_like(logits), torch.zeros_like(bias)
+    elif case.logits == "saturated":
+        logits = logits * 100
+    return {
+        "logits": (logits if case.strided else logits.contiguous()).to(DEVICE, case.dtype),
+        "bias": bias.to(DEVICE, torch.promote_types(case.dtype, torch.float32)),
+        "top_k": case.top_k,
+        "groups": case.groups,
+        "kept_groups": case.kept,
+        "normalise": case.normalise,
+        "scale": 2.5,
+    }
+
+
+def ranked(values: list[float], count: int) -> list[int]:
+    return sorted(range(len(values)), key=lambda i: (-values[i], i))[:count]
+
+
+@pytest.mark.parametrize("case", params(ROUTINGS, {}))
+def test_route_reference(case: Routing) -> None:
+    given = routing(case)
+    scores = given["logits"].to(given["bias"].dtype).sigmoid()
+    size = case.count // case.groups
+    want = []
+    for line in (scores + given["bias"]).tolist():
+        best = [
+            sum(sorted(line[i : i + size], reverse=True)[:2]) for i in range(0, case.count, size)
+        ]
+        # Added in the dtype of the scores, so that equal groups stay equal.
+        best = torch.tensor(best, dtype=torch.float64).to(scores.dtype).tolist()
+        kept = ranked(best, case.kept)
+        line = [v if i // size in kept else float("-inf") for i, v in enumerate(line)]
+        want.append(ranked(line, case.top_k))
+    weights, experts = topk_reference(**given)
+    assert experts.tolist() == want
+    found = scores.gather(1, experts).double()
+    if case.normalise:
+        found = found / found.sum(-1, keepdim=True)
+    torch.testing.assert_close(weights.double(), 2.5 * found, rtol=1e-6, atol=0)
+
+
+@kernels
+@pytest.mark.parametrize("case", params(ROUTINGS, {"prefill": Routing(4096, 128, 6)}))
+def test_route(case: Routing) -> None:
+    given = routing(case)
+    weights, experts = topk(**given)
+    want, chosen = topk_reference(**given)
+    assert weights.dtype == want.dtype
+    assert experts.dtype == chosen.dtype == torch.int64
+    assert torch.equal(experts, chosen)
+    torch.testing.assert_close(weights, want, rtol=1e-6, atol=1e-30)
+
+
+@kernels
+def test_route_of_nan_names_experts_that_exist() -> None:
+    given = routing(replace(ROUTE, count=13, top_k=6))
+    given["logits"][2] = float("nan")
+    given["logits"][3, 4] = float("nan")
+    _, experts = topk(**given)
+    assert ((experts >= 0) & (experts < 13)).all()
+    given["logits"] = given["logits"].nan_to_num()
+    assert torch.equal(experts[:2], topk(**given)[1][:2])
+
+
+def test_impossible_routings_are_refused() -> None:
+    given = routing(ROUTE)
+    for change, message in (
+        ({"top_k": 17}, "top_k is 17, must be 1 to 16"),
+        ({"top_k": 0}, "top_k is 0"),
+        ({"groups": 4, "top_k": 5}, "top_k is 5, must be 1 to 4"),
+        ({"groups": 3}, "must divide 16 experts"),
+        ({"kept_groups": 2}, "kept_groups is 2 of 1 groups"),
+        ({"groups": 16, "kept_groups": 8}, "must leave 2 of 16 experts"),
+        ({"bias": given["bias"][:3]}, "bias"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            topk(**(given | change))
+
+
+def test_wrong_experts_are_refused() -> None:
+    given = inputs(BASE)
+    for change, message in (
+        ({"x": given["x"][:, :8]}, "x is"),
+        ({"down": given["up"]}, "down is"),
+        ({"weights": given["weights"][:, :1]}, "weights is"),
+        ({"experts": given["experts"][:3]}, "experts"),
+        ({"up": given["up"].half()}, "up is torch.float16"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            fused_moe(**(given | change))
+
+
+@kernels
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_relu2(dtype: torch.dtype) -> None:
+    wide = 3 * torch.randn(5, 2100, device=DEVICE, dtype=torch.float64)
+    wide = wide.to(dtype)
+    wide[0, 0] = float("nan")
+    for x in (wide, wide[:, :77], wide[:, ::2], wide[0], wide[:0], wide.view(5, 3, 700)[:, 1:]):
+        y = relu2(x)
+        assert y.dtype == dtype
+        # The interpreter cuts fp32 off to bf16, where everybody else rounds.
+        inexact = not GPU and dtype == torch.bfloat16
+        torch.testing.assert_close(
+            y, relu2_reference(x), rtol=1e-2 if inexact else 0, atol=0, equal_nan=True
+        )
+
+
+@kernels
+@pytest.mark.parametrize(
+    "changes", [{}, {"moe_latent_size": 24}, {"n_group": 4, "topk_group": 2}], ids=str
+)
+@torch.inference_mode()
+def test_layer(changes: dict[str, Any]) -> None:
+    config = NemotronHConfig(
+        vocab_size=8, hidden_size=40, pattern="E", n_routed_experts=12, num_experts_per_tok=3,
+        moe_intermediate_size=24, moe_shared_expert_intermediate_size=56,
+        routed_scaling_factor=2.5, **changes,
+    )  # fmt: skip
+    layer = MoE(config, DEVICE, torch.float32)
+    generator = torch.Generator(DEVICE).manual_seed(2)
+    for parameter in layer.parameters():
+        parameter.normal_(std=0.2, generator=generator)
+    x = torch.randn(9, 40, device=DEVICE, generator=generator)
+    logits = F.linear(x, layer.gate.weight)
+    bias = layer.gate.e_score_correction_bias
+    weights, experts = topk_reference(logits, bias, 3, config.n_group, config.topk_group, True, 2.5)
+    routed = x if layer.fc1_latent_proj is None else layer.fc1_latent_proj(x)
+    up, down = layer.experts.up_proj, layer.experts.down_proj
+    routed = fused_moe_reference(routed, weights, experts, up, down)
+    if layer.fc2_latent_proj is not None:
+        routed = layer.fc2_latent_proj(routed)
+    shared = layer.shared_experts
+    want = routed + shared.down_proj(F.relu(shared.up_proj(x)).square())
+    torch.testing.assert_close(layer(x), want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [4, 2000])
+@torch.inference_mode()
+def test_nobody_waits_and_a_graph_replays(tokens: int) -> None:
+    case = Case(tokens, 64, 6, 256, 192, torch.bfloat16, tiling=None)
+    given = inputs(case)
+    logits = torch.randn(tokens, 64, device=DEVICE)
+    bias = torch.zeros(64, device=DEVICE)
+
+    def run() -> Tensor:
+        weights, experts = topk(logits, bias, 6, 1, 1, True, 2.5)
+        return relu2(fused_moe(given["x"], weights, experts, given["up"], given["down"]))
+
+    run()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        run()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = run()
+    for _ in range(3):
+        logits.copy_(torch.randn(tokens, 64, device=DEVICE))
+        graph.replay()
+        assert torch.equal(y, run())
+
+
+def test_tiles_grow_with_the_pairs_of_an_expert() -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        sizes = [moe_tiling(tokens * 6, 128, dtype).block_m for tokens in (1, 64, 512, 8192)]
+        assert sizes == sorted(sizes)
+        assert sizes[0] == 16

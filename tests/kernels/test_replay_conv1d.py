@@ -1,0 +1,122 @@
+"""The replay layout's convolution window: the kernel against its reference, and that against inputs
+kept in a list."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from helpers.interpreter import elsewhere, kernels, run_in_interpreter
+from helpers.replay_cases import DEVICE, SEEDS, Rows, ints, noise, plain, same_bytes
+
+from hybrid_runtime.kernels.mamba.naive_conv1d import conv1d_reference
+from hybrid_runtime.kernels.replay.conv1d import replay_conv1d_reference, replay_conv1d_update
+from hybrid_runtime.kernels.replay.naive import Replay
+
+
+@elsewhere
+def test_kernels_in_the_interpreter() -> None:
+    run_in_interpreter(__file__)
+
+
+@dataclass(frozen=True)
+class Window:
+    """One configuration of the convolution; each below changes one thing of the base."""
+
+    x: torch.dtype = torch.bfloat16
+    window: torch.dtype = torch.bfloat16
+    layout: str = "SD"
+    drafts: int = 3
+    tokens: int = 4
+    channels: int = 40
+    taps: int = 4
+
+
+WINDOWS = [
+    Window(),
+    Window(x=torch.float32, window=torch.float32),
+    Window(layout="DS"),
+    Window(window=torch.float32),
+    Window(drafts=0, tokens=1),
+    Window(drafts=5, tokens=6),
+    Window(tokens=8),
+    Window(taps=2),
+    Window(taps=1),
+    Window(channels=300, layout="DS"),
+]
+
+
+@kernels
+@pytest.mark.parametrize("shape", WINDOWS, ids=str)
+def test_replay_window(shape: Window) -> None:
+    for seed in SEEDS:
+        rows = Rows(shape.drafts, shape.tokens, seed)
+        generator = torch.Generator(DEVICE).manual_seed(seed)
+        history, channels = shape.taps - 1, shape.channels
+        length = history + shape.drafts
+        windows = torch.full((rows.blocks, length, channels), float("nan"), device=DEVICE)
+        windows = windows.to(shape.window)
+        if shape.layout == "DS":
+            windows = windows.mT.contiguous().mT
+        for _, _, read, fold, _, _, _, _, slot in rows.active:
+            if read >= 0:
+                old = noise(generator, history + fold, channels, dtype=shape.window)
+                windows[rows.table[slot, read], : history + fold] = old
+        x = noise(generator, rows.tokens, channels + 8, dtype=shape.x)[:, 8:]
+        weight = noise(generator, channels, shape.taps, dtype=shape.x)
+        before = windows.clone()
+        y = replay_conv1d_update(x, weight, None, windows, **rows.arguments)
+        after = windows.clone()
+        windows.copy_(before)
+        want = replay_conv1d_reference(x, weight, None, windows, **rows.arguments)
+        tolerance = {torch.float32: 2e-6, torch.bfloat16: 1e-2}[shape.x]
+        torch.testing.assert_close(y, want, rtol=tolerance, atol=tolerance)
+        assert same_bytes(after, windows)
+
+
+@plain
+@pytest.mark.parametrize("drafts", [0, 1, 3, 5])
+def test_window_reference_keeps_the_last_inputs(drafts: int) -> None:
+    """Against lists of all inputs: the window at every step, and every boundary's."""
+    pick = torch.Generator().manual_seed(drafts)
+    taps, channels, block = 4, 2, drafts + 2
+
+    def below(high: int) -> int:
+        return int(torch.randint(high, (1,), generator=pick))
+
+    windows = torch.full((2, taps - 1 + drafts, channels), float("nan"), dtype=torch.float64)
+    table, weight = ints([1, 0]).cpu(), torch.rand(channels, taps, generator=pick).double()
+    inputs = torch.zeros(taps - 1, channels, dtype=torch.float64)  # zeros before the first token
+    fold, certain, saved = 0, 0, 0
+    for _ in range(40):
+        draft = below(drafts + 1)
+        count = 1 + below(2)
+        running = certain + fold + count
+        boundary = running // block * block
+        crosses = boundary > certain
+        x = torch.rand(count + draft, channels, generator=pick).double()
+        values = [0 if certain else -1, fold, 0, 0, 1 if crosses else -1, boundary - certain]
+        replay = Replay(*(torch.tensor([v], dtype=torch.int32) for v in values))
+        row: dict[str, Any] = {
+            "slot": torch.zeros(1, dtype=torch.int32),
+            "cu_seqlens": torch.tensor([0, count + draft], dtype=torch.int32),
+            "draft": torch.tensor([draft], dtype=torch.int32),
+            "max_scheduled": drafts + 2,
+        }
+        history = inputs[: taps - 1 + certain + fold]
+        y = replay_conv1d_reference(x, weight, None, windows, table, replay=replay, **row)
+        inputs = torch.cat([history, x])
+        want = conv1d_reference(
+            inputs[certain + fold :], weight, None, torch.zeros(1, taps - 1, channels).double(),
+            table * 0, row["slot"], row["cu_seqlens"] + ints(0, taps - 1).cpu(), row["draft"] * 0,
+            row["slot"] - 1, row["slot"], row["slot"], taps + drafts + 2,
+        )  # fmt: skip
+        torch.testing.assert_close(y, want[taps - 1 :])
+        assert torch.equal(windows[1, : taps - 1 + draft], inputs[running:])
+        if crosses:
+            saved += 1
+            assert torch.equal(windows[0, : taps - 1], inputs[boundary : boundary + taps - 1])
+        certain, fold = running, below(draft + 1)
+    assert saved > 5

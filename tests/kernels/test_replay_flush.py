@@ -1,0 +1,132 @@
+"""The replay layout's materialise kernel against its reference, and that against the next fold."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from helpers.interpreter import CUDA, elsewhere, kernels, run_in_interpreter
+from helpers.replay_cases import (
+    BIG,
+    DEVICE,
+    ROUNDS,
+    SEEDS,
+    History,
+    Ssm,
+    ints,
+    noise,
+    plain,
+    same_bytes,
+)
+from torch import Tensor
+
+from hybrid_runtime.kernels.replay.flush import (
+    replay_flush,
+    replay_flush_reference,
+)
+from hybrid_runtime.kernels.replay.naive import (
+    Replay,
+    Rounding,
+    WindowCache,
+    replay_update_reference,
+)
+from hybrid_runtime.kernels.step.state_table import StateTable
+
+
+@elsewhere
+def test_kernels_in_the_interpreter() -> None:
+    run_in_interpreter(__file__)
+
+
+def materialised(
+    shape: Ssm, layers: int, seed: int
+) -> tuple[StateTable, WindowCache, Tensor, dict[str, Any]]:
+    """States, records and rows for a materialise launch; rows 0, 1, .. fold 0, 1, .. records."""
+    generator = torch.Generator(DEVICE).manual_seed(seed)
+    slots, taps = shape.drafts + 5, 3
+    table = torch.randperm(2 * slots, generator=torch.Generator().manual_seed(seed))
+    table = table.view(slots, 2).int().to(DEVICE)
+    inner = (shape.heads, shape.dim, shape.state)
+    states = [noise(generator, 2 * slots, *inner, dtype=shape.states) for _ in range(layers)]
+    windows = [noise(generator, 2 * slots, taps + shape.drafts, 20, dtype=shape.x) for _ in states]
+    every = [shape.window_cache(generator, slots) for _ in states]
+    window_cache = WindowCache(*(torch.stack(parts) for parts in zip(*every, strict=True)))
+    order = torch.randperm(slots, generator=torch.Generator().manual_seed(seed)).int().to(DEVICE)
+    fold = torch.arange(slots, device=DEVICE).int() % (shape.drafts + 1)
+    for i in range(slots):
+        for part in window_cache:
+            part[:, i % 2, order[i].long(), int(fold[i]) :] = float("nan")
+            part[:, 1 - i % 2, order[i].long()] = float("nan")
+    ones = torch.ones(slots, dtype=torch.int32, device=DEVICE)
+    read, write = ones * 0, torch.arange(slots, device=DEVICE).int() % 2
+    read[-1], write[-2] = -1, -1
+    replay = Replay(read, fold, torch.arange(slots, device=DEVICE).int() % 2, write, ones, ones)
+    order[-3] = -1
+    A_log = torch.rand(layers, shape.heads, generator=generator, device=DEVICE)
+    state_table = StateTable.build(windows, states, [table] * layers, taps)
+    return state_table, window_cache, A_log, {"slot": order, "replay": replay}
+
+
+MATERIALISED = [
+    Ssm(),
+    Ssm(states=torch.float16),
+    Ssm(states=torch.bfloat16, dim=5, state=12),
+    Ssm(drafts=0),
+    Ssm(drafts=7, heads=1, groups=1, dim=40),
+    Ssm(states=torch.float16, rounding=True),
+]
+if CUDA:
+    MATERIALISED += [Ssm(**BIG), Ssm(**BIG, states=torch.float16)]
+
+
+@kernels
+@pytest.mark.parametrize("shape", MATERIALISED, ids=str)
+def test_materialise(shape: Ssm) -> None:
+    for seed in SEEDS:
+        table, window_cache, A_log, rows = materialised(shape, layers=2, seed=seed)
+        count = len(rows["slot"])
+        chosen = [i for i in range(count) if i != 2]
+        listed = ints(*chosen[::-1], -1)
+        if shape.rounding:
+            position = torch.arange(count, device=DEVICE).int()
+            rows["rounding"] = Rounding(position * 9 - 4, position + 70, 5)
+        before = [t.clone() for t in (*table.windows, *table.ssm)]
+        replay_flush(table, window_cache, A_log, listed, **rows)
+        after = [t.clone() for t in (*table.windows, *table.ssm)]
+        for tensor, old in zip((*table.windows, *table.ssm), before, strict=True):
+            tensor.copy_(old)
+        replay_flush_reference(table, window_cache, A_log, listed, **rows)
+        for layer in range(2):
+            assert same_bytes(after[layer], table.windows[layer])
+            got, want = after[2 + layer], table.ssm[layer]
+            assert want.isfinite().all()
+            # A row that is already whole stays as it is, and so does all that was not listed.
+            unchanged = (want == before[2 + layer]).flatten(1).all(1)
+            assert torch.equal(got[unchanged], want[unchanged])
+            tolerance = ROUNDS[shape.states] * (2 if shape.rounding else 1)
+            assert (got.float() - want.float()).abs().max() <= tolerance * want.abs().max()
+            assert not unchanged.all()
+
+
+@plain
+def test_materialise_reference_is_the_next_fold() -> None:
+    """After any step, the materialised state is what the columns layout holds."""
+    shape = Ssm(x=torch.float64, states=torch.float64)
+    history = History(shape, slots=4, seed=3, block=1 << 30)
+    for _ in range(30):
+        history.step(replay_update_reference)
+        everyone = torch.arange(4, dtype=torch.int32, device=DEVICE)
+        held = ints(*(0 if n else -1 for n in history.certain))
+        replay = Replay(
+            held, ints(*history.fold), ints(*history.turn), everyone * 0 + 1, held, held
+        )
+        window = torch.zeros(8, 3 + shape.drafts, 2, device=DEVICE)
+        table = StateTable.build([window], [history.states], [history.table], 3)
+        stacked = WindowCache(*(part[None] for part in history.window_cache))
+        A_log = history.vectors["A_log"][None]
+        replay_flush_reference(table, stacked, A_log, everyone, everyone, replay)
+        for slot in range(4):
+            if history.certain[slot]:
+                want = history.columns[history.wide_table[slot, history.fold[slot]].long()]
+                torch.testing.assert_close(history.live(1)[slot], want, rtol=1e-12, atol=1e-12)

@@ -1,0 +1,53 @@
+"""The replay layout over many steps: its reference and its kernel against the columns layout."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers.interpreter import CUDA, elsewhere, kernels, run_in_interpreter
+from helpers.replay_cases import History, Ssm, plain
+
+from hybrid_runtime.kernels.replay.naive import replay_update_reference
+from hybrid_runtime.kernels.replay.update import replay_update
+
+
+@elsewhere
+def test_kernels_in_the_interpreter() -> None:
+    run_in_interpreter(__file__)
+
+
+@plain
+@pytest.mark.parametrize("drafts", range(6))
+def test_reference_follows_the_columns_layout(drafts: int) -> None:
+    shape = Ssm(x=torch.float64, states=torch.float64, drafts=drafts, tokens=drafts + 2)
+    snapshots = 0
+    for seed in range(4):
+        history = History(shape, slots=4, seed=seed, block=drafts + 3)
+        for _ in range(25):
+            y, wide = history.step(replay_update_reference)
+            torch.testing.assert_close(y, wide, rtol=1e-11, atol=1e-11)
+            snapshots += history.check(1e-12)
+    assert snapshots > 20
+
+
+@plain
+def test_error_of_fp32_stays_small_over_many_tokens() -> None:
+    shape = Ssm(x=torch.float32, heads=8, groups=2)
+    history = History(shape, slots=2, seed=0, block=1 << 30)
+    for _ in range(800):
+        history.step(replay_update_reference)
+    history.check(5e-6)
+    assert min(history.certain) > 1000
+
+
+@kernels
+@pytest.mark.parametrize("drafts", [0, 1, 3, 5])
+def test_kernel_follows_the_columns_layout(drafts: int) -> None:
+    shape = Ssm(x=torch.float32, drafts=drafts, tokens=drafts + 1, heads=1, groups=1)
+    history = History(shape, slots=4, seed=drafts, block=drafts + 2)
+    snapshots = 0
+    for _ in range(40 if CUDA else 15):
+        y, wide = history.step(replay_update)
+        assert (y - wide).abs().max() <= 1e-5 * wide.abs().max()
+        snapshots += history.check(1e-5)
+    assert snapshots > 5

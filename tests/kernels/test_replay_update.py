@@ -1,0 +1,331 @@
+"""The replay layout's state update: the kernel against its reference, and what it refuses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from helpers.interpreter import CUDA, elsewhere, kernels, run_in_interpreter
+from helpers.replay_cases import (
+    BIG,
+    DEVICE,
+    ROUNDS,
+    SEEDS,
+    Rows,
+    Ssm,
+    ints,
+    noise,
+    plain,
+    same_bytes,
+)
+from torch import Tensor
+
+from hybrid_runtime.kernels.replay.conv1d import replay_conv1d_update
+from hybrid_runtime.kernels.replay.launch import CHUNK, SHAPES, spread
+from hybrid_runtime.kernels.replay.naive import (
+    Replay,
+    Rounding,
+    WindowCache,
+    replay_update_reference,
+    round_state,
+    rounding_key,
+)
+from hybrid_runtime.kernels.replay.update import replay_update
+
+SSMS = [
+    Ssm(),
+    Ssm(x=torch.float32),
+    *(Ssm(x=torch.float32, drafts=d, tokens=d + 1) for d in (0, 2, 4)),
+    Ssm(drafts=7, tokens=8, heads=1, groups=1),
+    Ssm(drafts=1, tokens=6),
+    Ssm(drafts=5, tokens=2),
+    Ssm(groups=1, pad=3),
+    Ssm(heads=4),
+    Ssm(heads=1, groups=1, dim=22),
+    Ssm(heads=1, groups=1, state=128),
+    Ssm(dim=5, state=12),
+    Ssm(dim=5, state=50, states=torch.float16),
+    Ssm(states=torch.float16, groups=1, pad=5, skew=1),
+    Ssm(x=torch.float32, limits=(0.3, 0.9)),
+    Ssm(states=torch.float16, rounding=True),
+    Ssm(states=torch.bfloat16, rounding=True),
+    Ssm(x=torch.float16, states=torch.float16),
+    Ssm(x=torch.float32, states=torch.bfloat16),
+    Ssm(states=torch.float16, drafts=7, tokens=8, heads=1, groups=1),
+    Ssm(states=torch.float16, drafts=6, tokens=10, heads=1, groups=1),
+    Ssm(states=torch.float16, drafts=0, tokens=1),
+    Ssm(states=torch.bfloat16, drafts=2, tokens=6, heads=4),
+    Ssm(states=torch.float16, heads=2, groups=1, state=128, rounding=True),
+    Ssm(states=torch.float16, heads=1, groups=1, dim=40, state=40),
+    Ssm(states=torch.bfloat16, groups=1, limits=(0.1, 1e6), far=2e6),
+]
+if CUDA:
+    SSMS += [
+        Ssm(**BIG),
+        Ssm(**BIG, states=torch.float16),
+        Ssm(**BIG, states=torch.float16, rounding=True),
+        Ssm(heads=64, groups=8, dim=40, state=80, states=torch.float16),
+        Ssm(**BIG, states=torch.bfloat16, drafts=5, tokens=6),
+        Ssm(**BIG, x=torch.float32, drafts=7, tokens=8),
+        Ssm(heads=128, groups=8, dim=80, state=128),
+        Ssm(heads=64, groups=8, dim=64, state=128, drafts=0, tokens=1, pad=32),
+    ]
+
+
+@elsewhere
+def test_kernels_in_the_interpreter() -> None:
+    run_in_interpreter(__file__)
+
+
+@kernels
+@pytest.mark.parametrize("shape", SSMS, ids=str)
+def test_replay_update(shape: Ssm) -> None:
+    for seed in SEEDS:
+        rows = Rows(shape.drafts, shape.tokens, seed)
+        generator = torch.Generator(DEVICE).manual_seed(seed)
+        size = shape.heads * shape.dim * shape.state
+        flat = torch.full(
+            (shape.skew + rows.blocks * (size + shape.pad),),
+            float("nan"),
+            dtype=shape.states,
+            device=DEVICE,
+        )
+        pages = flat[shape.skew :].view(rows.blocks, -1)
+        states = pages[:, :size].unflatten(1, (shape.heads, shape.dim, shape.state))
+        window_cache = shape.window_cache(generator, rows.slots)
+        for _, _, read, fold, turn, _, _, _, slot in rows.active:
+            used = fold if read >= 0 else 0
+            for part in window_cache:  # what no accepted guess has written is never looked at
+                part[turn, slot, used:] = float("nan")
+                part[1 - turn, slot] = float("nan")
+            if read >= 0:
+                states[rows.table[slot, read]] = noise(
+                    generator, shape.heads, shape.dim, shape.state, dtype=shape.states
+                )
+        before = flat.clone(), WindowCache(*(part.clone() for part in window_cache))
+        arguments: dict[str, Any] = {
+            **shape.inputs(generator, rows.tokens),
+            **shape.vectors(generator, torch.float32),
+            **rows.arguments,
+        }
+        if shape.rounding:
+            seeds = torch.arange(len(rows.position), device=DEVICE).int() - 5
+            arguments["rounding"] = Rounding(seeds, rows.position, 3)
+        y = replay_update(states=states, window_cache=window_cache, **arguments)
+        after, mine = flat.clone(), WindowCache(*(part.clone() for part in window_cache))
+        flat.copy_(before[0])
+        for part, old in zip(window_cache, before[1], strict=True):
+            part.copy_(old)
+        y_reference = replay_update_reference(states=states, window_cache=window_cache, **arguments)
+        assert y.dtype == y_reference.dtype
+        assert not y[~rows.owned].any()
+        error = (y.float() - y_reference.float()).abs().max() / y_reference.float().abs().max()
+        assert error <= ROUNDS[shape.x]
+        tolerance = ROUNDS[shape.states] * (2 if shape.rounding else 1)
+        written = {int(rows.table[r[8], r[5]]) for r in rows.active}
+        written |= {int(rows.table[r[8], r[6]]) for r in rows.active if r[6] >= 0}
+        got = after[shape.skew :].view(rows.blocks, -1)[:, :size].unflatten(1, states.shape[1:])
+        for block in written:
+            want = states[block].float()
+            assert want.isfinite().all()
+            assert (got[block].float() - want).abs().max() <= tolerance * want.abs().max()
+            if shape.rounding:
+                assert (got[block] == states[block]).float().mean() > 0.99
+            # Nothing else changed: put the reference's states over ours and compare all bytes.
+            got[block] = states[block]
+        assert same_bytes(after, flat)
+        assert same_bytes(mine.x, window_cache.x)
+        assert same_bytes(mine.B, window_cache.B)
+        torch.testing.assert_close(mine.dt, window_cache.dt, rtol=2e-6, atol=0, equal_nan=True)
+
+
+@kernels
+@pytest.mark.parametrize("states", [torch.float16, torch.bfloat16], ids=str)
+def test_queries_of_any_size(states: torch.dtype) -> None:
+    """Outputs without D are linear in C, so a power of two passes through, far from fp16's range
+    too, where products with an fp16 state have to bring C first."""
+    shape = Ssm(states=states, state=32, heads=1, groups=1, drafts=2, tokens=3)
+    rows = Rows(shape.drafts, shape.tokens, 0)
+    generator = torch.Generator(DEVICE).manual_seed(0)
+    arguments = shape.inputs(generator, rows.tokens) | shape.vectors(generator, torch.float32)
+    arguments |= rows.arguments | {"D": torch.zeros(shape.heads, device=DEVICE)}
+    pool = noise(generator, rows.blocks, shape.heads, shape.dim, shape.state, dtype=states)
+    window_cache = shape.window_cache(generator, rows.slots)
+    generator = torch.Generator(DEVICE).manual_seed(1)
+    power = torch.randint(-60, 60, (rows.tokens,), generator=generator, device=DEVICE)
+    scale = torch.exp2(power.float())[:, None, None]
+    tiny = torch.tensor(2.0**-118, device=DEVICE)
+    outputs = []
+    for factor in (scale**0, scale, tiny, tiny * 0):
+        C = (arguments["C"].float() * factor).to(shape.x)
+        copies = WindowCache(*(part.clone() for part in window_cache))
+        outputs.append(
+            replay_update(
+                states=pool.clone(), window_cache=copies, **(arguments | {"C": C})
+            ).float()
+        )
+    assert outputs[0].any()
+    assert torch.equal(outputs[0] * scale, outputs[1])
+    # What guesses add to each other loses digits that small.
+    torch.testing.assert_close(outputs[2] / tiny, outputs[0], rtol=0.05, atol=0.05)
+    assert not outputs[3].any()
+
+
+@plain
+def test_few_rows_are_spread_over_more_programs() -> None:
+    shape = SHAPES[4]
+    assert spread(shape, 64, 32 * 128, 900) == shape
+    assert spread(shape, 64, 4 * 128, 900) == shape._replace(run=2)
+    assert spread(shape, 64, 128, 900) == shape._replace(run=1, tile=8)
+    assert spread(shape, 64, 1, 900) == shape._replace(run=1, tile=8)
+    assert spread(CHUNK, 64, 1, 900) == CHUNK._replace(run=1, tile=16)
+
+
+@kernels
+@pytest.mark.parametrize("states", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_guesses_that_are_not_finite_leave_the_state_alone(states: torch.dtype) -> None:
+    shape = Ssm(states=states, drafts=2)
+    rows = Rows(2, 3, 0)
+    generator = torch.Generator(DEVICE).manual_seed(0)
+    inputs = shape.inputs(generator, rows.tokens)
+    rest = shape.vectors(generator, torch.float32) | rows.arguments
+    pool = noise(generator, rows.blocks, shape.heads, shape.dim, shape.state, dtype=states)
+    window_cache = shape.window_cache(generator, rows.slots)
+    spoilt = {name: part.clone() for name, part in inputs.items()}
+    for end, draft in zip(rows.arguments["cu_seqlens"][1:], rows.arguments["draft"], strict=True):
+        for part in spoilt.values():
+            part[end - draft : end] = float("nan")
+    after = []
+    for given in (inputs, spoilt):
+        after.append(pool.clone())
+        copies = WindowCache(*(part.clone() for part in window_cache))
+        replay_update(states=after[-1], window_cache=copies, **given, **rest)
+    assert not same_bytes(after[0], pool)
+    assert same_bytes(*after)
+
+
+@plain
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_rounding_is_right_on_average(dtype: torch.dtype) -> None:
+    state = torch.tensor([1.0003, -0.7071, 2e-5, 300.2, 0.0, 3e-8], device=DEVICE)
+    state = state.view(1, 1, 1, -1)
+    keys = rounding_key(torch.arange(20000, device=DEVICE), 2, torch.arange(20000, device=DEVICE))
+    rounded = round_state(state.expand(20000, -1, -1, -1), dtype, keys)
+    digits = 10 if dtype == torch.float16 else 7
+    unit = torch.exp2(torch.floor(torch.log2(state.abs().clamp(min=1e-30)))) * 2.0**-digits
+    if dtype == torch.float16:
+        unit = unit.clamp(min=2.0**-24)
+    assert ((rounded.double() - state).abs() <= unit * 1.0001).all()
+    assert ((rounded.double().mean(0) - state[0]).abs() <= 0.02 * unit[0]).all()
+    assert (rounded[0] == round_state(state, dtype, keys[:1])[0]).all()
+    assert (rounded[:, 0, 0, 0].unique().numel()) == 2
+
+
+@kernels
+def test_wrong_shapes_are_refused() -> None:
+    shape = Ssm()
+    rows = Rows(3, 4, 0)
+    generator = torch.Generator(DEVICE).manual_seed(0)
+    arguments = shape.inputs(generator, rows.tokens) | shape.vectors(generator, torch.float32)
+    window_cache = shape.window_cache(generator, rows.slots)
+    states = torch.zeros(rows.blocks, 2, 8, 16, device=DEVICE)
+    for name, bad in {
+        "states is": {"states": states[..., :12]},
+        "states has strides": {"states": states.mT.contiguous().mT},
+        "records.x is": {"window_cache": window_cache._replace(x=window_cache.x[..., :4])},
+        "records.B is torch.float32": {
+            "window_cache": window_cache._replace(B=window_cache.B.float())
+        },
+        "x has 2 heads": {"B": torch.zeros(rows.tokens, 3, 16, device=DEVICE)},
+        "C is torch.float64": {"C": arguments["C"].double()},
+    }.items():
+        call: dict[str, Any] = {**arguments, **rows.arguments, "states": states}
+        with pytest.raises(ValueError, match=name):
+            replay_update(**(call | {"window_cache": window_cache} | bad))
+
+
+@kernels
+@pytest.mark.parametrize("tokens", [0, 3])
+def test_no_rows(tokens: int) -> None:
+    shape = Ssm()
+    generator = torch.Generator(DEVICE).manual_seed(0)
+    none = torch.zeros(0, dtype=torch.int32, device=DEVICE)
+    y = replay_update(
+        **shape.inputs(generator, tokens),
+        **shape.vectors(generator, torch.float32),
+        states=torch.zeros(1, 2, 8, 16, device=DEVICE),
+        window_cache=shape.window_cache(generator, 2),
+        block_table=none.view(0, 1),
+        slot=none,
+        cu_seqlens=ints(0),
+        draft=none,
+        replay=Replay(*[none] * 6),
+        max_scheduled=4,
+    )
+    assert y.shape == (tokens, 2, 8)
+    assert not y.any()
+
+
+@pytest.mark.gpu
+def test_nothing_waits_and_the_graph_replays() -> None:
+    shape = Ssm(heads=4, groups=1, dim=16, state=32)
+    rows = Rows(3, 4, 0)
+    generator = torch.Generator(DEVICE).manual_seed(0)
+    arguments = shape.inputs(generator, rows.tokens) | shape.vectors(generator, torch.float32)
+    states = noise(generator, rows.blocks, 4, 16, 32, dtype=torch.float32)
+    windows = noise(generator, rows.blocks, 6, 64, dtype=torch.bfloat16)
+    window_cache = shape.window_cache(generator, rows.slots)
+    x = arguments["x"].flatten(1)
+    weight = noise(generator, 64, 4, dtype=torch.bfloat16)
+    kept = [states, windows, *window_cache]
+
+    def run() -> tuple[Tensor, Tensor]:
+        y = replay_conv1d_update(x, weight, None, windows, **rows.arguments)
+        return y, replay_update(
+            **arguments, **rows.arguments, states=states, window_cache=window_cache
+        )
+
+    def reset() -> None:
+        for tensor, value in zip(kept, held, strict=True):
+            tensor.copy_(value)
+
+    held = [t.clone() for t in kept]
+    run()
+    reset()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        want = [t.clone() for t in (*run(), *kept)]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    reset()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = run()
+    reset()
+    graph.replay()
+    for got, expected in zip((*out, *kept), want, strict=True):
+        assert same_bytes(got, expected)
+
+
+@pytest.mark.gpu
+def test_block_strides_beyond_32_bits() -> None:
+    far = (1 << 30) + 4096
+    pool = torch.zeros(3 * far + 8192, dtype=torch.float16, device="cuda")
+    states = pool.as_strided((4, 2, 8, 16), (far, 128, 16, 1))
+    shape = Ssm()
+    generator = torch.Generator(DEVICE).manual_seed(0)
+    states.copy_(noise(generator, 4, 2, 8, 16, dtype=torch.float16))
+    near, window_cache = states.clone(), shape.window_cache(generator, 1)
+    rows: dict[str, Any] = {
+        "block_table": ints([3, 1, 2, 0]), "slot": ints(0), "cu_seqlens": ints(0, 4),
+        "draft": ints(2), "max_scheduled": 4,
+        "replay": Replay(ints(0), ints(2), ints(1), ints(0), ints(2), ints(1)),
+    }  # fmt: skip
+    inputs = shape.inputs(generator, 4) | shape.vectors(generator, torch.float32)
+    other = WindowCache(*(part.clone() for part in window_cache))
+    y = replay_update(**inputs, **rows, states=states, window_cache=window_cache)
+    z = replay_update_reference(**inputs, **rows, states=near, window_cache=other)
+    torch.testing.assert_close(y, z)
+    torch.testing.assert_close(states.clone(), near, rtol=1e-3, atol=1e-3)

@@ -1,0 +1,309 @@
+"""Kernels of the step loop against their references: placing rows, argmax, acceptance, emission,
+pooling."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from helpers.hopper import HOPPER
+from helpers.interpreter import elsewhere, kernels, run_in_interpreter
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from triton.compiler import ASTSource
+from triton.compiler import compile as compile_kernel
+from triton.runtime.jit import JITFunction
+
+from hybrid_runtime.kernels.layers import pooling
+from hybrid_runtime.kernels.sampling import accept, argmax, uniform
+from hybrid_runtime.kernels.step import advance_columns, commit_tokens, prepare_inputs
+from hybrid_runtime.kernels.step.commit_tokens import DraftInputs
+from hybrid_runtime.kernels.step.prepare_inputs import StepInputs
+
+GPU = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if GPU else "cpu")
+SLOTS, LENGTH = 6, 300
+
+
+@elsewhere
+def test_in_the_interpreter() -> None:
+    run_in_interpreter(__file__)
+
+
+def ints(*values: int) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=DEVICE)
+
+
+def garbage(fields: tuple[Tensor, ...]) -> None:
+    """Whatever is not written would show."""
+    for field in fields:
+        field.fill_(-77)
+
+
+class World:
+    """Sequences of random tokens, and a step that continues them."""
+
+    def __init__(self, num_draft: int, rows: list[tuple[int, int, int]], seed: int) -> None:
+        """rows: slot (-1 = padded), tokens scheduled, drafts among them."""
+        generator = torch.Generator().manual_seed(seed)
+
+        def draw(low: int, high: int, *shape: int) -> Tensor:
+            return torch.randint(low, high, shape, generator=generator, dtype=torch.int32)
+
+        self.num_draft, self.rows = num_draft, rows
+        lines = draw(-1, 90, SLOTS + 1, num_draft + 3).to(DEVICE)
+        self.drafts, self.length = lines[:, 1 : num_draft + 1], lines[:, num_draft + 2]
+        self.history = draw(0, 90, SLOTS + 1, LENGTH).to(DEVICE)
+        self.computed = draw(0, 40, SLOTS).to(DEVICE)
+        entries = draw(0, 3, 2 * SLOTS, advance_columns.ENTRY_FIELDS)
+        for i, (slot, scheduled, draft) in enumerate(rows):
+            entries[i, advance_columns.SLOT] = slot
+            entries[i, advance_columns.SCHEDULED] = scheduled
+            entries[i, advance_columns.DRAFT] = draft
+            if slot >= 0:  # some are in the middle of their prompt
+                left = 0 if draft else int(draw(0, 3, 1)) * 20
+                self.length[slot] = int(self.computed[slot]) + scheduled - draft + left
+        self.entries = entries.to(DEVICE)
+        self.tokens = sum(s for slot, s, _ in rows if slot >= 0)
+        self.longest = max([s for _, s, _ in rows], default=1)
+        self.accepted = [1 + int(draw(0, d + 1, 1)) for _, _, d in rows]
+
+    def placed(self, put: Callable[..., None], padded: int, pad: int, behind: int) -> StepInputs:
+        rows = len(self.rows) + padded
+        tokens = self.tokens + padded * pad + behind
+        out = StepInputs.empty(rows, tokens, self.num_draft, DEVICE)
+        garbage(out)
+        put(
+            self.entries, len(self.rows), self.computed, self.history, self.drafts, self.length,
+            out, self.longest, pad,
+        )  # fmt: skip
+        return out
+
+
+ROWS = {
+    "base": (3, [(4, 4, 3), (0, 4, 3), (2, 4, 3)]),
+    "no drafts": (0, [(1, 1, 0), (3, 1, 0)]),
+    "fewer drafts": (3, [(1, 2, 1), (3, 1, 0), (0, 3, 2)]),
+    "prefill": (3, [(5, 4, 3), (1, 150, 0), (2, 1, 0), (0, 128, 0)]),
+    "padded": (2, [(5, 3, 2), (-1, 3, 2), (0, 3, 2)]),
+    "nobody": (3, []),
+    "one": (5, [(0, 6, 5)]),
+}
+EXTRA = {"exact": (0, 0, 0), "uniform": (3, 4, 0), "tokens behind": (0, 0, 70)}
+
+
+@kernels
+@pytest.mark.parametrize("extra", EXTRA.values(), ids=EXTRA)
+@pytest.mark.parametrize("case", ROWS.values(), ids=ROWS)
+def test_place(case: tuple[int, list[tuple[int, int, int]]], extra: tuple[int, int, int]) -> None:
+    world = World(*case, seed=1)
+    if not len(case[1]) + extra[0]:
+        return
+    found = world.placed(prepare_inputs.prepare_inputs, *extra)
+    wanted = world.placed(prepare_inputs.prepare_inputs_reference, *extra)
+    for name in StepInputs._fields:
+        assert torch.equal(getattr(found, name), getattr(wanted, name)), name
+
+
+def test_place_by_hand() -> None:
+    world = World(2, [(1, 3, 2), (3, 4, 0)], seed=0)
+    world.computed[:] = ints(0, 5, 0, 2, 0, 0)
+    world.length[1], world.length[3] = 6, 9
+    world.history[1, :6] = ints(10, 11, 12, 13, 14, 15)
+    world.history[3, :9] = ints(20, 21, 22, 23, 24, 25, 26, 27, 28)
+    world.drafts[1] = ints(70, -1)
+    out = world.placed(prepare_inputs.prepare_inputs, padded=1, pad=3, behind=0)
+    assert out.tokens.tolist() == [15, 70, 0, 22, 23, 24, 25, 0, 0, 0]
+    assert out.cu_seqlens.tolist() == [0, 3, 7, 10]
+    assert out.slot.tolist() == [1, 3, -1]
+    assert out.certain.tolist() == [6, 6, 0]
+    assert out.emits.tolist() == [1, 0, 0]
+    assert out.guesses[0].tolist() == [70, -1]
+    assert out.verify.view(3, 3).tolist() == [[0, 1, 2], [6, 6, 6], [9, 9, 9]]
+
+
+def emitted(world: World, act: Callable[..., None]) -> Iterator[Tensor]:
+    at = world.placed(prepare_inputs.prepare_inputs_reference, 2, world.num_draft + 1, 3)
+    rows, width = at.slot.shape[0], world.num_draft + 1
+    counts = torch.zeros(rows, dtype=torch.int32, device=DEVICE)
+    counts[: len(world.rows)] = ints(*world.accepted)
+    counts = torch.where(at.emits > 0, counts, 0)
+    tokens = torch.arange(rows * width, device=DEVICE, dtype=torch.int32).view(rows, width) % 90
+    tokens = torch.where(torch.arange(width, device=DEVICE) < counts[:, None], tokens, -1)
+    history, length = world.history.clone(), world.length.clone()
+    out = DraftInputs.empty(rows, at.tokens.shape[0], world.num_draft, DEVICE)
+    sent = torch.full((rows, width + 1), -77, dtype=torch.int32, device=DEVICE)
+    garbage(out)
+    act(at, tokens, counts, history, length, sent, out, world.longest)
+    yield from (history[:SLOTS], length[:SLOTS], sent, *out)
+
+
+@kernels
+@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize("case", ROWS.values(), ids=ROWS)
+def test_emit(case: tuple[int, list[tuple[int, int, int]]], seed: int) -> None:
+    world = World(*case, seed=seed)
+    found = list(emitted(world, commit_tokens.commit_tokens))
+    wanted = list(emitted(world, commit_tokens.commit_tokens_reference))
+    for name, a, b in zip(
+        ("history", "length", "emitted", *DraftInputs._fields), found, wanted, strict=True
+    ):
+        assert torch.equal(a, b), name
+
+
+def test_emit_by_hand() -> None:
+    world = World(2, [(1, 3, 2), (3, 4, 0)], seed=0)
+    world.computed[:] = ints(0, 5, 0, 2, 0, 0)
+    world.length[1], world.length[3] = 6, 9
+    world.history[3, :9] = ints(20, 21, 22, 23, 24, 25, 26, 27, 28)
+    at = world.placed(prepare_inputs.prepare_inputs, 0, 0, 0)
+    out = DraftInputs.empty(2, 7, 2, DEVICE)
+    sent = torch.zeros(2, 4, dtype=torch.int32, device=DEVICE)
+    tokens = torch.stack([ints(70, 33, -1), ints(-1, -1, -1)])
+    commit_tokens.commit_tokens(at, tokens, ints(2, 0), world.history, world.length, sent, out, 4)
+    assert world.history[1, 6:8].tolist() == [70, 33]
+    assert world.length[[1, 3]].tolist() == [8, 9]
+    assert sent.tolist() == [[70, 33, -1, 2], [-1, -1, -1, 0]]
+    assert out.tokens.tolist() == [70, 33, 0, 23, 24, 25, 26]
+    assert out.last.tolist() == [1, 6]
+    assert out.slot.tolist() == [1, -1]
+    assert out.computed.tolist() == [[7, 6]]
+
+
+@kernels
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("lines", "vocabulary"), [(3, 9000), (1, 4096), (5, 37), (0, 10)])
+def test_argmax(lines: int, vocabulary: int, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(lines)
+    logits = torch.randint(-9, 9, (lines, vocabulary + 3), generator=generator)  # many ties
+    logits = logits.to(DEVICE, dtype)[:, :vocabulary]
+    out = torch.full((lines, 2), -1, dtype=torch.int32, device=DEVICE)
+    argmax.argmax(logits, out[:, 1])
+    best = logits.float().amax(-1, keepdim=True) if lines else logits
+    wanted = (logits == best).int().argmax(-1) if lines else ints()
+    assert torch.equal(out[:, 1].long(), wanted.long())
+    assert (out[:, 0] == -1).all()
+
+
+@kernels
+def test_argmax_of_nothing_finite_is_a_token() -> None:
+    for value in (float("-inf"), float("nan")):
+        for vocabulary in (5000, 2 * argmax.TILE):
+            found = argmax.argmax(torch.full((2, vocabulary), value, device=DEVICE))
+            assert ((found >= 0) & (found < vocabulary)).all()
+
+
+@kernels
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [32, 200])
+def test_pool(size: int, dtype: torch.dtype) -> None:
+    """Three prompts over two steps, in rows between others', whose hidden states are NaN."""
+    generator = torch.Generator().manual_seed(size)
+    lengths, instruction = (70, 5, 1), 3
+    states = [torch.randn(n + instruction, size, generator=generator) for n in lengths]
+    states = [s.to(DEVICE, dtype) for s in states]
+    wanted = torch.stack([s[instruction:].float().mean(0) for s in states])
+    found = []
+    for run in (pooling.pooling, pooling.pooling_reference):
+        sums, out = (torch.full((n, size), float("nan"), device=DEVICE) for n in (4, 3))
+        # The first prompt takes both steps, 40 of its tokens and 30; the others one each.
+        steps: list[tuple[list[Tensor], Tensor]] = [
+            ([states[0][:43], states[2]], ints(1, 3, 43, 2, 0, -1, 2, 3, 4, 0, 0, 0)),
+            ([states[1], states[0][43:]], ints(1, 3, 8, 0, 0, 2, 2, 0, 30, 2, 40, 1)),
+        ]
+        for rows, entries in steps:
+            other = torch.full((9, size), float("nan"), dtype=dtype, device=DEVICE)
+            hidden = torch.cat([other, *rows, other])
+            start = ints(0, 9, 9 + len(rows[0]), len(hidden) - 9, len(hidden))
+            run(hidden, start, entries.view(2, pooling.ENTRY_FIELDS), sums, out, 43)
+        torch.testing.assert_close(out, wanted[[2, 0, 1]], rtol=1e-6, atol=1e-6)
+        assert sums[[0, 1, 3]].isnan().all()
+        found.append(out)
+    torch.testing.assert_close(found[0], found[1], rtol=1e-6, atol=1e-6)
+
+
+@kernels
+@settings(max_examples=40)
+@given(st.data())
+def test_match(data: st.DataObject) -> None:
+    rows, num_draft = data.draw(st.integers(1, 4)), data.draw(st.integers(0, 5))
+    few = st.integers(-1, 2)
+
+    def table(width: int, values: st.SearchStrategy[int]) -> Tensor:
+        lines = [data.draw(st.lists(values, min_size=width, max_size=width)) for _ in range(rows)]
+        return torch.tensor(lines, dtype=torch.int32, device=DEVICE).view(rows, width)
+
+    chosen, drafts = table(num_draft + 1, st.integers(0, 2)), table(num_draft, few)
+    count = table(1, st.integers(0, num_draft))[:, 0]
+    emits = table(1, st.integers(0, 1))[:, 0]
+    forced = ()
+    if data.draw(st.booleans()) and num_draft:
+        rates = torch.tensor([0.9, 0.5, 0.5, 0.2, 0.0], device=DEVICE)[:num_draft]
+        forced = (rates, table(1, st.integers(0, 9))[:, 0] / 10)
+    found = accept.accept_drafts(chosen, drafts, count, emits, *forced)
+    wanted = accept.accept_drafts_reference(chosen, drafts, count, emits, *forced)
+    for a, b in zip(found, wanted, strict=True):
+        assert torch.equal(a, b)
+
+
+@kernels
+@pytest.mark.parametrize("shape", [(1,), (5,), (3, 4), (200, 3)])
+def test_uniform(shape: tuple[int, ...]) -> None:
+    generator = torch.Generator().manual_seed(len(shape))
+    seed = torch.randint(-(2**62), 2**62, shape[:1], generator=generator).to(DEVICE)
+    position = torch.randint(0, 2**20, shape, generator=generator).to(DEVICE)
+    for stream in (0, 3):
+        found = uniform.uniform(seed, position, stream)
+        assert torch.equal(found, uniform.uniform_reference(seed, position, stream))
+
+
+I32 = "*i32"
+PLACED = {"FIELDS": 16, "WIDTH": 8, "ROWS": 64, "TILE": 128}
+COMMITTED = {"WIDTH": 8, "TILE": 128}
+COMPILED = [
+    *((prepare_inputs._prepare_inputs_kernel, PLACED | {"NUM_DRAFT": k}, {}) for k in (0, 3)),
+    *((commit_tokens._commit_tokens_kernel, COMMITTED | {"NUM_DRAFT": k}, {}) for k in (0, 1, 3)),
+    (
+        argmax._part_kernel,
+        {"V": 131072, "PARTS": 32, "TILE": 4096},
+        {"logits": "*bf16", "values": "*fp32"},
+    ),
+    (argmax._whole_kernel, {"PARTS": 32, "WIDTH": 32}, {"values": "*fp32"}),
+    *(
+        (
+            accept._accept_drafts_kernel,
+            {"NUM_DRAFT": 3, "FORCED": forced, "WIDTH": 8},
+            {"rates": "*fp32", "drawn": "*fp32"},
+        )
+        for forced in (False, True)
+    ),
+    (
+        uniform._uniform_kernel,
+        {
+            "STREAM": -5, "GAMMA": uniform.GAMMA, "MIX_1": uniform.MIX_1, "MIX_2": uniform.MIX_2,
+            "TILE": 128,
+        },
+        {"seed": "*i64", "position": "*i64", "out": "*fp32"},
+    ),
+]  # fmt: skip
+NUMBERS = {"num_rows", "rows", "pad", "tokens", "count", "width", "stride"}
+
+
+@pytest.mark.parametrize(("kernel", "constants", "types"), COMPILED)
+def test_compiles_for_hopper(
+    kernel: JITFunction, constants: dict[str, Any], types: dict[str, str]
+) -> None:
+    if not isinstance(kernel, JITFunction):
+        pytest.skip("the interpreter is on")
+    signature = {}
+    for name in kernel.arg_names:
+        number = name in NUMBERS and not (
+            name == "tokens" and kernel is accept._accept_drafts_kernel
+        )
+        plain = "i32" if number or name.endswith("_stride") else I32
+        signature[name] = "constexpr" if name in constants else types.get(name, plain)
+    source = ASTSource(kernel, signature, constants)
+    assert compile_kernel(source, target=HOPPER).asm["cubin"]

@@ -1,0 +1,338 @@
+"""Checkpoint directories: what loads, and what is refused by name."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub.constants
+import pytest
+import torch
+from helpers.oracle import (
+    hf_model,
+    make_caches,
+    random_config,
+    randomise,
+    run_prompt,
+    save_checkpoint,
+)
+from models.test_heads import EAGLE, target_model
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from hybrid_runtime.models.checkpoint import load_eagle, load_mtp, load_nemotron_h, resolve
+from hybrid_runtime.models.config import NemotronHConfig, load_config
+from hybrid_runtime.models.eagle import EagleConfig, EagleHead
+from hybrid_runtime.models.mtp import MTPHead
+from hybrid_runtime.models.nemotron_h import NemotronH
+
+# As published with NVIDIA-Nemotron-3-Nano-30B-A3B, Nemotron-H-8B and with a MTP head (Super).
+NANO_30B = """{"architectures": ["NemotronHForCausalLM"], "attention_bias": false,
+"attention_dropout": 0.0, "auto_map": {"AutoConfig": "configuration_nemotron_h.NemotronHConfig"},
+"bos_token_id": 1, "chunk_size": 128, "conv_kernel": 4, "eos_token_id": 2, "expand": 2,
+"head_dim": 128, "hidden_dropout": 0.0, "hidden_size": 2688,
+"hybrid_override_pattern": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
+"initializer_range": 0.02, "intermediate_size": 1856, "layer_norm_epsilon": 1e-05,
+"mamba_head_dim": 64, "mamba_hidden_act": "silu", "mamba_num_heads": 64,
+"mamba_proj_bias": false, "mamba_ssm_cache_dtype": "float32", "max_position_embeddings": 262144,
+"mlp_bias": false, "mlp_hidden_act": "relu2", "model_type": "nemotron_h",
+"moe_intermediate_size": 1856, "moe_shared_expert_intermediate_size": 3712, "n_group": 1,
+"n_groups": 8, "n_routed_experts": 128, "n_shared_experts": 1, "norm_eps": 1e-05,
+"norm_topk_prob": true, "num_attention_heads": 32, "num_experts_per_tok": 6,
+"num_hidden_layers": 52, "num_key_value_heads": 2, "num_logits_to_keep": 1, "pad_token_id": 0,
+"partial_rotary_factor": 1.0, "rescale_prenorm_residual": true, "residual_in_fp32": false,
+"rope_theta": 10000, "routed_scaling_factor": 2.5, "sliding_window": null,
+"ssm_state_size": 128, "tie_word_embeddings": false, "time_step_floor": 0.0001,
+"time_step_limit": [0.0, Infinity], "time_step_max": 0.1, "time_step_min": 0.001,
+"topk_group": 1, "torch_dtype": "bfloat16", "transformers_version": "4.55.4", "use_bias": false,
+"use_cache": true, "use_conv_bias": true, "use_mamba_kernels": true, "vocab_size": 131072}"""
+H_8B_PATTERN = "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-"
+
+
+def logits_of(model: NemotronH, tokens: Tensor) -> Tensor:
+    caches = make_caches(model, 1, 16, len(tokens))
+    with torch.inference_mode():
+        return model.logits(run_prompt(model, tokens, [len(tokens)], caches, 16))
+
+
+@pytest.mark.parametrize("shard_size", ["1GB", "20KB"])
+@pytest.mark.parametrize("latent", [None, 16])
+def test_loads_what_transformers_saves(tmp_path: Path, shard_size: str, latent: int | None) -> None:
+    config = random_config("M-M*ME", moe_latent_size=latent)
+    hf = hf_model(config, 0)
+    hf.save_pretrained(tmp_path, max_shard_size=shard_size)
+    assert (tmp_path / "model.safetensors.index.json").is_file() == (shard_size == "20KB")
+    tokens = torch.randint(0, 96, (40,))
+    with torch.inference_mode():
+        want = hf(tokens[None], use_cache=False).logits[0]
+    model = load_nemotron_h(tmp_path, "cpu", torch.float32)
+    assert float((logits_of(model, tokens) - want).abs().max() / want.abs().max()) < 1e-5
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+
+
+def test_converts_dtypes(tmp_path: Path) -> None:
+    config = random_config("ME*")
+    hf_model(config, 0).save_pretrained(tmp_path)
+    exact = load_nemotron_h(tmp_path, "cpu", torch.float64)
+    reduced = load_nemotron_h(tmp_path, "cpu", torch.bfloat16)
+    wide = {"A_log", "D", "dt_bias", "gate.weight", "e_score_correction_bias"}
+    for (name, a), (_, b) in zip(exact.named_parameters(), reduced.named_parameters(), strict=True):
+        assert a.dtype == torch.float64
+        kept = any(name.endswith(end) for end in wide)
+        assert b.dtype == (torch.float32 if kept else torch.bfloat16), name
+        torch.testing.assert_close(b.double(), a, rtol=1e-2, atol=1e-6)
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    """A checkpoint with MTP head and, in eagle/, an EAGLE head."""
+    config = random_config("M-*E", num_nextn_predict_layers=1, mtp_layers_block_type=["moe"])
+    config["mtp_hybrid_override_pattern"] = "*E"
+    del config["mtp_layers_block_type"]
+    model = NemotronH(NemotronHConfig.from_dict(config), "cpu", torch.float32)
+    head = MTPHead(model)
+    eagle = EagleHead(EagleConfig.from_dict(EAGLE), model, own_embedding=True)
+    for seed, module in enumerate((model, head, eagle)):
+        randomise(module, seed)
+    save_checkpoint(tmp_path, config, model, head)
+    save_checkpoint(tmp_path / "eagle", EAGLE, eagle)
+    return tmp_path
+
+
+def test_heads_load(checkpoint: Path) -> None:
+    tensors = load_file(checkpoint / "model.safetensors")
+    target = load_nemotron_h(checkpoint, "cpu", torch.float32)
+    mtp, eagle = load_mtp(checkpoint, target), load_eagle(checkpoint / "eagle", target)
+    for name in (
+        "mtp.layers.0.enorm.weight",
+        "mtp.layers.0.hnorm.weight",
+        "mtp.layers.0.eh_proj.weight",
+        "mtp.layers.0.norm.weight",
+        "mtp.layers.0.mixer.q_proj.weight",
+        "mtp.layers.1.norm.weight",
+        "mtp.layers.1.mixer.gate.e_score_correction_bias",
+        "mtp.layers.1.final_layernorm.weight",
+    ):
+        assert torch.equal(mtp.get_parameter(name), tensors[name])
+    expert = tensors["mtp.layers.1.mixer.experts.3.down_proj.weight"]
+    assert torch.equal(mtp.get_parameter("mtp.layers.1.mixer.experts.down_proj")[3], expert)
+    heads = load_file(checkpoint / "eagle" / "model.safetensors")
+    assert heads.keys() == dict(eagle.named_parameters()).keys()
+    assert eagle.embed_tokens is not None
+    for name, value in eagle.named_parameters():
+        assert torch.equal(value, heads[name])
+
+
+def change_tensors(file: Path, **changes: Tensor | None) -> None:
+    tensors = load_file(file)
+    for name, value in changes.items():
+        tensors.pop(name, None)
+        if value is not None:
+            tensors[name] = value
+    save_file(tensors, file)
+
+
+WRONG_TENSORS = [
+    ({"backbone.norm_f.weight": None}, "tensor backbone.norm_f.weight is missing in"),
+    (
+        {"backbone.layers.3.mixer.experts.7.up_proj.weight": None},
+        "tensor backbone.layers.3.mixer.experts.7.up_proj.weight is missing in",
+    ),
+    (
+        {"backbone.layers.0.mixer.rotary": torch.zeros(2)},
+        r"tensor backbone.layers.0.mixer.rotary in .*model.safetensors is unexpected",
+    ),
+    (
+        {"lm_head.weight": torch.zeros(97, 32)},
+        r"tensor lm_head.weight in .*model.safetensors is \[97, 32\], must be \[96, 32\]",
+    ),
+    (
+        {"lm_head.weight": torch.zeros(96, 32, dtype=torch.int8)},
+        r"tensor lm_head.weight in .*model.safetensors is torch.int8, must be floating point",
+    ),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), WRONG_TENSORS)
+def test_wrong_tensors(checkpoint: Path, change: dict[str, Tensor], message: str) -> None:
+    change_tensors(checkpoint / "model.safetensors", **change)
+    with pytest.raises(ValueError, match=message):
+        load_nemotron_h(checkpoint, "cpu", torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"mtp.layers.0.hnorm.weight": None}, "tensor mtp.layers.0.hnorm.weight is missing"),
+        ({"mtp.layers.2.norm.weight": torch.ones(32)}, "mtp.layers.2.norm.weight in .* unexpected"),
+        (
+            {"mtp.layers.0.eh_proj.weight": torch.zeros(32, 32)},
+            r"mtp.layers.0.eh_proj.weight in .* is \[32, 32\], must be \[32, 64\]",
+        ),
+    ],
+)
+def test_wrong_mtp_tensors(checkpoint: Path, change: dict[str, Tensor], message: str) -> None:
+    change_tensors(checkpoint / "model.safetensors", **change)
+    target = load_nemotron_h(checkpoint, "cpu", torch.float32)
+    with pytest.raises(ValueError, match=message):
+        load_mtp(checkpoint, target)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"fc.weight": None}, "tensor fc.weight is missing"),
+        (
+            {"layers.0.input_layernorm.weight": torch.ones(32)},
+            "tensor layers.0.input_layernorm.weight in .* is unexpected",
+        ),
+        ({"fc.bias": torch.zeros(31)}, r"tensor fc.bias in .* is \[31\], must be \[32\]"),
+    ],
+)
+def test_wrong_eagle_tensors(checkpoint: Path, change: dict[str, Tensor], message: str) -> None:
+    change_tensors(checkpoint / "eagle" / "model.safetensors", **change)
+    with pytest.raises(ValueError, match=message):
+        load_eagle(checkpoint / "eagle", load_nemotron_h(checkpoint, "cpu", torch.float32))
+
+
+def test_mtp_tensors_without_a_head_in_the_config_are_unexpected(checkpoint: Path) -> None:
+    config = json.loads((checkpoint / "config.json").read_text())
+    config["num_nextn_predict_layers"] = 0
+    (checkpoint / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=r"tensor mtp\..* is unexpected"):
+        load_nemotron_h(checkpoint, "cpu", torch.float32)
+
+
+def test_wrong_files(checkpoint: Path, tmp_path: Path) -> None:
+    weights = checkpoint / "model.safetensors"
+    tensors = load_file(weights)
+    weights.unlink()
+    with pytest.raises(ValueError, match=r"has no weights, must hold model\.safetensors"):
+        load_nemotron_h(checkpoint, "cpu", torch.float32)
+    index = checkpoint / "model.safetensors.index.json"
+    index.write_text("{}")
+    with pytest.raises(ValueError, match="has no weight_map"):
+        load_nemotron_h(checkpoint, "cpu", torch.float32)
+    names = sorted(tensors)
+    files = {name: f"part-{i % 2}.safetensors" for i, name in enumerate(names)}
+    index.write_text(json.dumps({"weight_map": files}))
+    save_file({n: tensors[n] for n in names[::2]}, checkpoint / "part-0.safetensors")
+    with pytest.raises(ValueError, match=r"part-1.safetensors does not exist, but .* names it"):
+        load_nemotron_h(checkpoint, "cpu", torch.float32)
+    save_file({n: tensors[n] for n in names[3::2]}, checkpoint / "part-1.safetensors")
+    with pytest.raises(ValueError, match=rf"tensor {names[1]} is missing in .*part-1"):
+        load_nemotron_h(checkpoint, "cpu", torch.float32)
+    save_file({n: tensors[n] for n in names[1::2]}, checkpoint / "part-1.safetensors")
+    load_nemotron_h(checkpoint, "cpu", torch.float32)
+    (checkpoint / "part-1.safetensors").write_bytes(b"no tensors")
+    with pytest.raises(ValueError, match="is not a safetensors file"):
+        load_nemotron_h(checkpoint, "cpu", torch.float32)
+    (checkpoint / "config.json").write_text("{")
+    with pytest.raises(ValueError, match="is not JSON"):
+        load_nemotron_h(checkpoint, "cpu", torch.float32)
+    (checkpoint / "config.json").unlink()
+    with pytest.raises(ValueError, match=r"config.json does not exist"):
+        load_nemotron_h(checkpoint, "cpu", torch.float32)
+
+
+def test_resolve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert resolve(tmp_path) == tmp_path
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match="is a file, must be a directory"):
+        resolve(tmp_path / "file")
+    for name in (str(tmp_path / "none"), "./none/here", "none"):
+        with pytest.raises(ValueError, match="does not exist, must be a directory or a hub id"):
+            resolve(name)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(ValueError, match="'owner/name' is no directory here, and the hub did not"):
+        resolve("owner/name")
+    with pytest.raises(ValueError, match="the hub did not give it"):
+        resolve("own er/na?me")
+
+
+def test_published_configs_load() -> None:
+    given: dict[str, Any] = json.loads(NANO_30B)
+    nano = NemotronHConfig.from_dict(given)
+    assert (nano.num_hidden_layers, nano.pattern.count("*"), nano.pattern.count("E")) == (52, 6, 23)
+    assert (nano.conv_dim, nano.mamba_intermediate_size) == (6144, 4096)
+    assert nano.time_step_limit == (0.0, math.inf)
+    assert nano.eos_token_id == (2,)
+    assert nano.dtype == "bfloat16"
+
+    for name in ("head_dim", "norm_eps", "partial_rotary_factor", "rope_theta", "n_shared_experts"):
+        del given[name]
+    given |= {"attention_head_dim": 128, "rms_norm_eps": 1e-5, "num_query_groups": 2}
+    given |= {"hybrid_override_pattern": H_8B_PATTERN, "n_routed_experts": None}
+    given |= {"eos_token_id": [2, 11]}
+    dense = NemotronHConfig.from_dict(given)
+    assert (dense.head_dim, dense.pattern) == (128, H_8B_PATTERN)
+    assert dense.eos_token_id == (2, 11)
+
+
+def test_both_spellings_and_defaults_of_transformers(tmp_path: Path) -> None:
+    config = random_config("M-*E", num_nextn_predict_layers=1)
+    config["mtp_layers_block_type"] = ["full_attention", "moe"]
+    as_list = NemotronHConfig.from_dict(config)
+    del config["layers_block_type"], config["mtp_layers_block_type"]
+    config |= {"hybrid_override_pattern": "M-*E", "mtp_hybrid_override_pattern": "*E"}
+    assert NemotronHConfig.from_dict(config) == as_list
+    assert (as_list.pattern, as_list.mtp_pattern) == ("M-*E", "*E")
+    config["layers_block_type"] = ["mamba", "mlp", "attention", "moe"]
+    assert NemotronHConfig.from_dict(config) == as_list
+
+    hf = hf_model(random_config("M-*E"), 0)
+    hf.config.save_pretrained(tmp_path)
+    loaded = load_config(tmp_path)
+    for name in ("intermediate_size", "topk_group", "layer_norm_epsilon", "mamba_ssm_cache_dtype"):
+        assert getattr(loaded, name) == getattr(hf.config, name)
+    assert loaded.time_step_limit == (0.0, math.inf)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"attention_bias": True}, "config field attention_bias is True, only False is supported"),
+        ({"mamba_proj_bias": True}, "config field mamba_proj_bias is True, only False"),
+        ({"mlp_hidden_act": "silu"}, "config field mlp_hidden_act is 'silu', only 'relu2'"),
+        ({"mamba_hidden_act": "gelu"}, "config field mamba_hidden_act is 'gelu', only 'silu'"),
+        ({"sliding_window": 64}, "config field sliding_window is 64, only None"),
+        ({"n_shared_experts": 2}, "config field n_shared_experts is 2, only 1"),
+        ({"model_type": "bamba"}, "config field model_type is 'bamba', only 'nemotron_h'"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "config field quantization_config is"),
+        ({"soft_cap": 30.0}, "config field soft_cap is 30.0, but this field is not known"),
+        ({"hidden_size": None}, "config field hidden_size is missing"),
+        ({"layers_block_type": None}, "config field hybrid_override_pattern .* is missing"),
+        ({"layers_block_type": ["mamba", "conv"]}, "config field layers_block_type has 'conv'"),
+        ({"hybrid_override_pattern": "M"}, "config fields name different layers"),
+        ({"num_hidden_layers": 3}, "config field num_hidden_layers is 3, must be the number"),
+        ({"norm_eps": 1e-6, "rms_norm_eps": 1e-5}, "rms_norm_eps is 1e-05, but another spelling"),
+        ({"num_key_value_heads": 3}, "num_attention_heads is 4, must be a multiple of num_key"),
+        ({"n_groups": 3}, "config field mamba_num_heads is 4, must be a multiple of n_groups"),
+        ({"n_group": 8}, "config field n_group is 8, must leave at least 2"),
+        ({"n_group": 2, "topk_group": 3}, "config field topk_group is 3, must be at most n_group"),
+        ({"num_experts_per_tok": 9}, "config field num_experts_per_tok is 9, must be at most 8"),
+        ({"head_dim": 8.0}, "config field head_dim is 8.0, must be an integer"),
+        ({"vocab_size": -1}, "config field vocab_size is -1, must be an integer"),
+        ({"use_bias": "no"}, "config field use_bias is 'no', must be true or false"),
+        ({"time_step_limit": [1.0, 0.5]}, r"config field time_step_limit is \(1.0, 0.5\), must"),
+        ({"num_nextn_predict_layers": 1}, "config field mtp_pattern is empty"),
+        (
+            {"num_nextn_predict_layers": 1, "mtp_hybrid_override_pattern": "*M"},
+            r"config field mtp_pattern is '\*M', must be of \* - E",
+        ),
+    ],
+)
+def test_config_errors(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        NemotronHConfig.from_dict({**random_config("M*E-"), **change})
+
+
+def test_unknown_fields() -> None:
+    config = random_config("M") | {"soft_cap": 30.0, "_name_or_path": "x", "other": None}
+    assert NemotronHConfig.from_dict(config, ignore=["soft_cap"]).pattern == "M"
+
+
+def test_target_and_head_of_another_model(checkpoint: Path) -> None:
+    with pytest.raises(ValueError, match="num_nextn_predict_layers is 0"):
+        load_mtp(checkpoint, target_model())

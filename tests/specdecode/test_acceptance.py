@@ -1,0 +1,399 @@
+"""Greedy, rejection and synthetic acceptance."""
+
+import math
+import re
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from hybrid_runtime.specdecode.acceptance import (
+    Acceptance,
+    Accepted,
+    greedy,
+    rejection,
+    synthetic,
+    synthetic_acceptance,
+    synthetic_rates,
+)
+from hybrid_runtime.specdecode.sampling import (
+    DRAFT,
+    SamplingParams,
+    SamplingTensors,
+    probabilities,
+    sample,
+    uniform,
+)
+
+V = 8
+ROWS = 100_000
+START = 3  # first absolute position
+
+
+def tables(seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Target logits and draft logits given the token before: two different Markov chains."""
+    generator = torch.Generator().manual_seed(seed)
+    target = torch.randn(V, V, generator=generator)
+    return target, target + 1.2 * torch.randn(V, V, generator=generator)
+
+
+def rows_of(params: SamplingParams, rows: int = ROWS) -> SamplingTensors:
+    one = SamplingTensors.from_params([params], [0], "cpu").select(torch.zeros(rows).int())
+    return replace(one, seed=torch.arange(rows))
+
+
+def generate(
+    target: Tensor,
+    sampling: SamplingTensors,
+    num_draft: int,
+    length: int,
+    draft: Tensor | None = None,
+    claimed: Tensor | None = None,
+    limit: Tensor | None = None,
+) -> Tensor:
+    """``length`` tokens per row by speculative steps, as the step loop makes them.
+
+    ``draft`` [V, V] is the distribution that drafts are drawn from, ``claimed`` what the acceptance
+    is told about it (default: the truth); without ``draft`` the drafts are the next higher tokens.
+    ``limit`` [rows]: drafts per row (default: ``num_draft``).
+    """
+    rows = len(sampling.seed)
+    limit = torch.full((rows,), num_draft) if limit is None else limit
+    position = torch.full((rows,), START)
+    last = torch.zeros(rows, dtype=torch.int64)
+    text = torch.full((rows, length * (num_draft + 1)), -1, dtype=torch.int32)
+    for _ in range(length):
+        chain, device_tokens = [last], []
+        for j in range(num_draft):
+            if draft is None:
+                chain.append((chain[-1] + 1) % V)
+            else:
+                drawn = sample(draft[chain[-1]], uniform(sampling.seed, position + j, DRAFT))
+                device_tokens.append((draft if claimed is None else claimed)[chain[-1]])
+                chain.append(drawn.long())
+        drafts = torch.stack(chain, 1)[:, 1:].int()
+        drafts = torch.where(torch.arange(num_draft) < limit[:, None], drafts, -1)
+        accepted = rejection(
+            target[torch.stack(chain, 1)],
+            drafts,
+            limit.int(),
+            torch.ones(rows, dtype=torch.bool),
+            torch.stack(device_tokens, 1) if device_tokens else None,
+            sampling,
+            position,
+        )
+        index = (position - START)[:, None] + torch.arange(num_draft + 1)
+        text.scatter_(1, index, accepted.tokens)
+        count = accepted.num_accepted.long()
+        last = accepted.tokens.gather(1, count[:, None] - 1)[:, 0].long()
+        position = position + count
+    return text[:, :length].long()
+
+
+def excess(observed: Tensor, expected: Tensor) -> float:
+    """Chi-square statistic over its limit at one in 10,000 (Wilson-Hilferty); > 1 is a misfit."""
+    counts = torch.bincount(observed, minlength=len(expected)).double()
+    possible = expected > 0
+    assert counts[~possible].sum() == 0, "a token of probability 0 was emitted"
+    mean = expected[possible].double() * len(observed)
+    statistic = ((counts[possible] - mean) ** 2 / mean).sum().item()
+    freedom = int(possible.sum()) - 1
+    spread = 2 / (9 * freedom)
+    return statistic / (freedom * (1 - spread + 3.719 * math.sqrt(spread)) ** 3)
+
+
+def misfit(text: Tensor, logits: Tensor, params: SamplingParams) -> float:
+    """Worst ``excess`` of the first token and the pairs (1, 2) and (2, 3) against the target."""
+    p = probabilities(logits[:, None], rows_of(params, V))[:, 0]
+    first = p[0]
+    pair = first[:, None] * p
+    later = (first @ p)[:, None] * p
+    return max(
+        excess(text[:, 0], first),
+        excess(text[:, 0] * V + text[:, 1], pair.flatten()),
+        excess(text[:, 1] * V + text[:, 2], later.flatten()),
+    )
+
+
+SAMPLED = SamplingParams(temperature=1.0)
+FILTERED = SamplingParams(temperature=0.7, top_k=6, top_p=0.93)
+
+
+@pytest.mark.parametrize("num_draft", [0, 1, 3])
+@pytest.mark.parametrize("params", [SAMPLED, FILTERED], ids=["plain", "filtered"])
+@pytest.mark.parametrize("drawn", [True, False], ids=["drawn", "fixed"])
+def test_distribution_is_the_targets(num_draft: int, params: SamplingParams, drawn: bool) -> None:
+    target, draft = tables()
+    text = generate(target, rows_of(params), num_draft, 3, draft.softmax(-1) if drawn else None)
+    assert misfit(text, target, params) < 1
+
+
+def test_distribution_with_one_hot_probabilities_and_unequal_counts() -> None:
+    # Fixed drafts that come with explicit one-hot distributions take the general path.
+    target, _ = tables(1)
+    next_token = torch.eye(V).roll(1, 1)
+    text = generate(target, rows_of(SAMPLED), 3, 3, next_token, limit=torch.arange(ROWS) % 4)
+    assert misfit(text, target, SAMPLED) < 1
+
+
+def test_statistic_detects_a_wrong_draft_distribution() -> None:
+    target, draft = tables()
+    text = generate(
+        target, rows_of(SAMPLED), 3, 3, draft.softmax(-1), claimed=torch.full((V, V), 1 / V)
+    )
+    assert misfit(text, target, SAMPLED) > 10
+
+
+def one_draft(
+    weights: Callable[[Tensor, Tensor], Tensor] = lambda p, q: (p - q).clamp(min=0),
+    share_number: bool = False,
+    ratio: Callable[[Tensor, Tensor], Tensor] = torch.div,
+    fixed: bool = False,
+) -> float:
+    """``excess`` of a plain version of the algorithm with one draft, by torch's own generator."""
+    target, draft = (table.softmax(-1) for table in tables())
+    p = target[0]
+    q = torch.eye(V)[int(p.argmax())] if fixed else draft[0]
+    generator = torch.Generator().manual_seed(5)
+    guess = torch.multinomial(q, ROWS, replacement=True, generator=generator)
+    u = torch.rand(ROWS, generator=generator)
+    other = u if share_number else torch.rand(ROWS, generator=generator)
+    cumulative = weights(p, q).cumsum(0)
+    replaced = torch.searchsorted(cumulative / cumulative[-1], other, right=True).clamp(max=V - 1)
+    emitted = torch.where(u < ratio(p, q)[guess], guess, replaced)
+    return excess(emitted, p)
+
+
+@pytest.mark.parametrize("fixed", [False, True], ids=["drawn", "fixed"])
+def test_statistic_accepts_the_residual_and_detects_everything_else(fixed: bool) -> None:
+    assert one_draft(fixed=fixed) < 1
+    assert one_draft(lambda p, q: p, fixed=fixed) > 10
+    assert one_draft(lambda p, q: (p - q).abs(), fixed=fixed) > 10
+    assert one_draft(share_number=True, fixed=fixed) > 10
+    assert one_draft(ratio=lambda p, q: torch.ones(V), fixed=fixed) > 10
+
+
+@pytest.mark.parametrize("same", [False, True], ids=["other", "same"])
+def test_acceptance_is_as_high_as_it_can_be(same: bool) -> None:
+    # Leviathan et al. 2023, corollary 3.6: the mean acceptance rate is sum(min(p, q)).
+    target, draft = tables()
+    sampling = rows_of(SAMPLED)
+    p, q = probabilities(torch.stack([target[:1], draft[:1]]), rows_of(SAMPLED, 2))[:, 0]
+    q = p if same else q
+    position = torch.full((ROWS,), START)
+    drafts = sample(q.expand(ROWS, -1), uniform(sampling.seed, position, DRAFT))[:, None]
+    ones, logits = torch.ones(ROWS, dtype=torch.int32), target[0].expand(ROWS, 2, V)
+    got = rejection(logits, drafts, ones, ones, q.expand(ROWS, 1, V), sampling, position)
+    rate = got.num_accepted.double().mean().item() - 1
+    expected = min(torch.minimum(p, q).sum().item(), 1.0)
+    assert abs(rate - expected) <= 4 * math.sqrt(expected * (1 - expected) / ROWS) + same * 1e-6
+
+
+def test_fixed_drafts_do_not_change_the_text() -> None:
+    target, _ = tables(2)
+    sampling = rows_of(FILTERED, 500)
+    plain = generate(target, sampling, 0, 12)
+    for num_draft in (1, 2, 5):
+        assert torch.equal(generate(target, sampling, num_draft, 12), plain)
+
+
+def test_text_of_a_seed_does_not_depend_on_the_batch() -> None:
+    target, draft = tables(2)
+    sampling = rows_of(SAMPLED, 64)
+    q, order = draft.softmax(-1), torch.tensor([40, 3, 17])
+    whole = generate(target, sampling, 3, 8, q)
+    assert torch.equal(generate(target, sampling.select(order), 3, 8, q), whole[order])
+
+
+def test_residual_of_zero_falls_back_to_the_target() -> None:
+    # The draft has no probability in either, and nothing is left of p - q.
+    logits = torch.tensor([-torch.inf, 0.0, 0.0]).expand(40, 2, 3)
+    q = torch.tensor([0.0, 0.5, 0.5]).expand(40, 1, 3)
+    sampling = rows_of(SAMPLED, 40)
+    ones = torch.ones(40, dtype=torch.int32)
+    got = rejection(logits, ones[:, None] * 0, ones, ones, q, sampling, torch.arange(40))
+    assert got.num_accepted.tolist() == [1] * 40
+    assert set(got.tokens[:, 0].tolist()) == {1, 2}
+
+
+def greedy_oracle(
+    logits: Tensor, drafts: Tensor, num_draft: Tensor, emits: Tensor
+) -> tuple[list[list[int]], list[int]]:
+    tokens, counts = [], []
+    width = logits.shape[1]
+    for row in range(len(logits)):
+        out: list[int] = []
+        if emits[row]:
+            for j in range(width):
+                values = logits[row, j].tolist()
+                out.append(values.index(max(values)))
+                if j >= num_draft[row] or drafts[row, j] != out[-1]:
+                    break
+        counts.append(len(out))
+        tokens.append(out + [-1] * (width - len(out)))
+    return tokens, counts
+
+
+def assert_equals(got: Accepted, tokens: list[list[int]], counts: list[int]) -> None:
+    assert got.tokens.dtype == got.num_accepted.dtype == torch.int32
+    assert got.tokens.tolist() == tokens
+    assert got.num_accepted.tolist() == counts
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(st.integers(0, 5), st.integers(1, 5), st.integers(0, 2**31), st.integers(2, 4))
+def test_greedy_equals_a_loop(most: int, rows: int, seed: int, vocabulary: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    # Three values only, so that ties are the rule.
+    logits = torch.randint(0, 3, (rows, most + 1, vocabulary), generator=generator).float()
+    drafts = torch.randint(-1, vocabulary, (rows, most), generator=generator).int()
+    best = logits[:, :most].argmax(-1).int()
+    drafts = torch.where(torch.rand(rows, most, generator=generator) < 0.7, best, drafts)
+    num_draft = torch.randint(0, most + 1, (rows,), generator=generator).int()
+    emits = torch.rand(rows, generator=generator) < 0.8
+    expected = greedy_oracle(logits, drafts, num_draft, emits)
+    assert_equals(greedy(logits, drafts, num_draft, emits), *expected)
+    assert_equals(greedy(logits.bfloat16(), drafts, num_draft, emits.int()), *expected)
+    # Temperature 0 is greedy whatever the draft distribution was.
+    sampling = rows_of(SamplingParams(top_k=2, top_p=0.5), rows)
+    position = torch.arange(rows) + START
+    draft_probs = torch.rand(rows, most, vocabulary, generator=generator).softmax(-1)
+    for q in (None, draft_probs):
+        got = rejection(logits, drafts, num_draft, emits, q, sampling, position)
+        assert_equals(got, *expected)
+
+
+def test_greedy_and_sampled_rows_share_a_batch() -> None:
+    target, draft = tables()
+    rows = 400
+    params = [SamplingParams(), SAMPLED] * (rows // 2)
+    sampling = SamplingTensors.from_params(params, list(range(rows)), "cpu")
+    text = generate(target, sampling, 3, 4, draft.softmax(-1))
+    assert (text[::2] == text[0]).all()
+    assert not (text[1::2] == text[1]).all()
+
+
+@pytest.mark.parametrize("one_request", [False, True], ids=["many requests", "one request"])
+@pytest.mark.parametrize("mean_length", [1.0, 1.25, 2.0, 2.5, 3.3, 4.0])
+def test_synthetic_mean_length(mean_length: float, one_request: bool) -> None:
+    rows, most = 20_000, 3
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(rows, most + 1, V, generator=generator)
+    drafts = torch.randint(0, V, (rows, most), generator=generator).int()
+    rates = synthetic_rates(mean_length, most)
+    accept = synthetic_acceptance(rates, "cpu")
+    full = torch.full((rows,), most, dtype=torch.int32)
+    sampling, position = rows_of(SAMPLED, rows), torch.full((rows,), 9)
+    if one_request:
+        sampling, position = replace(sampling, seed=position), sampling.seed
+    got = accept(logits, drafts, full, full, None, sampling, position)
+    counts = got.num_accepted.long()
+    spread = counts.double().std().item()
+    assert abs(counts.double().mean().item() - mean_length) <= 4 * spread / math.sqrt(rows)
+    for i, rate in enumerate(rates):
+        assert abs((counts >= i + 2).double().mean().item() - rate) < 4 * 0.5 / math.sqrt(rows)
+    index, last = torch.arange(most + 1), counts[:, None] - 1
+    expected = torch.where(
+        index == last, logits.argmax(-1), torch.nn.functional.pad(drafts, (0, 1))
+    )
+    assert torch.equal(got.tokens, torch.where(index <= last, expected, -1).int())
+
+
+def test_synthetic_keeps_only_what_was_guessed() -> None:
+    logits = torch.zeros(5, 4, V)
+    logits[..., 6] = 1
+    drafts = torch.tensor([[1, 2, 3], [1, 2, 3], [1, -1, 3], [1, 2, 3], [-1, -1, -1]]).int()
+    num_draft = torch.tensor([3, 1, 3, 2, 0]).int()
+    emits = torch.tensor([1, 1, 1, 0, 1])
+    rates = torch.ones(3)
+    got = synthetic(logits, drafts, num_draft, emits, rates, torch.arange(5), torch.arange(5))
+    expected = [[1, 2, 3, 6], [1, 6, -1, -1], [1, 6, -1, -1], [-1] * 4, [6, -1, -1, -1]]
+    assert_equals(got, expected, [4, 2, 2, 0, 1])
+
+
+def test_synthetic_rates() -> None:
+    assert synthetic_rates(2.5, 3) == (1.0, 0.5, 0.0)
+    assert synthetic_rates(4, 3) == (1.0, 1.0, 1.0)
+    assert synthetic_rates(1.0, 0) == ()
+    for wrong in (0.99, 4.01, math.nan):
+        with pytest.raises(ValueError, match=r"mean_length is .*, must be in \[1, 4\]"):
+            synthetic_rates(wrong, 3)
+    with pytest.raises(ValueError, match="num_draft is -1, must be at least 0"):
+        synthetic_rates(1.0, -1)
+    with pytest.raises(ValueError, match=r"rates is \[0.5, 0.6\], must not increase"):
+        synthetic_acceptance([0.5, 0.6], "cpu")
+    for rates in ([1.2, 0.5], [0.5, -0.1], [math.nan]):
+        with pytest.raises(ValueError, match="must be probabilities"):
+            synthetic_acceptance(rates, "cpu")
+
+
+def test_wrong_shapes_are_refused() -> None:
+    logits, drafts, count = torch.zeros(2, 4, V), torch.zeros(2, 3).int(), torch.ones(2).int()
+    for wrong, message in (
+        ((logits[:, 0], drafts, count, count), "logits has shape [2, 8], must be [rows, K + 1, V]"),
+        ((logits, count[:, None], count, count), "drafts has shape [2, 1], must be [2, 3]"),
+        ((logits, drafts, count[:1], count), "num_draft has shape [1], must be [2]"),
+        ((logits, drafts, count, count[:1]), "emits has shape [1], must be [2]"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(message)):
+            greedy(*wrong)
+    sampling, zeros = rows_of(SAMPLED, 2), torch.zeros(2).long()
+    with pytest.raises(ValueError, match=r"draft_probs has shape \[2, 4, 8\], must be None or"):
+        rejection(logits, drafts, count, count, logits, sampling, zeros)
+    with pytest.raises(ValueError, match=r"rates has shape \[2\], must be \[3\]"):
+        synthetic(logits, drafts, count, count, torch.ones(2), zeros, zeros)
+
+
+def test_nothing_depends_on_the_data() -> None:
+    # Meta tensors have no values: any host read or data-dependent shape raises.
+    forced = synthetic_acceptance([1.0, 0.5, 0.0], "meta")
+    methods: tuple[Acceptance, ...] = (greedy, rejection, forced)
+    with torch.device("meta"):
+        logits, drafts = torch.zeros(2, 4, V), torch.zeros(2, 3, dtype=torch.int32)
+        count = torch.ones(2, dtype=torch.int32)
+        sampling = SamplingTensors.from_params([SAMPLED] * 2, [0, 1], "meta")
+        position = torch.zeros(2, dtype=torch.int64)
+        for method in methods:
+            for q in (None, logits[:, 1:]):
+                got = method(logits, drafts, count, count, q, sampling, position)
+                assert got.tokens.shape == (2, 4)
+                assert got.num_accepted.shape == (2,)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("name", ["greedy", "rejection", "rejection of drawn", "synthetic"])
+def test_captured_in_a_cuda_graph(name: str) -> None:
+    target, draft = tables()
+    rows = 64
+    params = [SamplingParams(), SAMPLED, FILTERED, SAMPLED] * (rows // 4)
+    drafts = torch.randint(-1, V, (rows, 3), generator=torch.Generator().manual_seed(0)).int()
+    previous = torch.cat([torch.zeros(rows, 1), drafts.clamp(min=0)], 1).long()
+    position = torch.arange(rows) + START
+
+    def step(device: str, position: Tensor) -> Callable[[], Accepted]:
+        forced = synthetic_acceptance([1.0, 0.5, 0.0], device)
+        methods: dict[str, Acceptance] = {"greedy": greedy, "synthetic": forced}
+        q = draft.softmax(-1)[previous[:, :3]].to(device) if "drawn" in name else None
+        sampling = SamplingTensors.from_params(params, list(range(rows)), device)
+        num_draft, emits = (torch.arange(rows) % 4).int(), torch.arange(rows) % 5 != 0
+        inputs = [x.to(device) for x in (target[previous], drafts, num_draft, emits)]
+        accept = methods.get(name, rejection)
+        return lambda: accept(inputs[0], inputs[1], inputs[2], inputs[3], q, sampling, position)
+
+    on_device = position.cuda()
+    run = step("cuda", on_device)
+    run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = run()
+    for shift in (0, 100):
+        on_device.copy_(position + shift)
+        graph.replay()
+        expected = step("cpu", position + shift)()
+        assert torch.equal(got.tokens.cpu(), expected.tokens)
+        assert torch.equal(got.num_accepted.cpu(), expected.num_accepted)

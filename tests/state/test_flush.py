@@ -1,0 +1,196 @@
+"""The last snapshot of a request that ends or is preempted, in the replay layout: a boundary among
+the guesses that its last step accepted is found by whoever comes next."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from engine.test_engine import Script, engine, hf, hf_greedy, same_text, tokenizer
+from engine.test_prefix_cache import text
+from engine.test_requests import nothing_leaked
+from tokenizers import Tokenizer
+from torch import Tensor
+from transformers import NemotronHForCausalLM
+
+from hybrid_runtime.engine import Engine, SamplingParams
+from hybrid_runtime.engine.request import Request
+
+__all__ = ["hf", "tokenizer"]  # fixtures
+
+BLOCK, K = 8, 3
+
+
+@cache
+def _right_text(hf: NemotronHForCausalLM, prompt: tuple[int, ...]) -> list[int]:
+    return hf_greedy(hf, list(prompt))
+
+
+def right_text(hf: NemotronHForCausalLM, prompt: list[int]) -> list[int]:
+    """What tests share is computed once."""
+    return _right_text(hf, tuple(prompt))
+
+
+def scripted(
+    hf: NemotronHForCausalLM, tokenizer: Tokenizer, prompts: list[list[int]], right: list[int],
+    **options: Any,
+) -> Engine:  # fmt: skip
+    """An engine whose rows have so many right guesses, one number after another, over and over."""
+    options = {"block_size": BLOCK, "steps_ahead": 0} | options
+    runs = engine(hf, tokenizer, drafter="ngram", num_speculative_tokens=K, **options)
+    runs.runner.drafter = Script([p + right_text(hf, p) for p in prompts], K, right)
+    return runs
+
+
+def launches(runs: Engine) -> tuple[int, int]:
+    stats = runs.stats().state
+    return stats.flush_launches, stats.rows_flushed
+
+
+def state_at(runs: Engine, request: Request, boundary: int) -> list[Tensor]:
+    """Of all layers, the window's inputs and the state that others find at a boundary."""
+    block = runs.prefix_cache.state.pool.find(request.hashes[boundary // BLOCK - 1])
+    assert block is not None
+    taps = runs.manager.layout.conv_width - 1
+    parts = runs.runner.caches.states.values()
+    return [part for window, ssm in parts for part in (window[block, :taps], ssm[block])]
+
+
+def finish(runs: Engine, prompts: list[list[int]], max_tokens: int) -> list[Request]:
+    params = SamplingParams(max_tokens=max_tokens, seed=3)
+    requests = [runs.submit(prompt, params) for prompt in prompts]
+    while not runs.idle:
+        runs.step()
+    assert all(r.finish_reason == "length" for r in requests)
+    return requests
+
+
+def second_turns(
+    hf: NemotronHForCausalLM, runs: Engine, requests: list[Request], tokens: int
+) -> list[int]:
+    """Tokens that each conversation finds when it goes on; its text, if any, must be right."""
+    found = []
+    for request in requests:
+        prompt = request.prompt + request.output + [1]
+        want = right_text(hf, prompt) if tokens > 1 else []
+        runs.runner.drafter = Script([prompt + want], K, [K])
+        (turn,) = finish(runs, [prompt], tokens)
+        if want:
+            same_text(hf, prompt, turn.output, want[:tokens])
+        found.append(turn.hit.tokens)
+    return found
+
+
+# With 21 prompt tokens and the token after them, the first step makes 22 certain.
+ENDS = [
+    {"steps_ahead": 0, "right": [3], "tokens": 5, "launches": 1},
+    {"steps_ahead": 1, "right": [3], "tokens": 5, "launches": 0},  # the step behind it is queued
+    {"steps_ahead": 1, "right": [0, 3], "tokens": 3, "launches": 1},  # none is
+]
+
+
+@pytest.mark.parametrize("case", ENDS, ids=lambda c: "-".join(str(v) for v in c.values()))
+@pytest.mark.parametrize("by_chance", [False, True], ids=["fp32", "fp16 by chance"])
+def test_the_boundary_that_the_last_guesses_passed_is_found(
+    hf: NemotronHForCausalLM, tokenizer: Tokenizer, case: dict[str, Any], by_chance: bool
+) -> None:
+    """And its bytes are those that the next step would have stored, had there been one."""
+    prompt = text(21, 4)
+    options: dict[str, Any] = {"steps_ahead": case["steps_ahead"]}
+    if by_chance:
+        options |= {"ssm_dtype": torch.float16, "stochastic_rounding": True}
+    runs = scripted(hf, tokenizer, [prompt], case["right"], **options)
+    (request,) = finish(runs, [prompt], case["tokens"])
+    assert launches(runs) == (case["launches"],) * 2
+    on = scripted(hf, tokenizer, [prompt], case["right"], **options)
+    (longer,) = finish(on, [prompt], case["tokens"] + 8)
+    assert longer.output[: case["tokens"]] == request.output
+    for got, want in zip(state_at(runs, request, 24), state_at(on, longer, 24), strict=True):
+        error = (got.float() - want.float()).abs().max()
+        assert error <= (2e-3 if by_chance else 1e-6) * want.abs().max()
+        assert (got == want).float().mean() > (0.97 if by_chance else 0.5)
+    if not by_chance:
+        assert second_turns(hf, runs, [request], 6) == [24]
+    nothing_leaked(runs)
+
+
+@pytest.mark.parametrize(
+    ("steps_ahead", "strategy"), [(0, "auto"), (1, "auto"), (1, "defer"), (1, "blocking")]
+)
+def test_a_second_turn_recomputes_less_than_a_block(
+    hf: NemotronHForCausalLM, tokenizer: Tokenizer, steps_ahead: int, strategy: str
+) -> None:
+    """At every offset to a block's end, and however many guesses were accepted last."""
+    prompts = [text(17 + n, 80 + n) for n in range(BLOCK)]
+    for tokens in (2, 5, 9):
+        runs = scripted(
+            hf, tokenizer, prompts, [3, 1, 2, 0, 3, 3, 2], steps_ahead=steps_ahead, max_requests=3,
+            num_blocks=(99, 99), strategy=strategy,
+        )  # fmt: skip
+        requests = finish(runs, prompts, tokens)
+        found = second_turns(hf, runs, requests, 1)
+        for request, hit in zip(requests, found, strict=True):
+            assert hit >= (request.length - 1) // BLOCK * BLOCK
+        nothing_leaked(runs)
+
+
+def test_rows_that_end_together_take_one_launch(
+    hf: NemotronHForCausalLM, tokenizer: Tokenizer
+) -> None:
+    prompts = [text(n, 30 + n) for n in (21, 17, 22, 21)]
+    runs = scripted(hf, tokenizer, prompts, [3])
+    requests = finish(runs, prompts, 5)
+    assert launches(runs) == (1, 3)  # 17 tokens and 4 pass no boundary
+    assert second_turns(hf, runs, requests, 5) == [24, 16, 24, 24]
+
+
+@pytest.mark.parametrize(
+    ("length", "tokens", "options"),
+    [
+        (17, 5, {}),  # no boundary among the guesses
+        (21, 5, {"retention": "prompt"}),  # none that is kept
+        (21, 2, {}),  # beyond the end of the text
+        (21, 5, {"prefix_caching": False}),
+        (21, 5, {"state_layout": "columns"}),
+    ],
+)
+def test_nothing_is_launched_for_nothing(
+    hf: NemotronHForCausalLM, tokenizer: Tokenizer, length: int, tokens: int, options: Any
+) -> None:
+    prompt = text(length, 4)
+    runs = scripted(hf, tokenizer, [prompt], [3], **options)
+    finish(runs, [prompt], tokens)
+    assert launches(runs) == (0, 0)
+
+
+def test_what_others_have_left_is_not_folded_again(
+    hf: NemotronHForCausalLM, tokenizer: Tokenizer
+) -> None:
+    prompt = text(21, 4)
+    runs = scripted(hf, tokenizer, [prompt], [3])
+    finish(runs, [prompt], 5)
+    finish(runs, [prompt], 5)
+    assert launches(runs) == (1, 1)
+
+
+@pytest.mark.parametrize("steps_ahead", [0, 1])
+@pytest.mark.parametrize("steps", [2, 3, 4])
+def test_a_preempted_request_recomputes_less_than_a_block(
+    hf: NemotronHForCausalLM, tokenizer: Tokenizer, steps: int, steps_ahead: int
+) -> None:
+    """Also of its prompt, if it has only begun."""
+    for length in range(17, 17 + BLOCK):
+        prompt = text(length, 90 + length)
+        runs = scripted(hf, tokenizer, [prompt], [3, 2, 3], steps_ahead=steps_ahead)
+        request = runs.submit(prompt, SamplingParams(max_tokens=20))
+        for _ in range(steps):
+            runs.step()
+        known = min(request.computed_min, request.length - 1)
+        runs.scheduler.preempt(request)
+        while not runs.idle:
+            runs.step()
+        assert request.hit.tokens == known // BLOCK * BLOCK
+        same_text(hf, prompt, request.output, right_text(hf, prompt)[:20])
+        nothing_leaked(runs)

@@ -1,0 +1,148 @@
+"""Steady decode repeats the last step: nothing is sent, and nothing may be forgotten by it."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers.hash_model import TOKENS, HashRunner
+from helpers.replay_model import RUNNERS
+
+from hybrid_runtime.state import HybridStateManager, StateLayout, StepRows
+
+SLOTS, K = 3, 3
+layouts = pytest.mark.parametrize("kind", sorted(RUNNERS))
+
+
+def runner(kind: str, **options: Any) -> HashRunner:
+    """Three requests whose prompts have been read, in slots 2, 0 and 1."""
+    runs = RUNNERS[kind](num_draft=K, max_requests=4, block_size=64, columns=12, **options)
+    for slot in range(SLOTS):
+        runs.admit(slot, list(range(5 + slot)))
+    runs.step([(slot, 5 + slot, [], 1) for slot in (2, 0, 1)])
+    return runs
+
+
+def decode(runs: HashRunner, rng: random.Random, slots: tuple[int, ...] = (2, 0, 1)) -> None:
+    """One step of K drafts per row; the runner checks every state that it reads."""
+    runs.step(
+        [
+            (slot, 1, [rng.randrange(TOKENS) for _ in range(K)], rng.randrange(1, K + 2))
+            for slot in slots
+        ]
+    )
+
+
+@pytest.mark.parametrize("strategy", ["blocking", "defer", "always", "auto"])
+@pytest.mark.parametrize("depth", [0, 1, 2])
+@layouts
+def test_long_runs_cross_boundaries_and_stay_exact(kind: str, strategy: str, depth: int) -> None:
+    runs, rng = runner(kind, strategy=strategy, depth=depth), random.Random(depth)
+    for _ in range(120):
+        decode(runs, rng)
+    while runs.outstanding:
+        runs.read_oldest()
+    stats = runs.manager.stats()
+    assert stats.rows_copied > 5
+    assert stats.uploads < stats.steps / 2
+    if kind == "replay":
+        assert (stats.copy_launches, stats.uploads) == (0, 2)
+        assert stats.candidate_rows >= stats.rows_copied
+        assert stats.skipped > stats.steps / 4
+    else:
+        assert (stats.copy_launches < stats.steps / 2) == (strategy != "always")
+
+
+@layouts
+def test_a_repeated_step_sends_nothing(kind: str) -> None:
+    runs, rng = runner(kind, strategy="auto"), random.Random(0)
+    decode(runs, rng)  # the first decode step admits nobody any more, but folds the prompts' in
+    decode(runs, rng)
+    before = runs.manager.stats()
+    uploads, launches, steps = before.uploads, before.copy_launches, before.steps
+    for _ in range(4):
+        decode(runs, rng)
+    after = runs.manager.stats()
+    assert (after.uploads, after.copy_launches, after.steps) == (uploads, launches, steps + 4)
+
+
+@pytest.mark.parametrize(
+    "event", ["release", "admit", "retain", "other rows", "fewer rows", "dead"]
+)
+@pytest.mark.parametrize("depth", [0, 2])
+@layouts
+def test_whatever_changes_ends_the_repetition(kind: str, event: str, depth: int) -> None:
+    runs, rng = runner(kind, depth=depth), random.Random(1)
+    for _ in range(5):
+        decode(runs, rng)
+    slots: tuple[int, ...] = (2, 0, 1)
+    if event == "release":
+        runs.release(0)
+        runs.admit(0, [9, 8, 7])
+        runs.step([(0, 3, [], 1)])
+    elif event == "admit":
+        runs.admit(3, [1, 2, 3, 4])
+        runs.step([(3, 4, [], 1)])
+        slots = (3, 2, 0, 1)
+    elif event == "retain":
+        runs.retain(1, 0)
+    elif event == "other rows":
+        runs.step([(1, 1, [4], 2), (2, 1, [], 1)])
+    elif event == "fewer rows":
+        decode(runs, rng, (0, 1))
+    else:
+        runs.release(2)
+        slots = (0, 1)
+    for _ in range(40):
+        decode(runs, rng, slots)
+    assert runs.manager.stats().rows_copied > 0
+
+
+@layouts
+def test_a_new_tenant_with_the_same_rows_is_not_taken_for_the_old_one(kind: str) -> None:
+    runs, rng = runner(kind), random.Random(3)
+    for _ in range(5):
+        decode(runs, rng)
+    runs.release(0)
+    runs.admit(0, [77])  # its first step is a verify, shaped like everybody's
+    for _ in range(5):
+        decode(runs, rng)
+
+
+@layouts
+def test_retention_changes_are_seen_by_repeated_rows(kind: str) -> None:
+    runs = runner(kind)
+    for _ in range(5):
+        runs.step([(slot, 1, [1, 2, 3], 4) for slot in (2, 0, 1)])
+    runs.retain(0, 0)
+    for _ in range(20):
+        runs.step([(slot, 1, [1, 2, 3], 4) for slot in (2, 0, 1)])
+    assert {s.slot for s in runs.recent} == {1, 2}
+
+
+def test_a_slot_that_changes_hands_inside_a_repeated_step_starts_afresh() -> None:
+    layout = StateLayout(2, 4, (1, 1, 4), K, 64)
+    manager = HybridStateManager(layout, 3, K, "cpu")
+    manager.bind({0: layout.allocate(40, "cpu")}, torch.arange(36, dtype=torch.int32).view(3, 12))
+    for slot in range(3):
+        manager.admit(slot)
+    computed, counts = np.array([5, 6, 7], np.int32), torch.tensor([1, 1, 1], dtype=torch.int32)
+    manager.end_step(
+        manager.begin_step(StepRows.exact([0, 1, 2], [0] * 3, computed, [0] * 3)), counts
+    )
+    for number in range(5):
+        step = manager.begin_step(StepRows.exact([0, 1, 2], computed, [K + 1] * 3, [K] * 3))
+        if number == 4:
+            manager.release(0)
+            manager.admit(0)
+        manager.end_step(step, counts)
+        computed = computed + 1
+    assert manager.stats().uploads < manager.stats().steps
+    rows = StepRows.exact([1, 0, 2], [computed[1], 0, computed[2]], [4, 3, 4], [K, 0, K])
+    step = manager.begin_step(rows)
+    assert step.read_column.tolist() == [0, -1, 0]
+    assert step.write_column.tolist() == [0, 0, 0]
+    assert manager.computed.tolist() == [0, *computed[1:]]
