@@ -11,7 +11,7 @@ from markdown import markdown
 
 Row = dict[str, Any]
 
-RESULTS = Path(__file__).parent / "results" / "h200"
+RESULTS = Path(__file__).parents[1] / "results" / "h200"
 SHAPES = ("8b", "9b-v2", "nano-30b", "super-120b")
 STRATEGIES = ("8b-strategies", "9b-v2", "nano-30b", "super-120b")
 """Files of results: those beside vLLM's, and those of all strategies in one process."""

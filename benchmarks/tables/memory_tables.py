@@ -9,7 +9,7 @@ from typing import Any
 
 from markdown import markdown
 
-RESULTS = Path(__file__).parent / "results" / "h200"
+RESULTS = Path(__file__).parents[1] / "results" / "h200"
 LAYOUTS = ("columns", "replay")
 
 

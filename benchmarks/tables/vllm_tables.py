@@ -9,7 +9,7 @@ from typing import Any
 
 from markdown import markdown
 
-RESULTS = Path(__file__).parent / "results" / "h200"
+RESULTS = Path(__file__).parents[1] / "results" / "h200"
 SERVED = (("serve-3", "one GPU"), ("serve-0", "one GPU"), ("serve-3-tp2", "two, tensor parallel"))
 TIMED = (("time-8b", "Nemotron-H-8B"), ("time-narrow", "narrow, 40 Mamba layers"))
 HOOKS = ("preprocess_state", "postprocess_state")

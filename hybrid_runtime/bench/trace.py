@@ -20,13 +20,16 @@ LONG_GAP = 5.0
 
 # First match wins. Names are those of the kernels here and of the libraries' matrix products.
 KINDS = (
-    ("state", r"ssm|_move_kernel|replay"),
+    ("state", r"selective_state|replay|(move|steps|carry|outputs)_kernel"),
     ("convolution", r"conv"),
     ("attention", r"_attention_kernel|_reduce_kernel|store_kv|flash|fmha"),
     ("norm", r"_norm_kernel"),
     ("experts", r"_product_kernel|_sum_kernel|_group_kernel|_topk_kernel"),
     ("matrix products", r"gemm|gemv|nvjet|cutlass|splitk|cublas"),
-    ("bookkeeping", r"advance|place|emit|match|part_kernel|whole_kernel|uniform|fill_kernel"),
+    (
+        "bookkeeping",
+        r"advance|prepare_inputs|commit_tokens|accept_drafts|(part|whole|uniform|fill)_kernel",
+    ),
     ("copies", r"memcpy|memset"),
     ("elementwise", r"relu2|embedding|elementwise|triton_|cat|index"),
 )

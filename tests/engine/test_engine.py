@@ -170,7 +170,7 @@ class Script:
     def propose(self, verified: Verified) -> tuple[Tensor, Tensor | None]:
         sequences, drafts = verified.sequences, []
         for slot, emits in zip(
-            verified.inputs.slot.tolist(), verified.inputs.emits.tolist(), strict=True
+            verified.rows.slot.tolist(), verified.rows.emits.tolist(), strict=True
         ):
             known = sequences.history[slot, : int(sequences.length[slot])].tolist()
             guess = [-1] * self.k

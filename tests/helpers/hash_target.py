@@ -216,7 +216,7 @@ class HashDrafter:
         k, drafts = self.num_draft, []
         text = verified.sequences
         for slot, emits in zip(
-            verified.inputs.slot.tolist(), verified.inputs.emits.tolist(), strict=True
+            verified.rows.slot.tolist(), verified.rows.emits.tolist(), strict=True
         ):
             known = text.history[slot, : int(text.length[slot])].tolist()
             right = true_states(known)[0] % (k + 2)
