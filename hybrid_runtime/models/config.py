@@ -7,6 +7,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+import torch
+
 _SYMBOLS = {
     "mamba": "M",
     "linear_attention": "M",
@@ -15,6 +17,9 @@ _SYMBOLS = {
     "mlp": "-",
     "moe": "E",
 }
+
+STATE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+"""What SSM states may be kept in, by the names of config files."""
 
 # Other spellings of fields, met in published Nemotron-H files or accepted by transformers.
 _ALIASES = {
@@ -79,7 +84,8 @@ class NemotronHConfig:
     and of one step of its MTP head (``M`` Mamba-2, ``*`` attention, ``-`` MLP, ``E`` experts).
     ``time_step_limit`` clamps the Mamba time step everywhere, as the authors' code does;
     ``time_step_min``, ``_max`` and ``_floor`` only shape initial weights. Defaults are those of
-    transformers. ``dtype`` is the checkpoint's own, by name.
+    transformers. ``dtype`` is the checkpoint's own, by name, and ``mamba_ssm_cache_dtype`` what its
+    authors keep SSM states in, see ``ssm_cache_dtype``.
     """
 
     vocab_size: int
@@ -134,6 +140,12 @@ class NemotronHConfig:
         """Channels of the Mamba convolution: x, B and C."""
         return self.mamba_intermediate_size + 2 * self.n_groups * self.ssm_state_size
 
+    @property
+    def ssm_cache_dtype(self) -> torch.dtype:
+        """Dtype in which the checkpoint's authors keep SSM states; the default of an engine's
+        ``ssm_dtype``."""
+        return STATE_DTYPES[self.mamba_ssm_cache_dtype]
+
     def __post_init__(self) -> None:
         for item in fields(self):
             value = getattr(self, item.name)
@@ -149,6 +161,11 @@ class NemotronHConfig:
             wrong = set(getattr(self, name)) - set("M*-E")
             if wrong:
                 raise ValueError(f"config field {name} has {sorted(wrong)}, must be of M * - E")
+        if self.mamba_ssm_cache_dtype not in STATE_DTYPES:
+            raise ValueError(
+                f"config field mamba_ssm_cache_dtype is {self.mamba_ssm_cache_dtype!r}, must be "
+                f"one of {', '.join(STATE_DTYPES)}"
+            )
         if not self.pattern:
             raise ValueError("config field pattern is empty, must name at least one layer")
         if self.num_nextn_predict_layers and not self.mtp_pattern:
@@ -265,8 +282,9 @@ class NemotronHConfig:
         if "time_step_limit" in known:
             low, high = known["time_step_limit"]
             known["time_step_limit"] = (float(low), float(high))
-        if "dtype" in known:
-            known["dtype"] = str(known["dtype"]).removeprefix("torch.")
+        for name in ("dtype", "mamba_ssm_cache_dtype"):
+            if name in known:
+                known[name] = str(known[name]).removeprefix("torch.")
         return NemotronHConfig(**known)
 
 

@@ -289,6 +289,14 @@ def test_both_spellings_and_defaults_of_transformers(tmp_path: Path) -> None:
     assert loaded.time_step_limit == (0.0, math.inf)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_dtype_of_states_is_the_checkpoints(dtype: torch.dtype) -> None:
+    for spelled in (str(dtype), str(dtype).removeprefix("torch.")):
+        config = random_config("M", mamba_ssm_cache_dtype=spelled)
+        assert NemotronHConfig.from_dict(config).ssm_cache_dtype == dtype
+    assert NemotronHConfig.from_dict(random_config("M")).ssm_cache_dtype == torch.float32
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -312,6 +320,7 @@ def test_both_spellings_and_defaults_of_transformers(tmp_path: Path) -> None:
         ({"n_group": 8}, "config field n_group is 8, must leave at least 2"),
         ({"n_group": 2, "topk_group": 3}, "config field topk_group is 3, must be at most n_group"),
         ({"num_experts_per_tok": 9}, "config field num_experts_per_tok is 9, must be at most 8"),
+        ({"mamba_ssm_cache_dtype": "fp8"}, "mamba_ssm_cache_dtype is 'fp8', must be one of float"),
         ({"head_dim": 8.0}, "config field head_dim is 8.0, must be an integer"),
         ({"vocab_size": -1}, "config field vocab_size is -1, must be an integer"),
         ({"use_bias": "no"}, "config field use_bias is 'no', must be true or false"),
