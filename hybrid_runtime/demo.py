@@ -6,7 +6,7 @@ import platform
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 import numpy as np
 import torch
@@ -16,6 +16,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from hybrid_runtime.engine import Engine, EngineStats, SamplingParams
+from hybrid_runtime.engine.config import EngineOptions
 from hybrid_runtime.state.manager import Strategy
 
 SHIPPED = Path(__file__).parent / "checkpoints" / "python-small"
@@ -97,7 +98,7 @@ def run(model: str | Path, device: str | None) -> None:
         console.out(piece, end="", highlight=False)
     console.print("\n")
 
-    runs: list[tuple[str, dict[str, Any]]] = [
+    runs: list[tuple[str, EngineOptions]] = [
         ("no drafts", {"drafter": None}),
         ("n-gram", {"drafter": "ngram"}),
         ("EAGLE", {"drafter": "eagle"}),

@@ -31,7 +31,7 @@ from shapes import SHAPES, build, config
 
 from hybrid_runtime.bench.drive import Run, drive, summarize
 from hybrid_runtime.bench.load import Load
-from hybrid_runtime.engine import Engine
+from hybrid_runtime.engine import Engine, EngineConfig
 from hybrid_runtime.models.config import NemotronHConfig
 from hybrid_runtime.models.mtp import MTPHead
 from hybrid_runtime.models.nemotron_h import NemotronH
@@ -122,12 +122,8 @@ def measure(model: NemotronH, head: MTPHead, load: Load, room: Room, args: Any) 
     block = room.bytes["block_size"]
     queue = replace(load, batch=args.served)
     started = time.perf_counter()
-    engine = Engine(
-        model,
-        None,
-        model.config.eos_token_id,
+    options = EngineConfig(
         drafter="mtp",
-        head=head,
         num_speculative_tokens=DRAFTS,
         max_requests=load.batch,
         max_model_len=max(load.longest(block), queue.longest(block)),
@@ -138,6 +134,7 @@ def measure(model: NemotronH, head: MTPHead, load: Load, room: Room, args: Any) 
         synthetic_length=ACCEPTANCE,
         state_layout=load.state_layout,
     )
+    engine = Engine(model, options, head=head)
     engine.capture()
     vocabulary = model.config.vocab_size
     drive(engine, [p[:64] for p in load.prompts("staggered", block, vocabulary, 10**6)], 16)

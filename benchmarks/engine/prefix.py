@@ -28,8 +28,8 @@ import torch
 from record import environment, save, show
 from shapes import SHAPES, build, config
 
-from hybrid_runtime.engine import Engine, Request, SamplingParams
-from hybrid_runtime.engine.prefix_cache import Retention
+from hybrid_runtime.engine import Engine, EngineConfig, Request, SamplingParams
+from hybrid_runtime.engine.config import RetentionPolicy
 from hybrid_runtime.models.mtp import MTPHead
 from hybrid_runtime.models.nemotron_h import NemotronH
 from hybrid_runtime.state.layout import LayoutKind, StateLayout
@@ -52,7 +52,7 @@ class Bench:
         args: argparse.Namespace,
         kind: LayoutKind,
         block_size: int | None,
-        retention: Retention,
+        retention: RetentionPolicy,
         host: bool,
     ) -> None:
         layout = StateLayout.from_config(
@@ -64,12 +64,8 @@ class Bench:
         # Three prompts that fill the cache and the request that runs.
         snapshots = columns if retention == "all" else 2
         blocks = 4 * columns, 3 * snapshots + columns + 8
-        self.engine = Engine(
-            model,
-            None,
-            model.config.eos_token_id,
+        options = EngineConfig(
             drafter="mtp",
-            head=head,
             num_speculative_tokens=DRAFTS,
             max_requests=1,
             max_model_len=longest + 1,
@@ -81,6 +77,7 @@ class Bench:
             retention=retention,
             host_blocks=(2 * columns, 2 * snapshots) if host else None,
         )
+        self.engine = Engine(model, options, head=head)
         self.engine.capture()
         self._rng = random.Random(args.seed)
         self._vocabulary = model.config.vocab_size
@@ -171,7 +168,7 @@ def run(args: argparse.Namespace) -> tuple[Row, Path]:
         "identical_prompts": [],
     }
     path = Path()
-    ways: list[tuple[int | None, Retention]] = [(None, "all"), (None, "prompt")]
+    ways: list[tuple[int | None, RetentionPolicy]] = [(None, "all"), (None, "prompt")]
     kinds: tuple[LayoutKind, LayoutKind] = ("replay", "columns")
     for block_size, retention in [*ways, (args.small_block, "prompt")]:
         for kind in kinds:

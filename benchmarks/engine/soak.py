@@ -33,6 +33,7 @@ import torch
 from record import save
 
 from hybrid_runtime.engine import Engine, QueueFull, Request, SamplingParams
+from hybrid_runtime.engine.config import EngineOptions
 from hybrid_runtime.specdecode.sampling import (
     TARGET,
     SamplingTensors,
@@ -101,13 +102,13 @@ class FailingStream:
 
 def build(args: argparse.Namespace, alone: bool) -> Engine:
     """The engine under load, or the one in which every request is by itself."""
-    size: dict[str, Any] = (
+    size: EngineOptions = (
         {"max_requests": 1, "prefix_caching": False, "graphs": False, "steps_ahead": 0}
         if alone
         else {
             "max_requests": args.max_requests,
-            "num_blocks": tuple(args.blocks),
-            "host_blocks": tuple(args.host_blocks),
+            "num_blocks": (args.blocks[0], args.blocks[1]),
+            "host_blocks": (args.host_blocks[0], args.host_blocks[1]),
             "max_waiting": args.max_waiting,
             "steps_ahead": 1,
         }

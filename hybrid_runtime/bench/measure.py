@@ -13,7 +13,7 @@ from hybrid_runtime.bench.drive import drive, summarize
 from hybrid_runtime.bench.floor import step_bytes
 from hybrid_runtime.bench.load import Lengths, Load
 from hybrid_runtime.bench.trace import profile_steady
-from hybrid_runtime.engine import Engine
+from hybrid_runtime.engine import Engine, EngineConfig
 from hybrid_runtime.models.mtp import MTPHead
 from hybrid_runtime.models.nemotron_h import NemotronH
 from hybrid_runtime.state.layout import StateLayout
@@ -103,12 +103,8 @@ class Engines:
 
     def _build(self, strategy: Strategy) -> Engine:
         load, block = self.load, self.layout.block_size
-        return Engine(
-            self.model,
-            None,
-            self.model.config.eos_token_id,
+        config = EngineConfig(
             drafter="mtp" if load.drafts else None,
-            head=self.head,
             num_speculative_tokens=load.drafts,
             strategy=strategy,
             max_requests=load.batch,
@@ -122,6 +118,7 @@ class Engines:
             graphs=load.graphs,
             state_layout=load.state_layout,
         )
+        return Engine(self.model, config, head=self.head)
 
     def _warm_up(self, engine: Engine) -> None:
         # Kernels are compiled and library algorithms chosen once per process: only the first

@@ -1,8 +1,17 @@
 """A small real engine around the state manager: requests, blocks, scheduler, step by step."""
 
+from hybrid_runtime.engine.config import EngineConfig
 from hybrid_runtime.engine.engine import Engine, QueueFull
 from hybrid_runtime.engine.request import Completion, Request
 from hybrid_runtime.engine.stats import EngineStats
 from hybrid_runtime.specdecode.sampling import SamplingParams
 
-__all__ = ["Completion", "Engine", "EngineStats", "QueueFull", "Request", "SamplingParams"]
+__all__ = [
+    "Completion",
+    "Engine",
+    "EngineConfig",
+    "EngineStats",
+    "QueueFull",
+    "Request",
+    "SamplingParams",
+]

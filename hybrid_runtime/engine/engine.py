@@ -1,10 +1,10 @@
-"""The engine: prompts in, text out."""
+"""The engine: prompts in, text or embeddings out."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Unpack
 
 import numpy as np
 import torch
@@ -15,31 +15,17 @@ from tokenizers.decoders import DecodeStream
 from torch import Tensor
 
 from hybrid_runtime.device.sync import Waits
+from hybrid_runtime.engine import build
+from hybrid_runtime.engine.config import EngineConfig, EngineOptions
 from hybrid_runtime.engine.core import EngineCore
-from hybrid_runtime.engine.memory import Memory
-from hybrid_runtime.engine.offload.cache import HostCache
 from hybrid_runtime.engine.pooler import Pooler, Pooling, pooled_from
-from hybrid_runtime.engine.prefix_cache import PrefixCache, Retention
 from hybrid_runtime.engine.request import Completion, Request
-from hybrid_runtime.engine.scheduler import Scheduler, overshoot
 from hybrid_runtime.engine.stats import EngineStats
 from hybrid_runtime.engine.tokenize import Prompt, encode, encode_instructed
 from hybrid_runtime.models.checkpoint import load_eagle, load_mtp, load_nemotron_h, resolve
+from hybrid_runtime.models.config import load_config
 from hybrid_runtime.models.nemotron_h import NemotronH
-from hybrid_runtime.specdecode.acceptance import (
-    Acceptance,
-    greedy,
-    rejection,
-    synthetic_acceptance,
-    synthetic_rates,
-)
-from hybrid_runtime.specdecode.drafter import DrafterName, make_drafter
-from hybrid_runtime.specdecode.runner import SpecDecodeRunner
 from hybrid_runtime.specdecode.sampling import SamplingParams
-from hybrid_runtime.specdecode.sequences import Sequences
-from hybrid_runtime.state.layout import ConvLayout, LayoutKind, StateLayout
-from hybrid_runtime.state.layouts.flush import Foldable
-from hybrid_runtime.state.manager import HybridStateManager, Strategy
 
 
 class QueueFull(RuntimeError):
@@ -47,146 +33,39 @@ class QueueFull(RuntimeError):
 
 
 class Engine:
-    """Continuous batching over one Nemotron-H model with an optional drafter.
-
-    drafter: "mtp" or "eagle" (with their `head`), "ngram", or None. strategy: see
-    `HybridStateManager`. max_requests, max_model_len: requests that run at once and tokens of each,
-    output included; they size the memory. max_tokens_per_step: bounds a step's prompt chunks.
-    ssm_dtype: of the SSM states. conv_layout: of the windows, see `StateLayout`.
-    num_speculative_tokens: most drafts per step (K); must be 0 without a drafter.
-    block_size: tokens per block; None derives it from the state layout. num_blocks: KV blocks and
-    state blocks of the pools; None makes both large enough for `max_requests` full-length requests.
-    synthetic_length: mean accepted length to pretend, for measurements; the text is then wrong.
-    sampled_drafts: draw drafts of MTP and EAGLE at the request's temperature (see `HeadDrafter`).
-    graphs: replay CUDA graphs where all rows decode; None: on a GPU.
-    steps_ahead: steps queued before the results of the first are read, 0 or 1; None: 1 on a GPU,
-    where the host then never keeps it waiting.
-    state_layout: "replay" keeps one state per request, into which the next step folds what was
-    accepted; "columns" one for every guess. Without drafts there are no guesses, and "columns" is
-    used.
-    stochastic_rounding: fp16 or bf16 states of decoding rows are rounded up or down by chance, so
-    that their mean error is zero; by the request's seed, position, layer and element, whatever slot
-    or batch it is in. States of prompt chunks are rounded to nearest, so a request that is computed
-    again after a preemption, or from a prefix hit, may round otherwise there.
-    prefix_caching: later prompts start from the blocks that earlier ones with the same beginning
-    and tenant have left. retention: which states are kept for that (see `PrefixCache`).
-    host_blocks: KV blocks and state blocks in pinned host memory, for what the device has no room
-    for; None: none.
-    max_waiting: requests that may wait; `submit` raises `QueueFull` beyond.
-    """
+    """Continuous batching over one Nemotron-H model with an optional drafter."""
 
     def __init__(
         self,
         model: NemotronH,
-        tokenizer: Tokenizer | None,
-        eos_token_ids: Sequence[int],
+        config: EngineConfig,
         *,
-        drafter: DrafterName | None = None,
+        tokenizer: Tokenizer | None = None,
+        eos_token_ids: Collection[int] | None = None,
         head: Any = None,
-        num_speculative_tokens: int = 0,
-        strategy: Strategy = "auto",
-        max_requests: int = 8,
-        max_model_len: int = 2048,
-        max_tokens_per_step: int = 2048,
-        block_size: int | None = None,
-        num_blocks: tuple[int, int] | None = None,
-        ssm_dtype: torch.dtype = torch.float32,
-        conv_layout: ConvLayout = "SD",
-        synthetic_length: float | None = None,
-        sampled_drafts: bool = False,
-        graphs: bool | None = None,
-        steps_ahead: int | None = None,
-        state_layout: LayoutKind = "replay",
-        stochastic_rounding: bool = False,
-        prefix_caching: bool = True,
-        retention: Retention = "all",
-        host_blocks: tuple[int, int] | None = None,
-        max_waiting: int | None = None,
     ) -> None:
-        k = num_speculative_tokens
-        if drafter is not None and drafter not in get_args(DrafterName):
-            raise ValueError(
-                f"drafter is {drafter!r}; it must be None or one of {get_args(DrafterName)}"
-            )
-        if (drafter is None) != (k == 0):
-            raise ValueError(
-                f"num_speculative_tokens is {k} with drafter={drafter!r}; it must be 0 without a "
-                "drafter and at least 1 with one"
-            )
-        if max_model_len < 2:
-            raise ValueError(f"max_model_len is {max_model_len}; it must be at least 2")
-        if max_tokens_per_step < max(2, k + 1):
-            raise ValueError(
-                f"max_tokens_per_step is {max_tokens_per_step}; with num_speculative_tokens={k} it "
-                f"must be at least {max(2, k + 1)}, or nobody could ever decode"
-            )
-        on_gpu = model.device.type == "cuda"
-        graphs = on_gpu if graphs is None else graphs
-        ahead = int(on_gpu) if steps_ahead is None else steps_ahead
-        if ahead not in (0, 1):
-            raise ValueError(f"steps_ahead is {ahead}; it must be 0 or 1")
-        self.model, self.tokenizer = model, tokenizer
-        self._greedy_only: Acceptance = greedy
-        sampling: Acceptance = rejection
-        device, dtype = model.device, model.dtype
-        if synthetic_length is not None:
-            forced = synthetic_acceptance(synthetic_rates(synthetic_length, k), device)
-            self._greedy_only = sampling = forced
-        layout = StateLayout.from_config(
-            model.config, k, ssm_dtype, conv_layout, conv_dtype=dtype, block_size=block_size,
-            kind=state_layout if k else "columns",
-        )  # fmt: skip
-        if stochastic_rounding and (ssm_dtype == torch.float32 or not layout.replays):
-            raise ValueError(
-                f"stochastic_rounding is True with ssm_dtype={ssm_dtype} and "
-                f"state_layout={layout.kind!r}; it must be False unless states are float16 or "
-                "bfloat16 in the replay layout, which needs drafts"
-            )
-        longest = max_model_len + overshoot(k, ahead)
-        host_decides = strategy in ("blocking", "defer")
-        self.manager = HybridStateManager(
-            layout, max_requests, k, device, strategy, steps_in_flight=ahead, readback=host_decides
-        )
-        drawn = model.config.vocab_size if sampled_drafts and head is not None else 0
-        # One more than can be computed: see `Request.device_tokens`.
-        self.sequences = Sequences(max_requests, longest + 1, k, device, drawn, ahead)
+        """Take memory for a model whose weights are loaded.
+
+        tokenizer: None = prompts are token ids, and there is no text. eos_token_ids: tokens that
+        end a text; None = those of the model's config. head: the network of drafter "mtp" or
+        "eagle". Raises `ValueError` for a config that does not go with the model, or a drafter
+        without its network.
+        """
+        layout = config.layout(model.config, model.dtype)
+        self.model, self.config, self.tokenizer = model, config, tokenizer
         self.waits = Waits()
-        memory = Memory.allocate(
-            model, head, layout, max_requests, longest, num_blocks, ahead + 2, self.waits
-        )
-        if memory.states:
-            foldable = None
-            if memory.window_cache is not None:
-                seed = self.sequences.rounding_seed if stochastic_rounding else None
-                foldable = Foldable(memory.window_cache, model.A_log, seed)
-            self.manager.bind(memory.states, memory.state.device_table, foldable=foldable)
-        if host_blocks is not None and not prefix_caching:
-            raise ValueError(
-                f"host_blocks is {host_blocks} with prefix_caching=False; it must be None, because "
-                "only filed blocks go to the host"
-            )
-        self.prefix_cache = PrefixCache(
-            memory.kv, memory.state, layout.block_size, retention,
-            None if host_blocks is None else HostCache(memory.host_tier(host_blocks)),
-        )  # fmt: skip
-        self.scheduler = Scheduler(
-            self.manager, memory.kv, memory.state, max_requests, max_tokens_per_step,
-            max_model_len, ahead, self.prefix_cache if prefix_caching else None,
-        )  # fmt: skip
-        self.max_waiting = max_waiting
-        self.runner = SpecDecodeRunner(
-            model, self.manager, self.sequences, memory.caches,
-            make_drafter(drafter, head, memory.caches, k, sampled_drafts),
-            max_tokens_per_step, ahead, graphs, stochastic_rounding,
-        )  # fmt: skip
+        self.manager = build.state_manager(config, layout, model.device)
+        self.sequences = build.token_buffers(config, model, head)
+        memory = build.cache_memory(config, layout, model, head, self.waits)
+        build.bind_states(config, self.manager, memory, model, self.sequences)
+        self.prefix_cache = build.prefix_cache(config, memory, layout.block_size)
+        self.scheduler = build.scheduler(config, self.manager, memory, self.prefix_cache)
+        self.runner = build.runner(config, model, head, self.manager, memory, self.sequences)
+        self._greedy, sampling = build.acceptances(config, model.device)
+        eos = model.config.eos_token_id if eos_token_ids is None else eos_token_ids
+        ahead = config.steps_ahead_on(model.device)
         self.core = EngineCore(
-            self.scheduler,
-            self.runner,
-            tokenizer,
-            eos_token_ids,
-            self._greedy_only,
-            sampling,
-            ahead,
+            self.scheduler, self.runner, tokenizer, eos, self._greedy, sampling, ahead
         )
         self._next_id = 0
 
@@ -195,41 +74,38 @@ class Engine:
         cls,
         path: str | Path,
         *,
-        drafter: DrafterName | None = "mtp",
-        num_speculative_tokens: int | None = None,
-        eagle_path: str | Path | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype = torch.float32,
-        **options: Any,
+        eagle_path: str | Path | None = None,
+        **options: Unpack[EngineOptions],
     ) -> Engine:
         """Engine for a checkpoint directory or hub id.
 
-        num_speculative_tokens: default 3 with a drafter. eagle_path: the EAGLE head's own
-        checkpoint; default the sub-directory `eagle` of `path`. device: default a GPU where there
-        is one. options: as of `Engine`.
+        device: None = a GPU where there is one. dtype: of the weights, keys and values.
+        eagle_path: the EAGLE head's own checkpoint; None = the sub-directory `eagle` of `path`.
+        options: the fields of `EngineConfig`. All of them are checked before weights are loaded.
         """
+        config = EngineConfig(**options)
         directory = resolve(path)
+        model_config = load_config(directory)
+        config.layout(model_config, dtype)
+        if config.drafter == "mtp" and not model_config.num_nextn_predict_layers:
+            raise ValueError(
+                f"drafter is 'mtp', but checkpoint {directory} has no MTP head; it must be None, "
+                "'ngram', or 'eagle' with a head of its own"
+            )
+        eagle = resolve(eagle_path or directory / "eagle") if config.drafter == "eagle" else None
         file = directory / "tokenizer.json"
         if not file.is_file():
             raise ValueError(f"checkpoint {directory} has no tokenizer.json; it must hold one")
         where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         model = load_nemotron_h(directory, where, dtype)
         head: Any = None
-        if drafter == "mtp":
+        if config.drafter == "mtp":
             head = load_mtp(directory, model)
-        elif drafter == "eagle":
-            head = load_eagle(eagle_path or directory / "eagle", model)
-        if num_speculative_tokens is None:
-            num_speculative_tokens = 0 if drafter is None else 3
-        return cls(
-            model,
-            Tokenizer.from_file(str(file)),
-            model.config.eos_token_id,
-            drafter=drafter,
-            head=head,
-            num_speculative_tokens=num_speculative_tokens,
-            **options,
-        )
+        elif eagle is not None:
+            head = load_eagle(eagle, model)
+        return cls(model, config, tokenizer=Tokenizer.from_file(str(file)), head=head)
 
     # -- requests --------------------------------------------------------------------------------
 
@@ -293,7 +169,7 @@ class Engine:
     def capture(self) -> None:
         """Compile all kernels and capture all CUDA graphs of greedy decoding now, not when a step
         first needs them. Nothing is done without graphs."""
-        self.runner.capture(self._greedy_only)
+        self.runner.capture(self._greedy)
 
     def step(self) -> list[Request]:
         """Queue one step and read the results of the one before (with `steps_ahead` 0: of this
@@ -394,9 +270,9 @@ class Engine:
         return requests
 
     def _check_queue(self) -> None:
-        waiting = len(self.scheduler.waiting)
-        if self.max_waiting is not None and waiting >= self.max_waiting:
-            raise QueueFull(f"{waiting} requests wait; max_waiting is {self.max_waiting}")
+        waiting, most = len(self.scheduler.waiting), self.config.max_waiting
+        if most is not None and waiting >= most:
+            raise QueueFull(f"{waiting} requests wait; max_waiting is {most}")
 
     def _add(self, request: Request, deadline: float | None) -> Request:
         self.core.add(request, deadline)

@@ -17,16 +17,15 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import Literal
 
 import numpy as np
 
 from hybrid_runtime.engine.block_pool import BlockPool, BlockTable
+from hybrid_runtime.engine.config import RetentionPolicy
 from hybrid_runtime.engine.offload.cache import HostCache
 from hybrid_runtime.engine.request import Hit, Request, ShortHit
 from hybrid_runtime.state.step import Snapshot
 
-Retention = Literal["all", "prompt"] | int
 KEYS, STATE = "kv", "state"
 """The groups of a host tier."""
 
@@ -49,25 +48,17 @@ class PrefixStats:
 
 
 class PrefixCache:
-    """Files blocks of two pools and finds them again. retention: which boundaries have their state
-    saved: all; "prompt", where a prompt could be hit again and where a known prefix ends; or every
-    so many tokens (a multiple of the block size) and those."""
+    """Files blocks of two pools and finds them again. block: tokens of one. retention: which
+    boundaries have their state saved, see `EngineConfig`."""
 
     def __init__(
         self,
         keys: BlockTable,
         state: BlockTable,
         block: int,
-        retention: Retention,
+        retention: RetentionPolicy,
         host: HostCache | None = None,
     ) -> None:
-        if retention not in ("all", "prompt") and (
-            not isinstance(retention, int) or retention < 1 or retention % block
-        ):
-            raise ValueError(
-                f"retention is {retention!r}; it must be 'all', 'prompt' or a multiple of the "
-                f"block size ({block})"
-            )
         self.keys, self.state, self.block, self.retention = keys, state, block, retention
         self.host = host
         self._stats = PrefixStats()

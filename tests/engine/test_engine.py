@@ -13,7 +13,7 @@ from tokenizers.models import WordLevel
 from torch import Tensor
 from transformers import NemotronHForCausalLM
 
-from hybrid_runtime.engine import Engine, SamplingParams
+from hybrid_runtime.engine import Engine, EngineConfig, SamplingParams
 from hybrid_runtime.models.eagle import EagleConfig, EagleHead
 from hybrid_runtime.models.mtp import MTPHead
 from hybrid_runtime.specdecode.drafter import Verified
@@ -84,8 +84,9 @@ def engine(hf: NemotronHForCausalLM, tokenizer: Tokenizer, **options: Any) -> En
         head = EagleHead(EAGLE, model)
     if head is not None:
         randomise(head, seed=5)
-    options = {"max_requests": 8, "max_model_len": 128, "block_size": 16} | options
-    return Engine(model, tokenizer, [], head=head, **options)
+    sizes = {"drafter": None, "max_model_len": 128, "block_size": 16}
+    config = EngineConfig(**sizes | options)
+    return Engine(model, config, tokenizer=tokenizer, eos_token_ids=(), head=head)
 
 
 def same_text(hf: NemotronHForCausalLM, prompt: list[int], got: list[int], want: list[int]) -> None:

@@ -179,7 +179,7 @@ BAD_OPTIONS = [
         "max_tokens_per_step is 3; .* at least 4",
     ),
     ({"conv_layout": "XY"}, "conv_layout is 'XY'"),
-    ({"num_blocks": (0, 4)}, "size is 0"),
+    ({"num_blocks": (0, 4)}, "num_blocks is 0"),
     ({"host_blocks": (4, 4), "prefix_caching": False}, "host_blocks is .* must be None"),
 ]
 

@@ -19,7 +19,7 @@ from helpers.hash_target import (
     true_window,
 )
 
-from hybrid_runtime.engine import Engine, SamplingParams
+from hybrid_runtime.engine import Engine, EngineConfig, SamplingParams
 from hybrid_runtime.engine.block_pool import REMEMBERED, BlockPool, BlockTable
 from hybrid_runtime.engine.offload.cache import HostCache
 from hybrid_runtime.engine.offload.memcpy import CopyPath
@@ -43,16 +43,20 @@ def fails(*_: object) -> None:
 
 
 class World:
-    """options: as of `Engine`, all that is not set here. events: what has happened, counted."""
+    """options: of `EngineConfig`, all that is not set here. events: what has happened, counted."""
 
     def __init__(self, num_draft: int, **options: Any) -> None:
         self.now = 0.0
         self.target = HashTarget()
         self.sound = True  # False from a check that fails on
-        self.engine = engine = Engine(
-            cast(Any, self.target), None, [], drafter="ngram" if num_draft else None,
-            num_speculative_tokens=num_draft, block_size=BLOCK, max_model_len=48, **options,
-        )  # fmt: skip
+        config = EngineConfig(
+            drafter="ngram" if num_draft else None,
+            num_speculative_tokens=num_draft,
+            block_size=BLOCK,
+            max_model_len=48,
+            **options,
+        )
+        self.engine = engine = Engine(cast(Any, self.target), config, eos_token_ids=())
         if num_draft:
             engine.runner.drafter = HashDrafter(num_draft)
         for part in (*engine.runner.caches.kv.values(), *engine.runner.caches.states.values()):

@@ -1,0 +1,155 @@
+"""The parts of an engine, each made from its config."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from hybrid_runtime.device.sync import Waits
+from hybrid_runtime.engine.config import EngineConfig
+from hybrid_runtime.engine.memory import Memory
+from hybrid_runtime.engine.offload.cache import HostCache
+from hybrid_runtime.engine.prefix_cache import PrefixCache
+from hybrid_runtime.engine.scheduler import Scheduler, overshoot
+from hybrid_runtime.models.nemotron_h import NemotronH
+from hybrid_runtime.specdecode.acceptance import (
+    Acceptance,
+    greedy,
+    rejection,
+    synthetic_acceptance,
+    synthetic_rates,
+)
+from hybrid_runtime.specdecode.drafter import make_drafter
+from hybrid_runtime.specdecode.runner import SpecDecodeRunner
+from hybrid_runtime.specdecode.sequences import Sequences
+from hybrid_runtime.state.layout import StateLayout
+from hybrid_runtime.state.layouts.flush import Foldable
+from hybrid_runtime.state.manager import HybridStateManager
+
+
+def state_manager(
+    config: EngineConfig, layout: StateLayout, device: torch.device
+) -> HybridStateManager:
+    """The manager, not bound to any memory yet."""
+    return HybridStateManager(
+        layout,
+        config.max_requests,
+        config.num_draft,
+        device,
+        config.strategy,
+        steps_in_flight=config.steps_ahead_on(device),
+        readback=config.strategy in ("blocking", "defer"),
+    )
+
+
+def token_buffers(config: EngineConfig, model: NemotronH, head: Any) -> Sequences:
+    """Texts, drafts and sampling parameters of all slots, on the device."""
+    drawn = config.sampled_drafts and head is not None
+    return Sequences(
+        config.max_requests,
+        _longest(config, model.device) + 1,  # one more than can be computed, see `device_tokens`
+        config.num_draft,
+        model.device,
+        model.config.vocab_size if drawn else 0,
+        config.steps_ahead_on(model.device),
+    )
+
+
+def cache_memory(
+    config: EngineConfig, layout: StateLayout, model: NemotronH, head: Any, waits: Waits
+) -> Memory:
+    """Blocks of keys, values and states, and the tables over them."""
+    return Memory.allocate(
+        model,
+        head,
+        layout,
+        config.max_requests,
+        _longest(config, model.device),
+        config.num_blocks,
+        config.steps_ahead_on(model.device) + 2,
+        waits,
+    )
+
+
+def bind_states(
+    config: EngineConfig,
+    manager: HybridStateManager,
+    memory: Memory,
+    model: NemotronH,
+    sequences: Sequences,
+) -> None:
+    """Show the manager the state blocks; nothing happens for a model without Mamba layers."""
+    if not memory.states:
+        return
+    foldable = None
+    if memory.window_cache is not None:
+        seed = sequences.rounding_seed if config.stochastic_rounding else None
+        foldable = Foldable(memory.window_cache, model.A_log, seed)
+    manager.bind(memory.states, memory.state.device_table, foldable=foldable)
+
+
+def prefix_cache(config: EngineConfig, memory: Memory, block_size: int) -> PrefixCache:
+    """The prefix cache over the device's blocks, and over the host's if there are any."""
+    host = config.host_blocks
+    return PrefixCache(
+        memory.kv,
+        memory.state,
+        block_size,
+        config.retention,
+        None if host is None else HostCache(memory.host_tier(host)),
+    )
+
+
+def scheduler(
+    config: EngineConfig, manager: HybridStateManager, memory: Memory, cache: PrefixCache
+) -> Scheduler:
+    """Queue, running requests and blocks."""
+    return Scheduler(
+        manager,
+        memory.kv,
+        memory.state,
+        config.max_requests,
+        config.max_tokens_per_step,
+        config.max_model_len,
+        config.steps_ahead_on(manager.device),
+        cache if config.prefix_caching else None,
+    )
+
+
+def runner(
+    config: EngineConfig,
+    model: NemotronH,
+    head: Any,
+    manager: HybridStateManager,
+    memory: Memory,
+    sequences: Sequences,
+) -> SpecDecodeRunner:
+    """What runs a step on the device."""
+    caches, k = memory.caches, config.num_draft
+    return SpecDecodeRunner(
+        model,
+        manager,
+        sequences,
+        caches,
+        make_drafter(config.drafter, head, caches, k, config.sampled_drafts),
+        config.max_tokens_per_step,
+        config.steps_ahead_on(model.device),
+        config.graphs_on(model.device),
+        config.stochastic_rounding,
+    )
+
+
+def acceptances(config: EngineConfig, device: torch.device) -> tuple[Acceptance, Acceptance]:
+    """How guesses are judged in steps in which no row samples, and in the others."""
+    if config.synthetic_length is None:
+        return greedy, rejection
+    rates = synthetic_rates(config.synthetic_length, config.num_draft)
+    forced = synthetic_acceptance(rates, device)
+    return forced, forced
+
+
+def _longest(config: EngineConfig, device: torch.device) -> int:
+    """Tokens of the longest request, and positions beyond them that may be written."""
+    ahead = config.steps_ahead_on(device)
+    return config.max_model_len + overshoot(config.num_draft, ahead)

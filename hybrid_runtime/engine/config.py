@@ -1,0 +1,220 @@
+"""What an engine is asked for: every option, checked before any weight is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal, TypedDict, get_args
+
+import torch
+
+from hybrid_runtime.models.config import NemotronHConfig
+from hybrid_runtime.specdecode.drafter import DrafterName
+from hybrid_runtime.state.layout import ConvLayout, LayoutKind, StateLayout
+from hybrid_runtime.state.manager import Strategy
+
+RetentionPolicy = Literal["all", "prompt"] | int
+_SSM_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class EngineOptions(TypedDict, total=False):
+    """The fields of `EngineConfig`, same names and types, for type checkers to see in a call."""
+
+    drafter: DrafterName | None
+    num_speculative_tokens: int | None
+    sampled_drafts: bool
+    synthetic_length: float | None
+    max_requests: int
+    max_model_len: int
+    max_tokens_per_step: int
+    max_waiting: int | None
+    steps_ahead: int | None
+    graphs: bool | None
+    strategy: Strategy
+    state_layout: LayoutKind
+    ssm_dtype: torch.dtype | None
+    stochastic_rounding: bool
+    conv_layout: ConvLayout
+    block_size: int | None
+    num_blocks: tuple[int, int] | None
+    prefix_caching: bool
+    retention: RetentionPolicy
+    host_blocks: tuple[int, int] | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """Options of an `Engine`; `ValueError` names the one that is wrong, its value and what it must
+    be. What depends on the model is checked by `layout`, from its config alone."""
+
+    drafter: DrafterName | None = "mtp"
+    """Who guesses: "mtp" or "eagle" (a draft head), "ngram" (prompt look-up), None (nobody)."""
+
+    num_speculative_tokens: int | None = None
+    """Most drafts per step, K. None: 3 with a drafter, 0 without."""
+
+    sampled_drafts: bool = False
+    """Draw the drafts of MTP and EAGLE at the request's temperature; False takes the likeliest."""
+
+    synthetic_length: float | None = None
+    """Mean tokens per step (1 .. K + 1) to pretend, for measurements; the text is then wrong."""
+
+    max_requests: int = 8
+    """Requests that run at once; sizes the memory."""
+
+    max_model_len: int = 2048
+    """Tokens of the longest request, prompt and output together; sizes the memory."""
+
+    max_tokens_per_step: int = 2048
+    """Most tokens of one step, which bounds the chunks of prompts."""
+
+    max_waiting: int | None = None
+    """Requests that may wait, `submit` raises `QueueFull` beyond. None: any number."""
+
+    steps_ahead: int | None = None
+    """Steps queued before the results of the first are read, 0 or 1. None: 1 on a GPU, which then
+    never waits for the host."""
+
+    graphs: bool | None = None
+    """Replay CUDA graphs for steps in which every row decodes. None: on a GPU."""
+
+    strategy: Strategy = "auto"
+    """Who decides when states are saved; see `HybridStateManager`."""
+
+    state_layout: LayoutKind = "replay"
+    """What a request holds: one state, into which the next step folds what was accepted ("replay"),
+    or one for every guess ("columns"). Without drafts there are no guesses: "columns"."""
+
+    ssm_dtype: torch.dtype | None = None
+    """Of the SSM states: float32, bfloat16 or float16. None: the checkpoint's own choice, its
+    `mamba_ssm_cache_dtype`."""
+
+    stochastic_rounding: bool = False
+    """Round bfloat16 or float16 states of decoding rows stochastically, so that their mean error is
+    zero (replay layout). The random numbers depend on the request's seed, the position, the layer
+    and the element, not on slot or batch. States at the end of prompt chunks are rounded to
+    nearest, so text after a preemption or a prefix hit may differ."""
+
+    conv_layout: ConvLayout = "SD"
+    """Of the convolution windows in memory, see `StateLayout`."""
+
+    block_size: int | None = None
+    """Tokens per block. None: the smallest for which a block of keys and values holds a state."""
+
+    num_blocks: tuple[int, int] | None = None
+    """KV blocks and state blocks. None: enough for `max_requests` requests of full length."""
+
+    prefix_caching: bool = True
+    """Let prompts start from what earlier ones with the same beginning and tenant have left."""
+
+    retention: RetentionPolicy = "all"
+    """Boundaries whose states are kept for that: "all"; "prompt": where a prompt could be hit again
+    or a known prefix ends; a number: those and every so many tokens (a multiple of the block)."""
+
+    host_blocks: tuple[int, int] | None = None
+    """KV blocks and state blocks in pinned host memory, for what the device has no room for."""
+
+    def __post_init__(self) -> None:
+        self._check_choices()
+        self._check_sizes()
+        self._check_drafting()
+        if self.host_blocks is not None and not self.prefix_caching:
+            raise ValueError(
+                f"host_blocks is {self.host_blocks} with prefix_caching=False; it must be None, "
+                "because only blocks that can be found again go to the host"
+            )
+
+    @property
+    def num_draft(self) -> int:
+        """K, whatever was left to the default."""
+        if self.num_speculative_tokens is not None:
+            return self.num_speculative_tokens
+        return 0 if self.drafter is None else 3
+
+    def steps_ahead_on(self, device: torch.device) -> int:
+        """`steps_ahead`, whatever was left to the default."""
+        return int(device.type == "cuda") if self.steps_ahead is None else self.steps_ahead
+
+    def graphs_on(self, device: torch.device) -> bool:
+        """`graphs`, whatever was left to the default."""
+        return device.type == "cuda" if self.graphs is None else self.graphs
+
+    def layout(self, model: NemotronHConfig, dtype: torch.dtype) -> StateLayout:
+        """State blocks for a model with weights of this dtype; `ValueError` names the option that
+        does not go with the model."""
+        layout = StateLayout.from_config(
+            model,
+            self.num_draft,
+            self.ssm_dtype or model.ssm_cache_dtype,
+            self.conv_layout,
+            conv_dtype=dtype,
+            block_size=self.block_size,
+            kind=self.state_layout if self.num_draft else "columns",
+        )
+        if self.stochastic_rounding and (
+            layout.ssm_dtype == torch.float32 or layout.kind != "replay"
+        ):
+            raise ValueError(
+                f"stochastic_rounding is True with ssm_dtype={layout.ssm_dtype} and "
+                f"state_layout={layout.kind!r}; it must be False unless states are float16 or "
+                "bfloat16 in the replay layout, which needs drafts"
+            )
+        if isinstance(self.retention, int) and self.retention % layout.block_size:
+            raise ValueError(
+                f"retention is {self.retention}; it must be 'all', 'prompt' or a multiple of the "
+                f"block size ({layout.block_size})"
+            )
+        return layout
+
+    def _check_choices(self) -> None:
+        drafters = (None, *get_args(DrafterName))
+        _one_of("drafter", self.drafter, drafters)
+        _one_of("strategy", self.strategy, get_args(Strategy))
+        _one_of("state_layout", self.state_layout, get_args(LayoutKind))
+        _one_of("conv_layout", self.conv_layout, get_args(ConvLayout))
+        _one_of("ssm_dtype", self.ssm_dtype, (None, *_SSM_DTYPES))
+        _one_of("steps_ahead", self.steps_ahead, (None, 0, 1))
+
+    def _check_sizes(self) -> None:
+        _at_least("max_requests", self.max_requests, 1)
+        _at_least("max_model_len", self.max_model_len, 2)
+        _at_least("max_waiting", self.max_waiting, 0)
+        _at_least("block_size", self.block_size, 1)
+        for name in ("num_blocks", "host_blocks"):
+            for size in getattr(self, name) or ():
+                _at_least(name, size, 1)
+        if isinstance(self.retention, str):
+            _one_of("retention", self.retention, ("all", "prompt"))
+        else:
+            _at_least("retention", self.retention, 1)
+
+    def _check_drafting(self) -> None:
+        k = self.num_draft
+        if (self.drafter is None) != (k == 0) or k < 0:
+            raise ValueError(
+                f"num_speculative_tokens is {k} with drafter={self.drafter!r}; it must be 0 "
+                "without a drafter and at least 1 with one"
+            )
+        least = max(2, k + 1)
+        if self.max_tokens_per_step < least:
+            raise ValueError(
+                f"max_tokens_per_step is {self.max_tokens_per_step}; with "
+                f"num_speculative_tokens={k} it must be at least {least}, or nobody could decode"
+            )
+        if self.synthetic_length is not None and not 1 <= self.synthetic_length <= k + 1:
+            raise ValueError(
+                f"synthetic_length is {self.synthetic_length}; with num_speculative_tokens={k} it "
+                f"must be in 1..{k + 1}"
+            )
+
+
+def _one_of(name: str, value: object, known: Iterable[object]) -> None:
+    known = tuple(known)
+    if value not in known:
+        shown = ", ".join(map(repr, known))
+        raise ValueError(f"{name} is {value!r}; it must be one of {shown}")
+
+
+def _at_least(name: str, value: int | None, least: int) -> None:
+    if value is not None and (not isinstance(value, int) or value < least):
+        raise ValueError(f"{name} is {value!r}; it must be an integer of at least {least}")

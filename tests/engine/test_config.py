@@ -1,0 +1,145 @@
+"""`EngineConfig`: documented, typed, and checked before any weight is read."""
+
+from __future__ import annotations
+
+import ast
+import json
+import shutil
+import subprocess
+import sys
+from dataclasses import fields
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import pytest
+import torch
+
+import hybrid_runtime
+from hybrid_runtime.demo import SHIPPED
+from hybrid_runtime.engine import Engine, EngineConfig, config
+
+ROOT = Path(hybrid_runtime.__file__).parents[1]
+
+
+def test_options_for_type_checkers_are_the_fields_of_the_config() -> None:
+    hints = get_type_hints(EngineConfig)
+    want = {field.name: hints[field.name] for field in fields(EngineConfig)}
+    assert get_type_hints(config.EngineOptions) == want
+
+
+def test_every_option_is_documented() -> None:
+    module = ast.parse(Path(config.__file__).read_text(encoding="utf-8"))
+    (body,) = (
+        node.body
+        for node in module.body
+        if isinstance(node, ast.ClassDef) and node.name == "EngineConfig"
+    )
+    documented = {
+        ast.unparse(option.target)
+        for option, text in pairwise(body)
+        if isinstance(option, ast.AnnAssign) and isinstance(text, ast.Expr)
+    }
+    assert documented == {field.name for field in fields(EngineConfig)}
+
+
+CALLS = {
+    "max_num_seqs=4": "max_num_seqs",
+    "max_requests='4'": "max_requests",
+    "drafter='guess'": "drafter",
+    "max_requests=4, retention='prompt', ssm_dtype=torch.float16": None,
+}
+
+
+def test_mypy_refuses_unknown_options_and_wrong_types(tmp_path: Path) -> None:
+    package = tmp_path / "hybrid_runtime"
+    package.mkdir()
+    for path in (*(ROOT / "hybrid_runtime").iterdir(), ROOT / "kernels", ROOT / "specdecode"):
+        (package / path.name).symlink_to(path)
+    # Of everything but the engine and where its options' types come from nothing needs to be known.
+    known = ("engine", "engine.engine", "engine.config", "specdecode.drafter", "state.layout")
+    (tmp_path / "mypy.ini").write_text(
+        f"[mypy]\nmypy_path = {tmp_path}\nfollow_imports = skip\nignore_missing_imports = True\n"
+        + "".join(f"[mypy-hybrid_runtime.{m}]\nfollow_imports = silent\n" for m in known)
+    )
+    lines = [f"Engine.from_pretrained('.', {call})" for call in CALLS]
+    program = ["import torch", "from hybrid_runtime.engine import Engine", *lines]
+    (tmp_path / "calls.py").write_text("\n".join(program) + "\n")
+    ran = subprocess.run(
+        [sys.executable, "-m", "mypy", "--cache-dir=/dev/null", "calls.py"],
+        cwd=tmp_path, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    errors = [line for line in ran.stdout.splitlines() if ": error: " in line]
+    for number, name in enumerate(CALLS.values(), 3):
+        found = [error for error in errors if error.startswith(f"calls.py:{number}:")]
+        assert [name in error for error in found] == [True] * (name is not None), ran.stdout
+
+
+@pytest.fixture
+def no_weights(tmp_path: Path) -> Path:
+    """A checkpoint whose weights are missing."""
+    copy = tmp_path / "model"
+    copy.mkdir()
+    for name in ("config.json", "tokenizer.json"):
+        shutil.copy(SHIPPED / name, copy / name)
+    return copy
+
+
+def change(checkpoint: Path, **values: Any) -> None:
+    """Other values in a checkpoint's config; None takes one out."""
+    file = checkpoint / "config.json"
+    changed = json.loads(file.read_text()) | values
+    file.write_text(json.dumps({k: v for k, v in changed.items() if v is not None}))
+
+
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"max_requests": 0}, "max_requests is 0; it must be an integer of at least 1"),
+    ({"max_requests": 2.5}, "max_requests is 2.5"),
+    ({"max_waiting": -1}, "max_waiting is -1"),
+    ({"num_blocks": (4, 0)}, "num_blocks is 0"),
+    ({"host_blocks": (0, 4)}, "host_blocks is 0"),
+    ({"steps_ahead": 2}, "steps_ahead is 2"),
+    ({"ssm_dtype": torch.float64}, "ssm_dtype is torch.float64"),
+    ({"state_layout": "rows"}, "state_layout is 'rows'"),
+    ({"retention": "most"}, "retention is 'most'"),
+    ({"synthetic_length": 4.5}, "synthetic_length is 4.5"),
+    # These need the model's config.
+    ({"block_size": 3}, "block_size is 3; it must be larger than num_speculative_tokens"),
+    ({"block_size": 16, "retention": 24}, "retention is 24; .* multiple of the block size"),
+    ({"stochastic_rounding": True}, "stochastic_rounding is True with ssm_dtype=torch.float32"),
+    ({}, "has no weights"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), BAD, ids=[m for _, m in BAD])
+def test_options_are_checked_before_weights_are_read(
+    no_weights: Path, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        Engine.from_pretrained(no_weights, **options)
+
+
+def test_drafts_of_a_head_that_the_checkpoint_lacks_are_refused_before_its_weights_are_read(
+    no_weights: Path,
+) -> None:
+    change(no_weights, num_nextn_predict_layers=None, mtp_hybrid_override_pattern=None)
+    with pytest.raises(ValueError, match=r"drafter is 'mtp', but checkpoint .* has no MTP head"):
+        Engine.from_pretrained(no_weights)
+    with pytest.raises(ValueError, match="eagle"):
+        Engine.from_pretrained(no_weights, drafter="eagle")
+    with pytest.raises(ValueError, match="has no weights"):
+        Engine.from_pretrained(no_weights, drafter="ngram")
+
+
+def test_states_have_the_dtype_that_the_checkpoint_asks_for(tmp_path: Path) -> None:
+    copy = tmp_path / "model"
+    shutil.copytree(SHIPPED, copy)
+    change(copy, mamba_ssm_cache_dtype="bfloat16")
+    assert Engine.from_pretrained(copy).manager.layout.ssm_dtype == torch.bfloat16
+    chosen = Engine.from_pretrained(copy, ssm_dtype=torch.float16)
+    assert chosen.manager.layout.ssm_dtype == torch.float16
+
+
+def test_drafts_are_three_where_somebody_guesses() -> None:
+    assert [EngineConfig(drafter=d).num_draft for d in ("mtp", "ngram", None)] == [3, 3, 0]
+    assert EngineConfig(drafter="mtp", num_speculative_tokens=5).num_draft == 5
