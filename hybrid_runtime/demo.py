@@ -99,10 +99,10 @@ def run(model: str | Path, device: str | None) -> None:
     console.print("\n")
 
     runs: list[tuple[str, EngineOptions]] = [
-        ("no drafts", {"drafter": None}),
-        ("n-gram", {"drafter": "ngram"}),
-        ("EAGLE", {"drafter": "eagle"}),
-        *((f"MTP, {s}", {"drafter": "mtp", "strategy": s}) for s in get_args(Strategy)),
+        ("no drafts", EngineOptions(drafter=None)),
+        ("n-gram", EngineOptions(drafter="ngram")),
+        ("EAGLE", EngineOptions(drafter="eagle")),
+        *((f"MTP, {s}", EngineOptions(drafter="mtp", strategy=s)) for s in get_args(Strategy)),
     ]
     table = Table(
         title=f"{len(PROMPTS)} prompts x {TOKENS} tokens, 3 drafts, block of "
