@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from record import copy_bandwidth, graph_us, host_us, save, show
 
-from hybrid_runtime.kernels.step import advance_columns as fields
+from hybrid_runtime.kernels.step import entry as fields
 from hybrid_runtime.kernels.step.state_copy import postcopy
 from hybrid_runtime.state import HybridStateManager, StateLayout, StepRows
 from hybrid_runtime.state.layouts.pack import pack_step

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hybrid_runtime.device.sync import Waits, allowed
 from hybrid_runtime.device.transfer import Readback, Staging
-from hybrid_runtime.kernels.step import advance_columns as fields
+from hybrid_runtime.kernels.step import entry as fields
 from hybrid_runtime.kernels.step.advance_columns import Positions
 from hybrid_runtime.kernels.step.advance_replay import ReplayPositions
 from hybrid_runtime.kernels.step.block_fill import fill_blocks

@@ -6,7 +6,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from hybrid_runtime.kernels.step import advance_columns as fields
+from hybrid_runtime.kernels.step import entry as fields
 from hybrid_runtime.state import align
 from hybrid_runtime.state.layouts.base import LayoutPolicy
 from hybrid_runtime.state.rows import StepRows

@@ -17,16 +17,28 @@ import triton.language as tl
 from torch import Tensor
 
 from hybrid_runtime.kernels.common.backend import runs_triton
-
-# Columns of an entry. SCHEDULED == 0 finishes a slot without placing a row. CANDIDATE and
-# PRECANDIDATE are lists of rows that start at the first line; GENERATION is for the host.
-SLOT, SCHEDULED, DRAFT, PREVIOUS, ADMIT, ADMIT_COMPUTED, ADMIT_COLUMN, READS_OFFSET = range(8)
-EVERY, FIRST, SECOND, CANDIDATE, PRECANDIDATE, GENERATION = range(8, 14)
-ENTRY_FIELDS = 16
-# Rows of `placed`.
-CERTAIN, COLUMN, PLACED_DRAFT, RESETS = range(4)
-DEAD = -2
-"""Held column of a slot whose step was discarded: never read or written again until re-admitted."""
+from hybrid_runtime.kernels.step.entry import (
+    ADMIT,
+    ADMIT_COLUMN,
+    ADMIT_COMPUTED,
+    CERTAIN,
+    COLUMN,
+    DEAD,
+    DRAFT,
+    ENTRY_FIELDS,
+    EVERY,
+    FIRST,
+    OFFSET,
+    PLACED_DRAFT,
+    PREVIOUS,
+    READS_OFFSET,
+    RESETS,
+    SCHEDULED,
+    SECOND,
+    SLOT,
+    SOURCE,
+    TARGET,
+)
 
 
 class SlotState(NamedTuple):
@@ -69,7 +81,7 @@ def advance_reference(
     """
     for out in positions:
         out.fill_(-1)
-    moves[2].fill_(-1)
+    moves[TARGET].fill_(-1)
     line = entries[:num_entries].long()
     slot = line[:, SLOT]
     valid = slot >= 0
@@ -140,18 +152,17 @@ def _advance_kernel(
     max_rows,
     BLOCK_SIZE: tl.constexpr,
     IN_PLACE: tl.constexpr,
-    FIELDS: tl.constexpr,
     LINES: tl.constexpr,
 ):
     line = tl.program_id(0) * LINES + tl.arange(0, LINES)
     here = line < num_entries
-    entry = entries + line * FIELDS
-    slot = tl.load(entry + 0, mask=here, other=-1)
+    entry = entries + line * ENTRY_FIELDS
+    slot = tl.load(entry + SLOT, mask=here, other=-1)
     valid = slot >= 0
-    scheduled = tl.load(entry + 1, mask=here, other=0)
-    draft = tl.load(entry + 2, mask=here, other=0)
-    row = tl.load(entry + 3, mask=here, other=-1)
-    admitted = tl.load(entry + 4, mask=here, other=0) > 0
+    scheduled = tl.load(entry + SCHEDULED, mask=here, other=0)
+    draft = tl.load(entry + DRAFT, mask=here, other=0)
+    row = tl.load(entry + PREVIOUS, mask=here, other=-1)
+    admitted = tl.load(entry + ADMIT, mask=here, other=0) > 0
 
     known = valid & (row < 0) & ~admitted
     computed = tl.load(slot_computed + slot, mask=known, other=0)
@@ -159,50 +170,50 @@ def _advance_kernel(
     offset = tl.load(slot_offset + slot, mask=known, other=0)
 
     finishes = row >= 0
-    certain = tl.load(previous + row, mask=finishes, other=0)
-    column = tl.load(previous + previous_stride + row, mask=finishes, other=-1)
-    guessed = tl.load(previous + 2 * previous_stride + row, mask=finishes, other=0)
-    resets = tl.load(previous + 3 * previous_stride + row, mask=finishes, other=0)
+    certain = tl.load(previous + CERTAIN * previous_stride + row, mask=finishes, other=0)
+    column = tl.load(previous + COLUMN * previous_stride + row, mask=finishes, other=-1)
+    guessed = tl.load(previous + PLACED_DRAFT * previous_stride + row, mask=finishes, other=0)
+    resets = tl.load(previous + RESETS * previous_stride + row, mask=finishes, other=0)
     count = tl.minimum(tl.load(accepted + row, mask=finishes, other=1), guessed + 1)
     emitted = tl.maximum(count, 1)
     dead = ((count <= 0) & (guessed > 0)) | (column < 0)
     after = tl.where((resets > 0) & (emitted == guessed + 1), 0, emitted - 1)
     computed = tl.where(finishes, certain + emitted - 1, computed)
-    held = tl.where(finishes, tl.where(dead, -2, column), held)
+    held = tl.where(finishes, tl.where(dead, DEAD, column), held)
     offset = tl.where(finishes, after, offset)
 
-    computed = tl.where(admitted, tl.load(entry + 5, mask=here, other=0), computed)
-    held = tl.where(admitted, tl.load(entry + 6, mask=here, other=-1), held)
+    computed = tl.where(admitted, tl.load(entry + ADMIT_COMPUTED, mask=here, other=0), computed)
+    held = tl.where(admitted, tl.load(entry + ADMIT_COLUMN, mask=here, other=-1), held)
     offset = tl.where(admitted, 0, offset)
     tl.store(slot_computed + slot, computed, mask=valid)
     tl.store(slot_held + slot, held, mask=valid)
     tl.store(slot_offset + slot, offset, mask=valid)
 
     end = computed + scheduled
-    runs = valid & (scheduled > 0) & (held != -2)
+    runs = valid & (scheduled > 0) & (held != DEAD)
     # end >= 1 wherever `runs`, so truncating division is the floor here.
     column = tl.where(runs, (end + BLOCK_SIZE - 1) // BLOCK_SIZE - 1, -1)
-    every = tl.load(entry + 8, mask=here, other=0)
+    every = tl.load(entry + EVERY, mask=here, other=0)
     kept = (every > 0) & (end % tl.maximum(every, 1) == 0)
-    kept = kept | (end == tl.load(entry + 9, mask=here, other=0))
-    kept = kept | (end == tl.load(entry + 10, mask=here, other=0))
+    kept = kept | (end == tl.load(entry + FIRST, mask=here, other=0))
+    kept = kept | (end == tl.load(entry + SECOND, mask=here, other=0))
     resets = (draft > 0) & (end % BLOCK_SIZE == 0) & kept
     read = tl.where(runs, held, -1)
     start = tl.where(runs, offset, -1)
     is_row = line < num_rows
     if IN_PLACE:
-        reads_offset = tl.load(entry + 7, mask=here, other=0) > 0
+        reads_offset = tl.load(entry + READS_OFFSET, mask=here, other=0) > 0
         moved = runs & (held >= 0) & ((held != column) | ((offset > 0) & (reads_offset == 0)))
-        tl.store(moves + line, held, mask=is_row)
-        tl.store(moves + moves_stride + line, offset, mask=is_row)
+        tl.store(moves + SOURCE * moves_stride + line, held, mask=is_row)
+        tl.store(moves + OFFSET * moves_stride + line, offset, mask=is_row)
         target = tl.where(moved & is_row, column, -1)
-        tl.store(moves + 2 * moves_stride + line, target, mask=line < max_rows)
+        tl.store(moves + TARGET * moves_stride + line, target, mask=line < max_rows)
         read = tl.where(moved, column, read)
         start = tl.where(moved, 0, start)
-    tl.store(placed + line, end - draft, mask=is_row)
-    tl.store(placed + placed_stride + line, column, mask=is_row)
-    tl.store(placed + 2 * placed_stride + line, draft, mask=is_row)
-    tl.store(placed + 3 * placed_stride + line, resets.to(tl.int32), mask=is_row)
+    tl.store(placed + CERTAIN * placed_stride + line, end - draft, mask=is_row)
+    tl.store(placed + COLUMN * placed_stride + line, column, mask=is_row)
+    tl.store(placed + PLACED_DRAFT * placed_stride + line, draft, mask=is_row)
+    tl.store(placed + RESETS * placed_stride + line, resets.to(tl.int32), mask=is_row)
     inside = line < max_rows
     tl.store(read_column + line, tl.where(is_row, read, -1), mask=inside)
     tl.store(read_offset + line, tl.where(is_row, start, -1), mask=inside)
@@ -247,7 +258,6 @@ def advance(
         max_rows,
         block_size,
         in_place,
-        ENTRY_FIELDS,
         LINES,
     )
     key = (entries.device, block_size, in_place)

@@ -15,15 +15,18 @@ import triton.language as tl
 from torch import Tensor
 
 from hybrid_runtime.kernels.common.backend import runs_triton
-from hybrid_runtime.kernels.step.advance_columns import (
+from hybrid_runtime.kernels.step.entry import (
     ADMIT,
     ADMIT_COLUMN,
     ADMIT_COMPUTED,
+    CERTAIN,
+    COLUMN,
     DEAD,
     DRAFT,
     ENTRY_FIELDS,
     EVERY,
     FIRST,
+    PLACED_DRAFT,
     PREVIOUS,
     SCHEDULED,
     SECOND,
@@ -165,18 +168,17 @@ def _advance_replay_kernel(
     max_rows,
     live_column,
     BLOCK_SIZE: tl.constexpr,
-    FIELDS: tl.constexpr,
     LINES: tl.constexpr,
 ):
     line = tl.program_id(0) * LINES + tl.arange(0, LINES)
     here = line < num_entries
-    entry = entries + line * FIELDS
-    slot = tl.load(entry + 0, mask=here, other=-1)
+    entry = entries + line * ENTRY_FIELDS
+    slot = tl.load(entry + SLOT, mask=here, other=-1)
     valid = slot >= 0
-    scheduled = tl.load(entry + 1, mask=here, other=0)
-    draft = tl.load(entry + 2, mask=here, other=0)
-    row = tl.load(entry + 3, mask=here, other=-1)
-    admitted = tl.load(entry + 4, mask=here, other=0) > 0
+    scheduled = tl.load(entry + SCHEDULED, mask=here, other=0)
+    draft = tl.load(entry + DRAFT, mask=here, other=0)
+    row = tl.load(entry + PREVIOUS, mask=here, other=-1)
+    admitted = tl.load(entry + ADMIT, mask=here, other=0) > 0
 
     known = valid & (row < 0) & ~admitted
     computed = tl.load(slot_computed + slot, mask=known, other=0)
@@ -185,28 +187,28 @@ def _advance_replay_kernel(
     turn = tl.load(slot_turn + slot, mask=valid, other=0)
 
     finishes = row >= 0
-    certain = tl.load(previous + row, mask=finishes, other=0)
-    column = tl.load(previous + previous_stride + row, mask=finishes, other=-1)
-    guessed = tl.load(previous + 2 * previous_stride + row, mask=finishes, other=0)
+    certain = tl.load(previous + CERTAIN * previous_stride + row, mask=finishes, other=0)
+    column = tl.load(previous + COLUMN * previous_stride + row, mask=finishes, other=-1)
+    guessed = tl.load(previous + PLACED_DRAFT * previous_stride + row, mask=finishes, other=0)
     count = tl.minimum(tl.load(accepted + row, mask=finishes, other=1), guessed + 1)
     emitted = tl.maximum(count, 1)
     dead = ((count <= 0) & (guessed > 0)) | (column < 0)
     computed = tl.where(finishes, certain + emitted - 1, computed)
-    held = tl.where(finishes, tl.where(dead, -2, column), held)
+    held = tl.where(finishes, tl.where(dead, DEAD, column), held)
     fold = tl.where(finishes, emitted - 1, fold)
 
-    computed = tl.where(admitted, tl.load(entry + 5, mask=here, other=0), computed)
-    held = tl.where(admitted, tl.load(entry + 6, mask=here, other=-1), held)
+    computed = tl.where(admitted, tl.load(entry + ADMIT_COMPUTED, mask=here, other=0), computed)
+    held = tl.where(admitted, tl.load(entry + ADMIT_COLUMN, mask=here, other=-1), held)
     fold = tl.where(admitted, 0, fold)
-    runs = valid & (scheduled > 0) & (held != -2)
+    runs = valid & (scheduled > 0) & (held != DEAD)
     tl.store(slot_computed + slot, computed, mask=valid)
     tl.store(slot_held + slot, held, mask=valid)
     tl.store(slot_fold + slot, fold, mask=valid)
     tl.store(slot_turn + slot, tl.where(runs, 1 - turn, turn), mask=valid)
 
-    every = tl.load(entry + 8, mask=here, other=0)
-    first = tl.load(entry + 9, mask=here, other=0)
-    second = tl.load(entry + 10, mask=here, other=0)
+    every = tl.load(entry + EVERY, mask=here, other=0)
+    first = tl.load(entry + FIRST, mask=here, other=0)
+    second = tl.load(entry + SECOND, mask=here, other=0)
     covered = computed - fold
     certain = computed + scheduled - draft
     passed = (covered // BLOCK_SIZE + 1) * BLOCK_SIZE
@@ -221,9 +223,9 @@ def _advance_replay_kernel(
     certain = tl.where(runs, certain, 0)
 
     is_row = line < num_rows
-    tl.store(placed + line, certain, mask=is_row)
-    tl.store(placed + placed_stride + line, write, mask=is_row)
-    tl.store(placed + 2 * placed_stride + line, draft, mask=is_row)
+    tl.store(placed + CERTAIN * placed_stride + line, certain, mask=is_row)
+    tl.store(placed + COLUMN * placed_stride + line, write, mask=is_row)
+    tl.store(placed + PLACED_DRAFT * placed_stride + line, draft, mask=is_row)
     inside = line < max_rows
     runs = runs & is_row
     stores = stores & is_row
@@ -272,7 +274,6 @@ def advance_replay(
         max_rows,
         live_column,
         block_size,
-        ENTRY_FIELDS,
         LINES,
     )
     key = (entries.device, block_size)

@@ -8,7 +8,14 @@ import triton.language as tl
 from torch import Tensor
 
 from hybrid_runtime.kernels.common.backend import num_programs, runs_triton
-from hybrid_runtime.kernels.step.state_table import StateTable
+from hybrid_runtime.kernels.step.state_table import (
+    ADDRESS_FIELDS,
+    BASE_SSM,
+    BASE_WINDOW,
+    STRIDE_SSM,
+    STRIDE_WINDOW,
+    StateTable,
+)
 
 TILE = 4096
 """Elements per program and turn."""
@@ -41,15 +48,15 @@ def _fill_kernel(
     total = count * num_layers * tiles
     while item < total:
         block = tl.load(blocks + item // (num_layers * tiles)).to(tl.int64)
-        layer = addresses + item // tiles % num_layers * 6
+        layer = addresses + item // tiles % num_layers * ADDRESS_FIELDS
         tile = item % tiles
         if tile < SSM_TILES:
-            at = tl.load(layer + 2) + block * tl.load(layer + 3)
+            at = tl.load(layer + BASE_SSM) + block * tl.load(layer + STRIDE_SSM)
             index = tile * TILE + tl.arange(0, TILE)
             state = tl.full((TILE,), value, tl.float32).to(ssm_type)
             tl.store(at.to(tl.pointer_type(ssm_type)) + index, state, mask=index < SSM)
         else:
-            at = tl.load(layer) + block * tl.load(layer + 1)
+            at = tl.load(layer + BASE_WINDOW) + block * tl.load(layer + STRIDE_WINDOW)
             index = (tile - SSM_TILES) * TILE + tl.arange(0, TILE)
             inputs = tl.full((TILE,), value, tl.float32).to(window_type)
             tl.store(at.to(tl.pointer_type(window_type)) + index, inputs, mask=index < WINDOW)

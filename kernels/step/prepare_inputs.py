@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hybrid_runtime.kernels.common.backend import runs_triton
-from hybrid_runtime.kernels.step.advance_columns import DRAFT, ENTRY_FIELDS, SCHEDULED, SLOT
+from hybrid_runtime.kernels.step.entry import DRAFT, ENTRY_FIELDS, SCHEDULED, SLOT
 
 
 class StepInputs(NamedTuple):
@@ -174,7 +174,6 @@ def _prepare_inputs_kernel(
     out,
     guesses_made,
     verify,
-    FIELDS: tl.constexpr,
     NUM_DRAFT: tl.constexpr,
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
@@ -184,17 +183,17 @@ def _prepare_inputs_kernel(
     tile = tl.program_id(1)
     index = tl.arange(0, ROWS)
     listed = index < num_rows
-    entry = entries + index * FIELDS
-    owned = tl.load(entry, mask=listed, other=-1) >= 0
-    counts = tl.load(entry + 1, mask=listed & owned, other=0)
+    entry = entries + index * ENTRY_FIELDS
+    owned = tl.load(entry + SLOT, mask=listed, other=-1) >= 0
+    counts = tl.load(entry + SCHEDULED, mask=listed & owned, other=0)
     counts = tl.where(listed, counts, pad)
     start = tl.sum(tl.where(index < row, counts, 0), axis=0)
     scheduled = tl.sum(tl.where(index == row, counts, 0), axis=0)
 
-    mine = entries + row * FIELDS
-    at = tl.load(mine, mask=row < num_rows, other=-1)
+    mine = entries + row * ENTRY_FIELDS
+    at = tl.load(mine + SLOT, mask=row < num_rows, other=-1)
     live = at >= 0
-    guesses = tl.load(mine + 2, mask=live, other=0)
+    guesses = tl.load(mine + DRAFT, mask=live, other=0)
     n = tl.load(slot_computed + at, mask=live, other=0)
     final = tl.where(live, n + scheduled - guesses, 0)
     if tile == 0:
@@ -276,7 +275,6 @@ def prepare_inputs(
         out.tokens,
         out.guesses,
         out.verify,
-        FIELDS=ENTRY_FIELDS,
         NUM_DRAFT=num_draft,
         WIDTH=triton.next_power_of_2(num_draft + 1),
         ROWS=triton.next_power_of_2(rows),

@@ -15,8 +15,31 @@ import triton.language as tl
 from torch import Tensor
 
 from hybrid_runtime.kernels.common.backend import num_programs, runs_triton
-from hybrid_runtime.kernels.step import advance_columns as fields
-from hybrid_runtime.kernels.step.state_table import StateTable
+from hybrid_runtime.kernels.step.entry import (
+    CANDIDATE,
+    CERTAIN,
+    COLUMN,
+    ENTRY_FIELDS,
+    EVERY,
+    FIRST,
+    OFFSET,
+    PLACED_DRAFT,
+    PRECANDIDATE,
+    SECOND,
+    SLOT,
+    SOURCE,
+    TARGET,
+)
+from hybrid_runtime.kernels.step.state_table import (
+    ADDRESS_FIELDS,
+    BASE_SSM,
+    BASE_TABLE,
+    BASE_WINDOW,
+    STRIDE_SSM,
+    STRIDE_TABLE,
+    STRIDE_WINDOW,
+    StateTable,
+)
 
 
 def move_reference(
@@ -55,15 +78,15 @@ def postcopy_reference(
     """
     row = torch.arange(count, device=entries.device)
     if not every_row:
-        row = entries[:count, fields.CANDIDATE].long()
-    slot, every = entries[row, fields.SLOT].long(), entries[row, fields.EVERY].long()
+        row = entries[:count, CANDIDATE].long()
+    slot, every = entries[row, SLOT].long(), entries[row, EVERY].long()
     certain, column, draft, _ = placed[:, row].long()
     a = torch.minimum(accepted[row].long(), draft + 1)
     boundary = (certain + a - 1) // block_size * block_size
     offset = boundary - certain
     target = boundary // block_size - 1
     kept = (every > 0) & (boundary % every.clamp(min=1) == 0)
-    kept |= (boundary == entries[row, fields.FIRST]) | (boundary == entries[row, fields.SECOND])
+    kept |= (boundary == entries[row, FIRST]) | (boundary == entries[row, SECOND])
     acts = (slot >= 0) & (column >= 0) & (a > 0) & (draft > 0) & (offset >= 0) & kept
     acts &= (boundary > 0) & ((offset > 0) | (target != column))
     move_reference(states, slot, column, offset, torch.where(acts, target, -1))
@@ -71,9 +94,9 @@ def postcopy_reference(
 
 def precopy_reference(states: StateTable, entries: Tensor, moves: Tensor, count: int) -> None:
     """Carry out `advance`'s `moves` (int32 `[3, rows]`) for the rows of the PRECANDIDATE column."""
-    row = entries[:count, fields.PRECANDIDATE].long()
+    row = entries[:count, PRECANDIDATE].long()
     source, offset, target = moves[:, row]
-    move_reference(states, entries[row, fields.SLOT], source, offset, target)
+    move_reference(states, entries[row, SLOT], source, offset, target)
 
 
 @triton.jit
@@ -127,14 +150,14 @@ def move_rows(
             row_target = _pick(target, chosen)
             current = k
         rest = item - k * per_row
-        layer = addresses + (rest // tiles) * 6
+        layer = addresses + (rest // tiles) * ADDRESS_FIELDS
         tile = rest % tiles
-        table = tl.load(layer + 4).to(tl.pointer_type(tl.int32))
-        table += tl.cast(row_slot, tl.int64) * tl.load(layer + 5)
+        table = tl.load(layer + BASE_TABLE).to(tl.pointer_type(tl.int32))
+        table += tl.cast(row_slot, tl.int64) * tl.load(layer + STRIDE_TABLE)
         to = tl.load(table + row_target).to(tl.int64)
         if tile < SSM_TILES:
-            base = tl.load(layer + 2)
-            stride = tl.load(layer + 3)
+            base = tl.load(layer + BASE_SSM)
+            stride = tl.load(layer + STRIDE_SSM)
             at = tl.load(table + row_source + row_offset).to(tl.int64)
             read = (base + at * stride).to(tl.pointer_type(word_type))
             write = (base + to * stride).to(tl.pointer_type(word_type))
@@ -147,8 +170,8 @@ def move_rows(
                 state = tl.load(read + words, mask=within)
                 tl.store(write + words, state, mask=within)
         else:
-            base = tl.load(layer)
-            stride = tl.load(layer + 1)
+            base = tl.load(layer + BASE_WINDOW)
+            stride = tl.load(layer + STRIDE_WINDOW)
             at = tl.load(table + row_source).to(tl.int64)
             # One thread owns a channel and copies its taps from low to high: source and target
             # may be the same window, shifted.
@@ -178,7 +201,6 @@ def _move_kernel(
     window_channel_stride,
     word_type: tl.constexpr,
     tap_type: tl.constexpr,
-    FIELDS: tl.constexpr,
     POST: tl.constexpr,
     EVERY_ROW: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -196,10 +218,12 @@ def _move_kernel(
     listed = index < count
     row = index
     if not EVERY_ROW:
-        row = tl.load(entries + index * FIELDS + (11 if POST else 12), mask=listed, other=0)
+        listing = entries + (CANDIDATE if POST else PRECANDIDATE)
+        row = tl.load(listing + index * ENTRY_FIELDS, mask=listed, other=0)
+    entry = entries + row * ENTRY_FIELDS
     if POST:
-        certain = tl.load(step + row, mask=listed, other=0)
-        draft = tl.load(step + 2 * step_stride + row, mask=listed, other=0)
+        certain = tl.load(step + CERTAIN * step_stride + row, mask=listed, other=0)
+        draft = tl.load(step + PLACED_DRAFT * step_stride + row, mask=listed, other=0)
         a = tl.minimum(tl.load(accepted + row, mask=listed, other=0), draft + 1)
         # Floor and truncation agree: rows that act have certain + a - 1 >= 1.
         boundary = (certain + a - 1) // BLOCK_SIZE * BLOCK_SIZE
@@ -207,18 +231,18 @@ def _move_kernel(
         target = boundary // BLOCK_SIZE - 1
         # What most rows fail comes first: the loads below are masked, and cost the others nothing.
         crosses = listed & (a > 0) & (draft > 0) & (offset >= 0) & (boundary > 0)
-        source = tl.load(step + step_stride + row, mask=crosses, other=-1)
-        every = tl.load(entries + row * FIELDS + 8, mask=crosses, other=0)
+        source = tl.load(step + COLUMN * step_stride + row, mask=crosses, other=-1)
+        every = tl.load(entry + EVERY, mask=crosses, other=0)
         kept = (every > 0) & (boundary % tl.maximum(every, 1) == 0)
-        kept = kept | (boundary == tl.load(entries + row * FIELDS + 9, mask=crosses, other=0))
-        kept = kept | (boundary == tl.load(entries + row * FIELDS + 10, mask=crosses, other=0))
+        kept = kept | (boundary == tl.load(entry + FIRST, mask=crosses, other=0))
+        kept = kept | (boundary == tl.load(entry + SECOND, mask=crosses, other=0))
         acts = crosses & kept & (source >= 0) & ((offset > 0) | (target != source))
     else:
-        source = tl.load(step + row, mask=listed, other=-1)
-        offset = tl.load(step + step_stride + row, mask=listed, other=0)
-        target = tl.load(step + 2 * step_stride + row, mask=listed, other=-1)
+        source = tl.load(step + SOURCE * step_stride + row, mask=listed, other=-1)
+        offset = tl.load(step + OFFSET * step_stride + row, mask=listed, other=0)
+        target = tl.load(step + TARGET * step_stride + row, mask=listed, other=-1)
         acts = listed & (target >= 0)
-    slot = tl.load(entries + row * FIELDS, mask=acts, other=-1)
+    slot = tl.load(entry + SLOT, mask=acts, other=-1)
     move_rows(
         acts & (slot >= 0),
         slot,
@@ -269,7 +293,6 @@ def _launch(
         accepted,
         count,
         **tile_arguments(states),
-        FIELDS=fields.ENTRY_FIELDS,
         POST=post,
         EVERY_ROW=every_row,
         BLOCK_SIZE=block_size,
@@ -343,7 +366,7 @@ def compile_moves(states: StateTable, max_rows: int, block_size: int, in_place: 
     """Launch every variant of the kernel on rows that move nothing, so that none is compiled in
     the step that first crosses a boundary."""
     device = states.addresses.device
-    entries = torch.zeros((max_rows, fields.ENTRY_FIELDS), dtype=torch.int32, device=device)
+    entries = torch.zeros((max_rows, ENTRY_FIELDS), dtype=torch.int32, device=device)
     nothing = torch.full((4, max_rows), -1, dtype=torch.int32, device=device)
     for power in range(4, max(max_rows - 1, 15).bit_length() + 1):
         count = min(1 << power, max_rows)

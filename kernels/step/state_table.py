@@ -9,7 +9,21 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-BASE_WINDOW, STRIDE_WINDOW, BASE_SSM, STRIDE_SSM, BASE_TABLE, STRIDE_TABLE = range(6)
+from hybrid_runtime.kernels.common.constant import Constant
+
+BASE_WINDOW = Constant(0)
+"""Words of a layer's line of `StateTable.addresses`, int64: base address of its windows,"""
+STRIDE_WINDOW = Constant(1)
+"""their block stride in bytes,"""
+BASE_SSM = Constant(2)
+"""base address of its SSM states,"""
+STRIDE_SSM = Constant(3)
+"""their block stride in bytes,"""
+BASE_TABLE = Constant(4)
+"""base address of its block table,"""
+STRIDE_TABLE = Constant(5)
+"""and the table's row stride in entries."""
+ADDRESS_FIELDS = Constant(6)
 WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 
 
@@ -21,8 +35,7 @@ class StateTable:
     ssm: per layer `[blocks, H, P, N]`, each block contiguous; block strides may be padded.
     tables: per layer the int32 `[slots, columns]` block table of its cache group.
     taps: inputs that a convolution needs from its window, `conv_width - 1`.
-    addresses: int64 `[layers, 6]` on the device: bases in bytes, block strides in bytes, and the
-    table's base with its row stride in entries.
+    addresses: int64 `[layers, ADDRESS_FIELDS]` on the device, of the fields named above.
     word: bytes of the widest access that every SSM address allows (4 at most; 16-byte accesses
     come from vectorising words when `vector` says that all addresses are multiples of 16).
     """

@@ -15,7 +15,19 @@ import triton.language as tl
 from torch import Tensor
 
 from hybrid_runtime.kernels.common.backend import num_programs, runs_triton
-from hybrid_runtime.kernels.step import advance_columns as fields
+from hybrid_runtime.kernels.common.constant import Constant
+from hybrid_runtime.kernels.step.entry import (
+    ENTRY_FIELDS,
+    EVERY,
+    FIRST,
+    OFFSET,
+    PREVIOUS,
+    SCHEDULED,
+    SECOND,
+    SLOT,
+    SOURCE,
+    TARGET,
+)
 from hybrid_runtime.kernels.step.state_copy import (
     PROGRAMS,
     WARPS,
@@ -26,9 +38,9 @@ from hybrid_runtime.kernels.step.state_copy import (
 )
 from hybrid_runtime.kernels.step.state_table import StateTable
 
-REQUEST = fields.PREVIOUS
+REQUEST = PREVIOUS
 """Field of an entry with the request's slot; `SLOT` is the row of the block tables to use."""
-BEFORE, AFTER = range(2)
+BEFORE, AFTER = Constant(0), Constant(1)
 
 
 class Counts(NamedTuple):
@@ -60,7 +72,7 @@ def decide_reference(
     slot = line[:, REQUEST]
     held, accepted, computed = (value[slot].long() for value in counts)
     if phase == BEFORE:
-        target = (computed + line[:, fields.SCHEDULED] + block_size - 1) // block_size - 1
+        target = (computed + line[:, SCHEDULED] + block_size - 1) // block_size - 1
         offset = (accepted - 1).clamp(min=0)
         acts = (held >= 0) & (held != target)
         counts.column[slot] = target.int()
@@ -69,9 +81,9 @@ def decide_reference(
         boundary = computed // block_size * block_size
         offset = boundary - (computed - accepted + 1)
         target = boundary // block_size - 1
-        every = line[:, fields.EVERY]
+        every = line[:, EVERY]
         kept = (every > 0) & (boundary % every.clamp(min=1) == 0)
-        kept |= (boundary == line[:, fields.FIRST]) | (boundary == line[:, fields.SECOND])
+        kept |= (boundary == line[:, FIRST]) | (boundary == line[:, SECOND])
         reached = (offset >= 0) & kept
         acts = reached & ((offset > 0) | (target != held))
         rebased = reached & (target == held)
@@ -99,7 +111,6 @@ def _decide_move_kernel(
     word_type: tl.constexpr,
     tap_type: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
-    FIELDS: tl.constexpr,
     PHASE: tl.constexpr,
     ROWS: tl.constexpr,
     TAPS: tl.constexpr,
@@ -113,13 +124,13 @@ def _decide_move_kernel(
 ):
     line = tl.arange(0, ROWS)
     here = line < count
-    entry = entries + line * FIELDS
-    slot = tl.load(entry + 3, mask=here, other=0)
+    entry = entries + line * ENTRY_FIELDS
+    slot = tl.load(entry + REQUEST, mask=here, other=0)
     held = tl.load(column + slot, mask=here, other=-1)
     a = tl.load(accepted + slot, mask=here, other=1)
     n = tl.load(computed + slot, mask=here, other=0)
-    if PHASE == 0:
-        scheduled = tl.load(entry + 1, mask=here, other=1)
+    if PHASE == BEFORE:
+        scheduled = tl.load(entry + SCHEDULED, mask=here, other=1)
         target = (n + scheduled + BLOCK_SIZE - 1) // BLOCK_SIZE - 1
         offset = tl.maximum(a - 1, 0)
         acts = here & (held >= 0) & (held != target)
@@ -129,14 +140,14 @@ def _decide_move_kernel(
         offset = boundary - (n - a + 1)
         target = boundary // BLOCK_SIZE - 1
         reached = here & (offset >= 0)
-        every = tl.load(entry + 8, mask=reached, other=0)
+        every = tl.load(entry + EVERY, mask=reached, other=0)
         kept = (every > 0) & (boundary % tl.maximum(every, 1) == 0)
-        kept = kept | (boundary == tl.load(entry + 9, mask=reached, other=0))
-        kept = kept | (boundary == tl.load(entry + 10, mask=reached, other=0))
+        kept = kept | (boundary == tl.load(entry + FIRST, mask=reached, other=0))
+        kept = kept | (boundary == tl.load(entry + SECOND, mask=reached, other=0))
         reached = reached & kept
         acts = reached & ((offset > 0) | (target != held))
         rebased = reached & (target == held)
-    table_row = tl.load(entry, mask=acts, other=0)
+    table_row = tl.load(entry + SLOT, mask=acts, other=0)
     move_rows(
         acts,
         table_row,
@@ -165,12 +176,12 @@ def _decide_move_kernel(
     tl.debug_barrier()
     if tl.atomic_add(arrived, 1) == tl.num_programs(0) - 1:
         tl.store(arrived, 0)
-        if PHASE == 0:
+        if PHASE == BEFORE:
             tl.store(column + slot, target, mask=here)
         tl.store(accepted + slot, 1, mask=rebased)
-        tl.store(moves + line, held, mask=here)
-        tl.store(moves + moves_stride + line, offset, mask=here)
-        tl.store(moves + 2 * moves_stride + line, tl.where(acts, target, -1), mask=here)
+        tl.store(moves + SOURCE * moves_stride + line, held, mask=here)
+        tl.store(moves + OFFSET * moves_stride + line, offset, mask=here)
+        tl.store(moves + TARGET * moves_stride + line, tl.where(acts, target, -1), mask=here)
         moved = tl.sum(acts.to(tl.int64), axis=0)
         tl.store(totals + PHASE, tl.load(totals + PHASE) + moved)
 
@@ -192,7 +203,7 @@ def decide_and_move(
     """
     if not runs_triton(entries):
         decide_reference(entries, count, counts, moves, totals, block_size, phase)
-        move_reference(states, entries[:count, fields.SLOT], *moves[:, :count])
+        move_reference(states, entries[:count, SLOT], *moves[:, :count])
         return
     tiles = tile_arguments(states)
     most = count * tiles["num_layers"] * (tiles["SSM_TILES"] + tiles["WINDOW_TILES"])
@@ -206,7 +217,6 @@ def decide_and_move(
         arrived,
         **tiles,
         BLOCK_SIZE=block_size,
-        FIELDS=fields.ENTRY_FIELDS,
         PHASE=phase,
         ROWS=listed_rows(count),
         num_warps=WARPS,

@@ -13,7 +13,7 @@ from helpers.interpreter import CUDA, elsewhere, kernels, run_in_interpreter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybrid_runtime.kernels.step import advance_columns as fields
+from hybrid_runtime.kernels.step import entry as fields
 from hybrid_runtime.kernels.step.advance_replay import (
     IDLE,
     ReplayPositions,

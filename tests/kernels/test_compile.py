@@ -29,7 +29,7 @@ from hybrid_runtime.kernels.step import advance_columns, block_fill, state_copy
 from hybrid_runtime.kernels.step import vllm_decide as decide
 
 MOVE: dict[str, Any] = {
-    "word_type": tl.int32, "tap_type": tl.int16, "FIELDS": 16, "POST": True, "EVERY_ROW": False,
+    "word_type": tl.int32, "tap_type": tl.int16, "POST": True, "EVERY_ROW": False,
     "BLOCK_SIZE": 4336, "ROWS": 16, "TAPS": 3, "SSM_WORDS": 8192, "SSM_TILES": 2,
     "SSM_TILE": 4096, "WINDOW_TILES": 1, "WINDOW_TILE": 1024, "VECTOR": True, "SSM_PARTS": 4,
 }  # fmt: skip
@@ -38,7 +38,7 @@ FILL: dict[str, Any] = {
     "window_type": tl.bfloat16, "ssm_type": tl.float16, "WINDOW": 600, "SSM": 8192,
     "WINDOW_TILES": 1, "SSM_TILES": 2, "TILE": 4096,
 }  # fmt: skip
-ADVANCE: dict[str, Any] = {"BLOCK_SIZE": 4336, "IN_PLACE": False, "FIELDS": 16, "LINES": 128}
+ADVANCE: dict[str, Any] = {"BLOCK_SIZE": 4336, "IN_PLACE": False, "LINES": 128}
 CONV: dict[str, Any] = {
     "CHANNELS": 10240, "TAPS": 4, "TOKENS": 4, "TILE": 256,
     "x_channel": 1, "window_channel": 1, "weight_tap": 1, "bias_channel": 1,

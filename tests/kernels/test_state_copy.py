@@ -10,7 +10,7 @@ import torch
 from helpers.hash_model import HashRunner
 from helpers.interpreter import CUDA, elsewhere, kernels, run_in_interpreter
 
-from hybrid_runtime.kernels.step import advance_columns as fields
+from hybrid_runtime.kernels.step import entry as fields
 from hybrid_runtime.kernels.step.block_fill import fill_blocks, fill_blocks_reference
 from hybrid_runtime.kernels.step.state_copy import (
     postcopy,

@@ -19,7 +19,7 @@ from triton.runtime.jit import JITFunction
 
 from hybrid_runtime.kernels.layers import pooling
 from hybrid_runtime.kernels.sampling import accept, argmax, uniform
-from hybrid_runtime.kernels.step import advance_columns, commit_tokens, prepare_inputs
+from hybrid_runtime.kernels.step import commit_tokens, entry, prepare_inputs
 from hybrid_runtime.kernels.step.commit_tokens import DraftInputs
 from hybrid_runtime.kernels.step.prepare_inputs import StepInputs
 
@@ -58,11 +58,11 @@ class World:
         self.drafts, self.length = lines[:, 1 : num_draft + 1], lines[:, num_draft + 2]
         self.history = draw(0, 90, SLOTS + 1, LENGTH).to(DEVICE)
         self.computed = draw(0, 40, SLOTS).to(DEVICE)
-        entries = draw(0, 3, 2 * SLOTS, advance_columns.ENTRY_FIELDS)
+        entries = draw(0, 3, 2 * SLOTS, entry.ENTRY_FIELDS)
         for i, (slot, scheduled, draft) in enumerate(rows):
-            entries[i, advance_columns.SLOT] = slot
-            entries[i, advance_columns.SCHEDULED] = scheduled
-            entries[i, advance_columns.DRAFT] = draft
+            entries[i, entry.SLOT] = slot
+            entries[i, entry.SCHEDULED] = scheduled
+            entries[i, entry.DRAFT] = draft
             if slot >= 0:  # some are in the middle of their prompt
                 left = 0 if draft else int(draw(0, 3, 1)) * 20
                 self.length[slot] = int(self.computed[slot]) + scheduled - draft + left
@@ -261,7 +261,7 @@ def test_uniform(shape: tuple[int, ...]) -> None:
 
 
 I32 = "*i32"
-PLACED = {"FIELDS": 16, "WIDTH": 8, "ROWS": 64, "TILE": 128}
+PLACED = {"WIDTH": 8, "ROWS": 64, "TILE": 128}
 COMMITTED = {"WIDTH": 8, "TILE": 128}
 COMPILED = [
     *((prepare_inputs._prepare_inputs_kernel, PLACED | {"NUM_DRAFT": k}, {}) for k in (0, 3)),

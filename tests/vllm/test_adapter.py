@@ -30,7 +30,7 @@ from helpers.vllm_stand_in import (
 from hybrid_runtime.integrations.vllm import models, plugin, versions
 from hybrid_runtime.integrations.vllm.bounds import Bounds
 from hybrid_runtime.integrations.vllm.state import AlignedStates, model_state_class
-from hybrid_runtime.kernels.step.advance_columns import ENTRY_FIELDS
+from hybrid_runtime.kernels.step.entry import ENTRY_FIELDS, SCHEDULED, SLOT
 from hybrid_runtime.kernels.step.state_copy import move_reference
 from hybrid_runtime.kernels.step.state_table import StateTable
 from hybrid_runtime.kernels.step.vllm_decide import (
@@ -340,14 +340,14 @@ def test_decide_kernel(phase: int, count: int) -> None:
     arrived = torch.zeros(1, dtype=torch.int32, device=device)
     for _ in range(3):
         entries = ints(0, 3, count, ENTRY_FIELDS) * B
-        entries[:, 0] = torch.randperm(slots, generator=generator)[:count].int()
-        entries[:, 1] = ints(1, 2 * B, count)
+        entries[:, SLOT] = torch.randperm(slots, generator=generator)[:count].int()
+        entries[:, SCHEDULED] = ints(1, 2 * B, count)
         entries[:, REQUEST] = torch.randperm(slots, generator=generator)[:count].int()
         entries = entries.to(device)
         decide_and_move(sides[0][0], entries, count, *sides[0][1:], arrived, B, phase)
         states, *rest = sides[1]
         decide_reference(entries, count, *rest, B, phase)
-        move_reference(states, entries[:count, 0], *rest[1][:, :count])
+        move_reference(states, entries[:count, SLOT], *rest[1][:, :count])
         (ours, *one), (theirs, *other) = sides
         pairs = [(ours.windows, theirs.windows), (ours.ssm, theirs.ssm), (one[0], other[0])]
         for mine, known in [*pairs, (one[1:], other[1:])]:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from hybrid_runtime.integrations.vllm.mover import Mover, Step
-from hybrid_runtime.kernels.step import advance_columns as fields
+from hybrid_runtime.kernels.step import entry as fields
 from hybrid_runtime.kernels.step.vllm_decide import AFTER, BEFORE, Counts
 
 PER_STATE = (

@@ -13,7 +13,7 @@ from torch import Tensor
 from hybrid_runtime.device.sync import Waits
 from hybrid_runtime.device.transfer import Staging
 from hybrid_runtime.integrations.vllm.bounds import Bounds, Plan
-from hybrid_runtime.kernels.step import advance_columns as fields
+from hybrid_runtime.kernels.step import entry as fields
 from hybrid_runtime.kernels.step.state_table import StateTable
 from hybrid_runtime.kernels.step.vllm_decide import AFTER, BEFORE, REQUEST, Counts, decide_and_move
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hybrid_runtime.device.transfer import Staging
-from hybrid_runtime.kernels.step import advance_columns as fields
+from hybrid_runtime.kernels.step import entry as fields
 from hybrid_runtime.kernels.step.advance_columns import Positions, SlotState, advance
 from hybrid_runtime.kernels.step.state_copy import compile_moves, postcopy, precopy
 from hybrid_runtime.kernels.step.state_table import StateTable

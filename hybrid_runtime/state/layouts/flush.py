@@ -17,7 +17,7 @@ from hybrid_runtime.device.sync import Waits
 from hybrid_runtime.device.transfer import Staging
 from hybrid_runtime.kernels.replay.flush import replay_flush
 from hybrid_runtime.kernels.replay.naive import Replay, Rounding, WindowCache
-from hybrid_runtime.kernels.step import advance_columns as fields
+from hybrid_runtime.kernels.step import entry as fields
 from hybrid_runtime.kernels.step.state_table import StateTable
 from hybrid_runtime.state import align
 from hybrid_runtime.state.in_flight import InFlightSteps
