@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from hybrid_runtime.kernels.attention.launch import AttentionRows, KVCache
 from hybrid_runtime.kernels.attention.paged import paged_attention
 from hybrid_runtime.kernels.attention.store_kv import store_kv
 from hybrid_runtime.models.forward_batch import Caches, RowBatch
@@ -72,21 +73,18 @@ class Attention(nn.Module):
         q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in self._project(x))
         if rotate is not None:
             q, k = rotate(q), rotate(k)
-        k_cache, v_cache = caches.kv[layer]
-        table = caches.kv_block_table
-        store_kv(k, v, k_cache, v_cache, table, batch.slot, batch.cu_seqlens, batch.computed)
+        cache = KVCache(*caches.kv[layer], caches.kv_block_table)
+        store_kv(k, v, cache, AttentionRows(batch.slot, batch.cu_seqlens, batch.computed))
         outputs = [
             paged_attention(
-                part.tokens(q),
-                k_cache,
-                v_cache,
-                table,
-                part.rows(batch.slot),
-                part.cu_seqlens,
-                part.rows(batch.computed),
-                part.max_scheduled,
-                batch.max_context,
-                self.head_dim**-0.5,
+                q=part.tokens(q),
+                cache=cache,
+                rows=AttentionRows(
+                    part.rows(batch.slot), part.cu_seqlens, part.rows(batch.computed)
+                ),
+                max_scheduled=part.max_scheduled,
+                max_context=batch.max_context,
+                scale=self.head_dim**-0.5,
             )
             for part in batch.parts(x.shape[0])
         ]

@@ -1,18 +1,127 @@
-"""Launch shapes of paged attention, and among how many programs a context is divided."""
+"""What attention is launched with: arguments that travel together, launch shapes, and splits.
+
+A *split* is one program's part of a row's context.
+"""
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 
 from hybrid_runtime.kernels.common.backend import num_programs
 
 
-class Tiling(NamedTuple):
-    """Launch shape: query rows of a tile, tokens in it, tiles per row, positions of a tile."""
+class KVCache(NamedTuple):
+    """Keys and values of one layer, in blocks.
+
+    Attributes:
+        k: [blocks, block_size, Hkv, D], any strides.
+        v: as k.
+        block_table: int32 [slots, columns] of physical blocks.
+    """
+
+    k: Tensor
+    v: Tensor
+    block_table: Tensor
+
+    def check(self, k: Tensor, v: Tensor) -> None:
+        """Raise ValueError unless new keys and values [..., Hkv, D] fit into the blocks."""
+        for name, new, cache in (("k", k, self.k), ("v", v, self.v)):
+            if cache.dim() != 4 or cache.shape[2:] != new.shape[-2:]:
+                raise ValueError(
+                    f"cache.{name} is {tuple(cache.shape)}, must be [blocks, block_size, "
+                    f"{new.shape[-2]}, {new.shape[-1]}]"
+                )
+
+
+class AttentionRows(NamedTuple):
+    """The rows of one forward pass.
+
+    Attributes:
+        slot: int32 [rows], the row's line of the block table; -1 = padded row.
+        cu_seqlens: int32 [rows + 1]; tokens of row i are [cu_seqlens[i], cu_seqlens[i + 1]).
+        computed: int32 [rows], tokens cached before this pass = position of the first token.
+    """
+
+    slot: Tensor
+    cu_seqlens: Tensor
+    computed: Tensor
+
+
+class TokenStrides(NamedTuple):
+    """Strides of [tokens, heads, D]."""
+
+    token: int
+    head: int
+    dim: int
+
+
+class CacheStrides(NamedTuple):
+    """Strides of [blocks, block_size, heads, D]."""
+
+    block: int
+    position: int
+    head: int
+    dim: int
+
+
+class AttentionShape(NamedTuple):
+    """What both attention kernels are compiled for.
+
+    Attributes:
+        HEADS: query heads.
+        KV_HEADS: key heads.
+        D: size of a head.
+        BLOCK_SIZE: positions of a cache block.
+        TOKENS: tokens of a query tile.
+        BLOCK_M: query rows of a tile, `TOKENS` times the query heads of a key head or more.
+        BLOCK_N: positions of a tile of keys and values.
+        BLOCK_D: D rounded up to a power of two.
+    """
+
+    HEADS: tl.constexpr
+    KV_HEADS: tl.constexpr
+    D: tl.constexpr
+    BLOCK_SIZE: tl.constexpr
+    TOKENS: tl.constexpr
+    BLOCK_M: tl.constexpr
+    BLOCK_N: tl.constexpr
+    BLOCK_D: tl.constexpr
+
+
+@functools.cache
+def attention_shape(
+    heads: int, kv_heads: int, head_dim: int, block_size: int, tiling: AttentionTiling
+) -> AttentionShape:
+    """The constants of a launch. Kept, because Triton finds a compiled kernel by their hash."""
+    return AttentionShape(
+        HEADS=tl.constexpr(heads),
+        KV_HEADS=tl.constexpr(kv_heads),
+        D=tl.constexpr(head_dim),
+        BLOCK_SIZE=tl.constexpr(block_size),
+        TOKENS=tl.constexpr(tiling.tokens),
+        BLOCK_M=tl.constexpr(tiling.block_m),
+        BLOCK_N=tl.constexpr(tiling.block_n),
+        BLOCK_D=tl.constexpr(max(triton.next_power_of_2(head_dim), 16)),
+    )
+
+
+class AttentionTiling(NamedTuple):
+    """Launch shape.
+
+    Attributes:
+        block_m: query rows of a tile.
+        tokens: tokens of a tile.
+        query_tiles: tiles of the longest row.
+        block_n: positions of a tile of keys and values.
+        warps: per program.
+        stages: tiles of keys and values on their way from memory.
+    """
 
     block_m: int
     tokens: int
@@ -23,8 +132,12 @@ class Tiling(NamedTuple):
 
 
 class Splits(NamedTuple):
-    """Among how many programs a row's context is divided at most, and positions that one takes at
-    least."""
+    """How a row's context is divided among programs.
+
+    Attributes:
+        programs: splits per row at most.
+        least: positions per split at least.
+    """
 
     programs: int
     least: int = 1
@@ -33,12 +146,14 @@ class Splits(NamedTuple):
 PROGRAMS = 4
 """Programs per multiprocessor that `attention_splits` aims at."""
 LONGEST = 2048
-"""Positions that one program takes where there are enough rows to fill the GPU without splitting:
-more would let one long row among short ones finish late."""
+"""Positions per split where there are enough rows to fill the GPU without splitting: more would let
+one long row among short ones finish late."""
 MAX_SPLITS = 64
 
 
-def attention_tiling(group: int, head_dim: int, max_scheduled: int, dtype: torch.dtype) -> Tiling:
+def attention_tiling(
+    group: int, head_dim: int, max_scheduled: int, dtype: torch.dtype
+) -> AttentionTiling:
     """Launch shape for `group` query heads per key head; swept on an H200."""
     exact = dtype == torch.float32  # products without matrix units: small tiles
     most = max(32 if exact else 128, triton.next_power_of_2(group))
@@ -49,13 +164,22 @@ def attention_tiling(group: int, head_dim: int, max_scheduled: int, dtype: torch
     warps, stages = (4, 2) if exact else (2, 5) if block_m <= 32 else (4, 5)
     if block_m > 64:
         warps, stages = 8, 3
-    return Tiling(block_m, tokens, triton.cdiv(max_scheduled, tokens), block_n, warps, stages)
+    query_tiles = triton.cdiv(max_scheduled, tokens)
+    return AttentionTiling(block_m, tokens, query_tiles, block_n, warps, stages)
 
 
 def attention_splits(
     q: Tensor, kv_heads: int, rows: int, max_scheduled: int, max_context: int
 ) -> Splits:
-    """Enough to fill the GPU, and not to leave a long row behind, from bounds only."""
+    """Enough splits to fill the GPU and not to leave a long row behind, from host bounds only.
+
+    Args:
+        q: [tokens, Hq, D].
+        kv_heads: key heads.
+        rows: rows of the pass.
+        max_scheduled: upper bound of tokens per row.
+        max_context: upper bound of computed + scheduled.
+    """
     tiling = attention_tiling(q.shape[1] // kv_heads, q.shape[2], max_scheduled, q.dtype)
     programs = max(rows * kv_heads * tiling.query_tiles, 1)
     fill = min(max(num_programs(q, PROGRAMS) // programs, 1), MAX_SPLITS)

@@ -2,23 +2,33 @@
 
 The kernel is made for verify and draft rows. All query heads of a key head times the row's tokens
 are one tile, so a key is read once for all of them; longer rows take several tiles. A row's context
-is divided among several programs and a second small kernel adds up their results, so that few rows
-with long contexts occupy the whole GPU; a row short enough for one program needs no second kernel.
+is divided among several programs (splits), whose results a second small kernel sums, so that few
+rows with long contexts occupy the whole GPU. A row short enough for one split is done after the
+first kernel.
 """
 
 from __future__ import annotations
 
+import math
+
 import torch
 import triton
 import triton.language as tl
+from einops import einsum, rearrange
 from torch import Tensor
 
 from hybrid_runtime.kernels.attention.launch import (
+    AttentionRows,
+    CacheStrides,
+    KVCache,
     Splits,
+    TokenStrides,
     attention_scratch,
+    attention_shape,
     attention_splits,
     attention_tiling,
 )
+from hybrid_runtime.kernels.attention.reduce import divide_context, reduce_splits
 from hybrid_runtime.kernels.common.backend import runs_triton
 from hybrid_runtime.kernels.common.pdl import pdl, pdl_wait
 from hybrid_runtime.kernels.common.varlen import gather_rows, row_tokens, scatter_rows
@@ -26,12 +36,8 @@ from hybrid_runtime.kernels.common.varlen import gather_rows, row_tokens, scatte
 
 def paged_attention_reference(
     q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    block_table: Tensor,
-    slot: Tensor,
-    cu_seqlens: Tensor,
-    computed: Tensor,
+    cache: KVCache,
+    rows: AttentionRows,
     max_scheduled: int,
     max_context: int,
     scale: float,
@@ -44,12 +50,8 @@ def paged_attention_reference(
 
     Args:
         q: [tokens, Hq, D].
-        k_cache: [blocks, block_size, Hkv, D].
-        v_cache: [blocks, block_size, Hkv, D].
-        block_table: int32 [slots, columns] of physical blocks.
-        slot: int32 [rows]; -1 = padded row.
-        cu_seqlens: int32 [rows + 1].
-        computed: int32 [rows], position of the row's first token.
+        cache: keys and values.
+        rows: whose tokens they are.
         max_scheduled: upper bound of tokens per row.
         max_context: upper bound of computed + scheduled.
         scale: factor of the scores, usually D ** -0.5.
@@ -60,50 +62,44 @@ def paged_attention_reference(
     Raises:
         ValueError: query heads are no multiple of key heads.
     """
-    heads, kv_heads = q.shape[1], k_cache.shape[2]
-    _check_heads(heads, kv_heads)
+    kv_heads, block_size = cache.k.shape[2], cache.k.shape[1]
+    _check_heads(q.shape[1], kv_heads)
     acc = torch.promote_types(q.dtype, torch.float32)
-    block_size = k_cache.shape[1]
+    slot, cu_seqlens, computed = rows
     active = slot >= 0
     index, valid = row_tokens(cu_seqlens, max_scheduled, q.shape[0], active)
-    queries = gather_rows(q, index, valid).to(acc).unflatten(2, (kv_heads, heads // kv_heads))
+    queries = gather_rows(q, index, valid).to(acc)
+    queries = rearrange(queries, "row token (kv group) d -> row token kv group d", kv=kv_heads)
 
-    context = min(max_context, block_table.shape[1] * block_size)
+    context = min(max_context, cache.block_table.shape[1] * block_size)
     position = torch.arange(context, device=q.device)
     length = computed.long() + (cu_seqlens[1:] - cu_seqlens[:-1]).long()
     inside = active[:, None] & (position < length[:, None])
-    table = block_table[torch.where(active, slot, 0).long()].long()
+    table = cache.block_table[torch.where(active, slot, 0).long()].long()
     block = torch.where(inside, table[:, position // block_size], 0)
-    keys = k_cache[block, position % block_size].to(acc)
-    values = v_cache[block, position % block_size].to(acc)
+    keys = cache.k[block, position % block_size].to(acc)
+    values = cache.v[block, position % block_size].to(acc)
     values = torch.where(inside[:, :, None, None], values, values.new_zeros(()))
 
-    scores = torch.einsum("rskgd,rckd->rkgsc", queries, keys) * scale
-    step = torch.arange(max_scheduled, device=q.device)
-    visible = position <= (computed.long()[:, None] + step)[..., None]
-    visible = (visible & inside[:, None] & valid[..., None])[:, None, None]
-    weights = torch.softmax(scores.masked_fill(~visible, float("-inf")), dim=-1)
-    # A row of nothing but -inf (padding) softmaxes to NaN.
+    scores = einsum(
+        queries, keys, "row token kv group d, row pos kv d -> row kv group token pos"
+    )  # fmt: skip
+    last_seen = computed.long()[:, None] + torch.arange(max_scheduled, device=q.device)
+    visible = (position <= last_seen[..., None]) & inside[:, None] & valid[..., None]
+    visible = rearrange(visible, "row token pos -> row 1 1 token pos")
+    weights = torch.softmax((scores * scale).masked_fill(~visible, float("-inf")), dim=-1)
+    # A token that sees nothing (padding) has NaN for weights.
     weights = torch.where(visible, weights, weights.new_zeros(()))
-    y = torch.einsum("rkgsc,rckd->rskgd", weights, values).flatten(2, 3)
+    y = einsum(
+        weights, values, "row kv group token pos, row pos kv d -> row token kv group d"
+    )  # fmt: skip
+    y = rearrange(y, "row token kv group d -> row token (kv group) d")
     return scatter_rows(y.to(q.dtype), index, valid, q.shape[0])
 
 
 def _check_heads(heads: int, kv_heads: int) -> None:
     if heads % kv_heads:
-        raise ValueError(f"q has {heads} heads, must be a multiple of k_cache's {kv_heads}")
-
-
-@triton.jit
-def _partition(
-    start, scheduled, first, limit, least, splits, TOKENS: tl.constexpr, BLOCK_N: tl.constexpr
-):
-    """Context of the query tile whose first token is `first`, and how it is divided: so many tiles
-    of positions for each program, and programs that have any."""
-    context = tl.minimum(start + tl.minimum(scheduled, first + TOKENS), limit)
-    tiles = tl.cdiv(context, BLOCK_N)
-    share = tl.maximum(tl.cdiv(tiles, splits), tl.cdiv(least, BLOCK_N))
-    return context, share, tl.cdiv(tiles, share)
+        raise ValueError(f"q has {heads} heads, must be a multiple of the cache's {kv_heads}")
 
 
 @triton.jit
@@ -135,179 +131,121 @@ def _attention_kernel(
     limit,
     least,
     scale,
-    q_stride_token,
-    q_stride_head,
-    q_stride_dim,
-    k_stride_block,
-    k_stride_position,
-    k_stride_head,
-    k_stride_dim,
-    v_stride_block,
-    v_stride_position,
-    v_stride_head,
-    v_stride_dim,
+    q_stride,
+    k_stride,
+    v_stride,
     table_stride,
+    shape,
     dot_type: tl.constexpr,
-    HEADS: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
     SPLIT: tl.constexpr,
     TRIPS: tl.constexpr,
-    TOKENS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """One program per key head and query tile, row, and split. `scale` includes log2(e)."""
     pdl_wait(PDL, False)
-    group: tl.constexpr = HEADS // KV_HEADS
-    kv_head = tl.program_id(0) % KV_HEADS
+    HEADS: tl.constexpr = shape.HEADS
+    KV_HEADS: tl.constexpr = shape.KV_HEADS
+    D: tl.constexpr = shape.D
+    BLOCK_SIZE: tl.constexpr = shape.BLOCK_SIZE
+    TOKENS: tl.constexpr = shape.TOKENS
+    BLOCK_M: tl.constexpr = shape.BLOCK_M
+    BLOCK_N: tl.constexpr = shape.BLOCK_N
+    BLOCK_D: tl.constexpr = shape.BLOCK_D
+    GROUP: tl.constexpr = HEADS // KV_HEADS
+    i_kv = tl.program_id(0) % KV_HEADS
     first = tl.program_id(0) // KV_HEADS * TOKENS
-    row = tl.program_id(1)
-    split = tl.program_id(2)
-    here = tl.load(slot + row)
-    begin = tl.load(cu_seqlens + row)
-    end = tl.load(cu_seqlens + row + 1)
-    if (tl.program_id(0) == 0) & (split == 0):  # tokens that nobody attends for
-        if row == 0:
+    i_row = tl.program_id(1)
+    i_split = tl.program_id(2)
+    i_slot = tl.load(slot + i_row)
+    begin = tl.load(cu_seqlens + i_row)
+    end = tl.load(cu_seqlens + i_row + 1)
+    if (tl.program_id(0) == 0) & (i_split == 0):  # zero the outputs of tokens without a row
+        if i_row == 0:
             _zero(out, 0, begin, D, HEADS, 1024)
-        if row == tl.num_programs(1) - 1:
+        if i_row == tl.num_programs(1) - 1:
             _zero(out, end, tokens, D, HEADS, 1024)
-        if here < 0:
+        if i_slot < 0:
             _zero(out, begin, end, D, HEADS, 1024)
     scheduled = end - begin
-    start = tl.load(computed + row)
-    context, share, used = _partition(
+    start = tl.load(computed + i_row)
+    context, share, used = divide_context(
         start, scheduled, first, limit, least, tl.num_programs(2), TOKENS, BLOCK_N
     )
-    if (here < 0) | (first >= scheduled) | (split >= used):
+    if (i_slot < 0) | (first >= scheduled) | (i_split >= used):
         return
 
-    m = tl.arange(0, BLOCK_M)
-    d = tl.arange(0, BLOCK_D)
-    step = first + m // group
-    head = kv_head * group + m % group
-    valid = (m < TOKENS * group) & (step < scheduled)
-    token = (begin + step).to(tl.int64)
-    stored = valid[:, None] & (d < D)[None, :]
-    at = token * q_stride_token + head * q_stride_head
-    query = tl.load(q + at[:, None] + d[None, :] * q_stride_dim, mask=stored, other=0.0)
-    query = query.to(dot_type)
+    o_m = tl.arange(0, BLOCK_M)
+    o_d = tl.arange(0, BLOCK_D)
+    o_t = first + o_m // GROUP
+    o_h = i_kv * GROUP + o_m % GROUP
+    m_m = (o_m < TOKENS * GROUP) & (o_t < scheduled)
+    m_q = m_m[:, None] & (o_d < D)[None, :]
+    o_token = (begin + o_t).to(tl.int64)
+    p_q = q + (o_token * q_stride.token + o_h * q_stride.head)[:, None]
+    b_q = tl.load(p_q + o_d[None, :] * q_stride.dim, mask=m_q, other=0.0)
+    b_q = b_q.to(dot_type)
 
-    table = block_table + here.to(tl.int64) * table_stride
-    k_base = k_cache + tl.cast(kv_head, tl.int64) * k_stride_head
-    v_base = v_cache + tl.cast(kv_head, tl.int64) * v_stride_head
-    n = tl.arange(0, BLOCK_N)
-    origin = split * share * BLOCK_N
+    p_table = block_table + i_slot.to(tl.int64) * table_stride
+    p_k = k_cache + tl.cast(i_kv, tl.int64) * k_stride.head
+    p_v = v_cache + tl.cast(i_kv, tl.int64) * v_stride.head
+    o_n = tl.arange(0, BLOCK_N)
+    origin = i_split * share * BLOCK_N
     bound = tl.minimum(context, origin + share * BLOCK_N)
-    top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-    total = tl.zeros((BLOCK_M,), tl.float32)
-    acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    b_max = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    b_sum = tl.zeros((BLOCK_M,), tl.float32)
+    b_acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     # Triton 3.6's interpreter has no loops of run-time length; there TRIPS bounds them.
-    for trip in range(TRIPS if TRIPS > 0 else tl.cdiv(bound - origin, BLOCK_N)):
-        low = origin + trip * BLOCK_N
-        position = low + n
-        inside = position < bound
+    for i_tile in range(TRIPS if TRIPS > 0 else tl.cdiv(bound - origin, BLOCK_N)):
+        low = origin + i_tile * BLOCK_N
+        o_pos = low + o_n
+        m_pos = o_pos < bound
         if BLOCK_SIZE % BLOCK_N == 0:  # the tile lies in one block
-            block = tl.load(table + low // BLOCK_SIZE, mask=low < bound, other=0).to(tl.int64)
+            i_block = tl.load(p_table + low // BLOCK_SIZE, mask=low < bound, other=0).to(tl.int64)
             within = (low % BLOCK_SIZE).to(tl.int64)
-            k_at = block * k_stride_block + within * k_stride_position + n * k_stride_position
-            v_at = block * v_stride_block + within * v_stride_position + n * v_stride_position
+            o_k = i_block * k_stride.block + within * k_stride.position + o_n * k_stride.position
+            o_v = i_block * v_stride.block + within * v_stride.position + o_n * v_stride.position
         else:
-            block = tl.load(table + position // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
-            within = (position % BLOCK_SIZE).to(tl.int64)
-            k_at = block * k_stride_block + within * k_stride_position
-            v_at = block * v_stride_block + within * v_stride_position
-        read = inside[:, None]
+            o_block = tl.load(p_table + o_pos // BLOCK_SIZE, mask=m_pos, other=0).to(tl.int64)
+            o_within = (o_pos % BLOCK_SIZE).to(tl.int64)
+            o_k = o_block * k_stride.block + o_within * k_stride.position
+            o_v = o_block * v_stride.block + o_within * v_stride.position
+        m_kv = m_pos[:, None]
         if D < BLOCK_D:
-            read = read & (d < D)[None, :]
-        key = tl.load(k_base + k_at[:, None] + d[None, :] * k_stride_dim, mask=read, other=0.0)
-        value = tl.load(v_base + v_at[:, None] + d[None, :] * v_stride_dim, mask=read, other=0.0)
-        score = tl.dot(query, tl.trans(key.to(dot_type)), input_precision="ieee") * scale
-        visible = (position[None, :] <= (start + step)[:, None]) & inside[None, :]
-        score = tl.where(visible, score, float("-inf"))
-        higher = tl.maximum(top, tl.max(score, axis=1))
-        # No position of this tile or those before is visible to a token: its sums stay 0.
-        finite = tl.where(higher == float("-inf"), 0.0, higher)
-        weight = tl.exp2(score - finite[:, None])
-        decay = tl.exp2(top - finite)
-        total = total * decay + tl.sum(weight, axis=1)
-        acc = acc * decay[:, None]
-        acc = tl.dot(weight.to(dot_type), value.to(dot_type), acc, input_precision="ieee")
-        top = higher
+            m_kv = m_kv & (o_d < D)[None, :]
+        b_k = tl.load(p_k + o_k[:, None] + o_d[None, :] * k_stride.dim, mask=m_kv, other=0.0)
+        b_v = tl.load(p_v + o_v[:, None] + o_d[None, :] * v_stride.dim, mask=m_kv, other=0.0)
+        b_s = tl.dot(b_q, tl.trans(b_k.to(dot_type)), input_precision="ieee") * scale
+        visible = (o_pos[None, :] <= (start + o_t)[:, None]) & m_pos[None, :]
+        b_s = tl.where(visible, b_s, float("-inf"))
+        b_higher = tl.maximum(b_max, tl.max(b_s, axis=1))
+        # While no position is visible to a token its maximum is -inf and its sums stay 0.
+        b_finite = tl.where(b_higher == float("-inf"), 0.0, b_higher)
+        b_weight = tl.exp2(b_s - b_finite[:, None])
+        b_decay = tl.exp2(b_max - b_finite)
+        b_sum = b_sum * b_decay + tl.sum(b_weight, axis=1)
+        b_acc = b_acc * b_decay[:, None]
+        b_acc = tl.dot(b_weight.to(dot_type), b_v.to(dot_type), b_acc, input_precision="ieee")
+        b_max = b_higher
 
-    acc = acc / tl.where(total > 0, total, 1.0)[:, None]
-    line = token * HEADS + head
+    b_acc = b_acc / tl.where(b_sum > 0, b_sum, 1.0)[:, None]
+    line = o_token * HEADS + o_h
     if SPLIT:
         if used > 1:
-            line += tl.cast(split, tl.int64) * tokens * HEADS
-            tl.store(partial + line[:, None] * D + d[None, :], acc, mask=stored)
-            tl.store(partial_lse + line, top + tl.log2(total), mask=valid)
+            line += tl.cast(i_split, tl.int64) * tokens * HEADS
+            tl.store(partial + line[:, None] * D + o_d[None, :], b_acc, mask=m_q)
+            tl.store(partial_lse + line, b_max + tl.log2(b_sum), mask=m_m)
         else:
-            result = acc.to(out.dtype.element_ty)
-            tl.store(out + line[:, None] * D + d[None, :], result, mask=stored)
+            b_out = b_acc.to(out.dtype.element_ty)
+            tl.store(out + line[:, None] * D + o_d[None, :], b_out, mask=m_q)
     else:
-        result = acc.to(out.dtype.element_ty)
-        tl.store(out + line[:, None] * D + d[None, :], result, mask=stored)
-
-
-@triton.jit(
-    do_not_specialize=["tokens", "limit", "least"],
-    do_not_specialize_on_alignment=["slot", "cu_seqlens", "computed"],
-)
-def _reduce_kernel(
-    partial,
-    partial_lse,
-    slot,
-    cu_seqlens,
-    computed,
-    out,
-    tokens,
-    limit,
-    least,
-    HEADS: tl.constexpr,
-    D: tl.constexpr,
-    SPLITS: tl.constexpr,
-    TOKENS: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    pdl_wait(PDL)
-    head = tl.program_id(0)
-    step = tl.program_id(1)
-    row = tl.program_id(2)
-    begin = tl.load(cu_seqlens + row)
-    scheduled = tl.load(cu_seqlens + row + 1) - begin
-    first = step // TOKENS * TOKENS
-    _, _, used = _partition(
-        tl.load(computed + row), scheduled, first, limit, least, SPLITS, TOKENS, BLOCK_N
-    )
-    if (tl.load(slot + row) < 0) | (step >= scheduled) | (used <= 1):
-        return
-    split = tl.arange(0, BLOCK_S)
-    d = tl.arange(0, BLOCK_D)
-    line = (begin + step).to(tl.int64) * HEADS + head
-    lines = split.to(tl.int64) * tokens * HEADS + line
-    lse = tl.load(partial_lse + lines, mask=split < used, other=float("-inf"))
-    weight = tl.exp2(lse - tl.max(lse, axis=0))
-    weight = weight / tl.sum(weight, axis=0)
-    read = (split < used)[:, None] & (d < D)[None, :]
-    parts = tl.load(partial + lines[:, None] * D + d[None, :], mask=read, other=0.0)
-    result = tl.sum(parts * weight[:, None], axis=0).to(out.dtype.element_ty)
-    tl.store(out + line * D + d, result, mask=d < D)
+        b_out = b_acc.to(out.dtype.element_ty)
+        tl.store(out + line[:, None] * D + o_d[None, :], b_out, mask=m_q)
 
 
 def paged_attention(
     q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    block_table: Tensor,
-    slot: Tensor,
-    cu_seqlens: Tensor,
-    computed: Tensor,
+    cache: KVCache,
+    rows: AttentionRows,
     max_scheduled: int,
     max_context: int,
     scale: float,
@@ -324,22 +262,59 @@ def paged_attention(
     Raises:
         ValueError: query heads are no multiple of key heads, or scratch is too small.
     """
-    dot_type = torch.promote_types(q.dtype, torch.promote_types(k_cache.dtype, v_cache.dtype))
+    dot_type = torch.promote_types(q.dtype, torch.promote_types(cache.k.dtype, cache.v.dtype))
     if not runs_triton(q) or dot_type == torch.float64:
-        return paged_attention_reference(
-            q, k_cache, v_cache, block_table, slot, cu_seqlens, computed, max_scheduled,
-            max_context, scale,
-        )  # fmt: skip
-    tokens, heads, size = q.shape
-    block_size, kv_heads = k_cache.shape[1:3]
-    rows = slot.shape[0]
+        return paged_attention_reference(q, cache, rows, max_scheduled, max_context, scale)
+    tokens, heads, head_dim = q.shape
+    block_size, kv_heads = cache.k.shape[1:3]
+    num_rows = rows.slot.shape[0]
     _check_heads(heads, kv_heads)
-    out = torch.empty((tokens, heads, size), dtype=q.dtype, device=q.device)
-    if rows == 0 or tokens == 0 or max_scheduled == 0:
+    out = torch.empty((tokens, heads, head_dim), dtype=q.dtype, device=q.device)
+    if num_rows == 0 or tokens == 0 or max_scheduled == 0:
         return out.zero_()
-    tiling = attention_tiling(heads // kv_heads, size, max_scheduled, dot_type)
+    tiling = attention_tiling(heads // kv_heads, head_dim, max_scheduled, dot_type)
     if splits is None:
-        splits = attention_splits(q, kv_heads, rows, max_scheduled, max_context)
+        splits = attention_splits(q, kv_heads, num_rows, max_scheduled, max_context)
+    partial, partial_lse = _partials(q, splits, scratch)
+    limit = min(max_context, cache.block_table.shape[1] * block_size)
+    trips = triton.cdiv(max(triton.cdiv(limit, splits.programs), splits.least), tiling.block_n)
+    shape = attention_shape(heads, kv_heads, head_dim, block_size, tiling)
+    # Splits come last: the programs that a short row leaves without work start after all others.
+    _attention_kernel[(kv_heads * tiling.query_tiles, num_rows, splits.programs)](
+        q=q,
+        k_cache=cache.k,
+        v_cache=cache.v,
+        block_table=cache.block_table,
+        slot=rows.slot,
+        cu_seqlens=rows.cu_seqlens,
+        computed=rows.computed,
+        out=out,
+        partial=partial,
+        partial_lse=partial_lse,
+        tokens=tokens,
+        limit=limit,
+        least=splits.least,
+        scale=scale * math.log2(math.e),
+        q_stride=TokenStrides(*q.stride()),
+        k_stride=CacheStrides(*cache.k.stride()),
+        v_stride=CacheStrides(*cache.v.stride()),
+        table_stride=cache.block_table.stride(0),
+        shape=shape,
+        # The interpreter multiplies bf16 as if its bits were integers.
+        dot_type=_TYPES[dot_type] if q.is_cuda else tl.float32,
+        SPLIT=splits.programs > 1,
+        TRIPS=0 if q.is_cuda else trips,
+        num_warps=tiling.warps,
+        num_stages=tiling.stages,
+        **pdl(q),
+    )
+    if splits.programs > 1:
+        reduce_splits(partial, partial_lse, rows, out, max_scheduled, limit, splits, shape)
+    return out
+
+
+def _partials(q: Tensor, splits: Splits, scratch: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Scratch cut into what each split stores: its result, and log2 of its sum of 2^score."""
     needed = attention_scratch(q, splits)
     if scratch is None:
         scratch = torch.empty(needed, dtype=torch.float32, device=q.device)
@@ -347,70 +322,8 @@ def paged_attention(
         raise ValueError(
             f"scratch is {scratch.dtype} [{scratch.numel()}], must be float32 [{needed}] or larger"
         )
-    partial, lse = scratch[: needed // (size + 1) * size], scratch[needed // (size + 1) * size :]
-    limit = min(max_context, block_table.shape[1] * block_size)
-    trips = triton.cdiv(max(triton.cdiv(limit, splits.programs), splits.least), tiling.block_n)
-    block_d = max(triton.next_power_of_2(size), 16)
-    # Splits come last: the programs that a short row leaves without work start after all others.
-    _attention_kernel[(kv_heads * tiling.query_tiles, rows, splits.programs)](
-        q,
-        k_cache,
-        v_cache,
-        block_table,
-        slot,
-        cu_seqlens,
-        computed,
-        out,
-        partial,
-        lse,
-        tokens,
-        limit,
-        splits.least,
-        scale * LOG2_E,
-        *q.stride(),
-        *k_cache.stride(),
-        *v_cache.stride(),
-        block_table.stride(0),
-        # The interpreter multiplies bf16 as if its bits were integers.
-        dot_type=_TYPES[dot_type] if q.is_cuda else tl.float32,
-        HEADS=heads,
-        KV_HEADS=kv_heads,
-        D=size,
-        BLOCK_SIZE=block_size,
-        SPLIT=splits.programs > 1,
-        TRIPS=0 if q.is_cuda else trips,
-        TOKENS=tiling.tokens,
-        BLOCK_M=tiling.block_m,
-        BLOCK_N=tiling.block_n,
-        BLOCK_D=block_d,
-        num_warps=tiling.warps,
-        num_stages=tiling.stages,
-        **pdl(q),
-    )
-    if splits.programs > 1:
-        block_s = triton.next_power_of_2(splits.programs)
-        _reduce_kernel[(heads, max_scheduled, rows)](
-            partial,
-            lse,
-            slot,
-            cu_seqlens,
-            computed,
-            out,
-            tokens,
-            limit,
-            splits.least,
-            HEADS=heads,
-            D=size,
-            SPLITS=splits.programs,
-            TOKENS=tiling.tokens,
-            BLOCK_N=tiling.block_n,
-            BLOCK_S=block_s,
-            BLOCK_D=block_d,
-            num_warps=min(max(block_s * block_d // 2048, 1), 8),  # at most 64 values a thread
-            **pdl(q),
-        )
-    return out
+    lines = needed // (q.shape[2] + 1)
+    return scratch[: lines * q.shape[2]], scratch[lines * q.shape[2] : needed]
 
 
-LOG2_E = 1.4426950408889634
 _TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}

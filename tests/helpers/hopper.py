@@ -34,20 +34,41 @@ def compiled(
     constants: dict[str, Any],
     multiples: Sequence[str] = (),
     options: dict[str, int] | None = None,
-    **types: str,
+    **types: str | tuple[Any, ...],
 ) -> Any:
-    """`multiples`: arguments that are multiples of 16, as launches find out by themselves."""
+    """Compile for a Hopper GPU.
+
+    Args:
+        kernel: what to compile.
+        constants: values of constexpr arguments and of strides that are 1.
+        multiples: arguments that are multiples of 16, as launches find out by themselves; all
+            entries of a tuple at once.
+        options: of the launch: num_warps, num_stages.
+        types: of the other arguments; of a tuple those of its entries, constants as values.
+    """
     given = {"PDL": True, "LINE": 64, "PARTS": 2}
     constants = {name: given[name] for name in kernel.arg_names if name in given} | constants
-    signature, attributes = {}, {}
+    known: dict[str, Any] = TYPES | types
+    signature: dict[str, Any] = {}
+    values: dict[tuple[int, ...], Any] = {}
+    attributes = {}
     for index, name in enumerate(kernel.arg_names):
+        type_ = known.get(name, "*i32" if name in POINTERS else "i32")
         if name in constants:
             signature[name] = "constexpr"
+            values[(index,)] = constants[name]
+        elif isinstance(type_, tuple):
+            entries = ["constexpr" if not isinstance(entry, str) else entry for entry in type_]
+            signature[name] = type(type_)(*entries)
+            paths = {(index, i): entry for i, entry in enumerate(type_)}
+            values |= {path: entry for path, entry in paths.items() if not isinstance(entry, str)}
         else:
-            signature[name] = (TYPES | types).get(name, "*i32" if name in POINTERS else "i32")
+            signature[name] = type_
+            paths = {(index,): type_}
         if name in multiples and name not in constants:
-            attributes[(index,)] = [["tt.divisibility", 16]]
-    source = ASTSource(kernel, signature, constants, attributes)
+            found = [path for path in paths if path not in values]
+            attributes |= {path: [["tt.divisibility", 16]] for path in found}
+    source = ASTSource(kernel, signature, values, attributes)
     options = options or {"num_warps": 2 if multiples else 4}
     code = compile_kernel(source, target=HOPPER, options=options)
     if "PDL" in kernel.arg_names:

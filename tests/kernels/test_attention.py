@@ -1,4 +1,4 @@
-"""KV write and paged attention kernels against their references and PyTorch's own attention."""
+"""KV store and paged attention kernels against their references and PyTorch's own attention."""
 
 import math
 from dataclasses import dataclass, replace
@@ -10,7 +10,13 @@ import triton
 from helpers.interpreter import elsewhere, kernels, run_in_interpreter
 from torch import Tensor
 
-from hybrid_runtime.kernels.attention.launch import Splits, attention_scratch, attention_splits
+from hybrid_runtime.kernels.attention.launch import (
+    AttentionRows,
+    KVCache,
+    Splits,
+    attention_scratch,
+    attention_splits,
+)
 from hybrid_runtime.kernels.attention.paged import paged_attention, paged_attention_reference
 from hybrid_runtime.kernels.attention.store_kv import store_kv, store_kv_reference
 
@@ -137,29 +143,30 @@ class Setup:
             values = torch.randn(self.tokens, count, case.size + extra, generator=generator)
             return values.to(case.dtype).to(DEVICE)[..., : case.size]
 
-        self.caches = cache(), cache()
+        self.cache = KVCache(cache(), cache(), table.to(DEVICE))
         self.q, self.k, self.v = heads(case.heads), heads(case.kv_heads), heads(case.kv_heads)
-        self.table, self.slot = table.to(DEVICE), slot.to(DEVICE)
-        self.cu_seqlens = torch.tensor(self.starts, dtype=torch.int32, device=DEVICE)
-        self.computed = torch.tensor(used, dtype=torch.int32, device=DEVICE)
-        self.rows = (self.table, self.slot, self.cu_seqlens, self.computed)
+        self.rows = AttentionRows(
+            slot.to(DEVICE),
+            torch.tensor(self.starts, dtype=torch.int32, device=DEVICE),
+            torch.tensor(used, dtype=torch.int32, device=DEVICE),
+        )
         self.scale = case.size**-0.5
         self.bounds = (self.max_scheduled, self.max_context, self.scale)
 
     def expected(self) -> Tensor:
         """PyTorch's attention, row by row, in fp64."""
         y = torch.zeros(self.q.shape, dtype=torch.float64, device=DEVICE)
-        block_size = self.caches[0].shape[1]
-        for i, s in enumerate(self.slot.tolist()):
+        block_size = self.cache.k.shape[1]
+        for i, s in enumerate(self.rows.slot.tolist()):
             own = slice(self.starts[i], self.starts[i + 1])
             count = own.stop - own.start
             if s < 0 or count == 0:
                 continue
             position = torch.arange(self.contexts[i], device=DEVICE)
-            block = self.table[s, position // block_size].long()
+            block = self.cache.block_table[s, position // block_size].long()
             k, v = (
-                cache[block, position % block_size].double().transpose(0, 1)
-                for cache in self.caches
+                blocks[block, position % block_size].double().transpose(0, 1)
+                for blocks in (self.cache.k, self.cache.v)
             )
             mask = torch.ones(count, len(position), dtype=torch.bool, device=DEVICE)
             y[own] = F.scaled_dot_product_attention(
@@ -181,20 +188,20 @@ def same_bytes(a: Tensor, b: Tensor) -> bool:
 @pytest.mark.parametrize("case", CASES)
 def test_writes_and_attends(case: Case) -> None:
     setup = Setup(case)
-    expected = [cache.clone() for cache in setup.caches]
-    store_kv_reference(setup.k, setup.v, *expected, *setup.rows)
-    store_kv(setup.k, setup.v, *setup.caches, *setup.rows)
-    for cache, want in zip(setup.caches, expected, strict=True):
-        assert same_bytes(cache, want)
+    expected = KVCache(setup.cache.k.clone(), setup.cache.v.clone(), setup.cache.block_table)
+    store_kv_reference(setup.k, setup.v, expected, setup.rows)
+    store_kv(setup.k, setup.v, setup.cache, setup.rows)
+    for found, stored in zip(setup.cache, expected, strict=True):
+        assert same_bytes(found, stored)
 
-    y = paged_attention(setup.q, *setup.caches, *setup.rows, *setup.bounds, splits=case.splits)
+    y = paged_attention(setup.q, setup.cache, setup.rows, *setup.bounds, splits=case.splits)
     assert y.dtype == case.dtype
     want = setup.expected()
     tolerance = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}[case.dtype]
     error = float((y.double() - want).norm() / max(float(want.norm()), 1e-30))
     assert error <= tolerance
     assert float((y.double() - want).abs().max()) <= 8 * tolerance
-    reference = paged_attention_reference(setup.q, *setup.caches, *setup.rows, *setup.bounds)
+    reference = paged_attention_reference(setup.q, setup.cache, setup.rows, *setup.bounds)
     torch.testing.assert_close(y, reference, rtol=4 * tolerance, atol=4 * tolerance)
     nobody = want.abs().sum((1, 2)) == 0
     assert bool((y[nobody] == 0).all())
@@ -203,10 +210,10 @@ def test_writes_and_attends(case: Case) -> None:
 @kernels
 def test_scratch_of_the_caller() -> None:
     setup = Setup(replace(BASE, rows=((296, 4), (31, 1), None)))
-    store_kv(setup.k, setup.v, *setup.caches, *setup.rows)
+    store_kv(setup.k, setup.v, setup.cache, setup.rows)
     needed = attention_scratch(setup.q, Splits(4))
     scratch = torch.full((needed + 3,), math.nan, device=DEVICE)
-    arguments = (setup.q, *setup.caches, *setup.rows, *setup.bounds, Splits(4))
+    arguments = (setup.q, setup.cache, setup.rows, *setup.bounds, Splits(4))
     assert torch.equal(paged_attention(*arguments, scratch), paged_attention(*arguments))
     assert bool(scratch[needed:].isnan().all())
     with pytest.raises(ValueError, match="scratch is"):
@@ -218,9 +225,9 @@ def test_scratch_of_the_caller() -> None:
 def test_wrong_shapes_are_refused() -> None:
     setup = Setup(BASE)
     with pytest.raises(ValueError, match="q has 3 heads"):
-        paged_attention(setup.q[:, :3], *setup.caches, *setup.rows, *setup.bounds)
-    with pytest.raises(ValueError, match="v_cache is"):
-        store_kv(setup.k, setup.v[:, :1], *setup.caches, *setup.rows)
+        paged_attention(setup.q[:, :3], setup.cache, setup.rows, *setup.bounds)
+    with pytest.raises(ValueError, match=r"cache\.v is"):
+        store_kv(setup.k, setup.v[:, :1], setup.cache, setup.rows)
 
 
 @pytest.mark.gpu
@@ -238,16 +245,16 @@ def test_splits_fill_the_gpu_from_bounds_alone() -> None:
 def test_one_graph_serves_every_context() -> None:
     """Splits and scratch from bounds; what is replayed follows the lengths on the device."""
     setup = Setup(replace(BASE, dtype=torch.bfloat16, rows=((900, 4), (300, 4))))
-    store_kv(setup.k, setup.v, *setup.caches, *setup.rows)
-    arguments = (setup.q, *setup.caches, *setup.rows, *setup.bounds)
+    store_kv(setup.k, setup.v, setup.cache, setup.rows)
+    arguments = (setup.q, setup.cache, setup.rows, *setup.bounds)
     paged_attention(*arguments)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         y = paged_attention(*arguments)
-    slots = setup.slot.tolist()
+    slots = setup.rows.slot.tolist()
     for computed, slot in [((900, 300), slots), ((17, 200), slots), ((899, 0), [-1, slots[1]])]:
-        setup.computed.copy_(torch.tensor(computed))
-        setup.slot.copy_(torch.tensor(slot))
+        setup.rows.computed.copy_(torch.tensor(computed))
+        setup.rows.slot.copy_(torch.tensor(slot))
         graph.replay()
         want = paged_attention_reference(*arguments)
         torch.testing.assert_close(y, want, rtol=3e-2, atol=3e-2)

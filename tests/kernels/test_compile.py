@@ -14,7 +14,8 @@ import triton.language as tl
 from helpers.hopper import aligned, compiled, spilled
 from triton.runtime.jit import JITFunction
 
-from hybrid_runtime.kernels.attention import paged, store_kv
+from hybrid_runtime.kernels.attention import paged, reduce, store_kv
+from hybrid_runtime.kernels.attention.launch import AttentionShape, CacheStrides, TokenStrides
 from hybrid_runtime.kernels.layers import activation, embedding, norm, pooling
 from hybrid_runtime.kernels.mamba import (
     chunk_scan_kernels,
@@ -114,16 +115,14 @@ def test_state_update_moves_16_bytes_at_once(type_: str, tile: int) -> None:
     assert len(re.findall(r"st\.global\S*\.v4\.b32", text)) == 4 * loads
 
 
-ATTENTION: dict[str, Any] = {
-    "dot_type": tl.bfloat16, "HEADS": 32, "KV_HEADS": 8, "D": 128, "BLOCK_SIZE": 1056,
-    "SPLIT": True, "TRIPS": 0, "TOKENS": 4, "BLOCK_M": 16, "BLOCK_N": 32, "BLOCK_D": 128,
-}  # fmt: skip
-UNALIGNED = {"HEADS": 10, "KV_HEADS": 2, "D": 80, "BLOCK_SIZE": 48, "SPLIT": False, "BLOCK_N": 64}
-EXACT = {"dot_type": tl.float32, "BLOCK_M": 32}
-REDUCE: dict[str, Any] = {
-    "HEADS": 32, "D": 128, "SPLITS": 8, "TOKENS": 4, "BLOCK_N": 32, "BLOCK_S": 8, "BLOCK_D": 128,
-}  # fmt: skip
-KV_WRITE: dict[str, Any] = {
+ATTENTION: dict[str, Any] = {"dot_type": tl.bfloat16, "SPLIT": True, "TRIPS": 0}
+EXACT = {"dot_type": tl.float32}
+HEADS = AttentionShape(
+    HEADS=32, KV_HEADS=8, D=128, BLOCK_SIZE=1056, TOKENS=4, BLOCK_M=16, BLOCK_N=32, BLOCK_D=128
+)  # fmt: skip
+UNALIGNED = HEADS._replace(HEADS=10, KV_HEADS=2, D=80, BLOCK_SIZE=48, BLOCK_N=64)
+REDUCE: dict[str, Any] = {"SPLITS": 8, "BLOCK_S": 8}
+STORE_KV: dict[str, Any] = {
     "KV_HEADS": 8, "D": 128, "BLOCK_SIZE": 1056, "ROWS": 128, "BLOCK_H": 8, "BLOCK_D": 128,
 }  # fmt: skip
 NORM: dict[str, Any] = {
@@ -133,30 +132,48 @@ GATED_NORM = {"RESIDUAL": False, "GATED": True, "SIZE": 1280, "GROUPS": 8, "BLOC
 ROWS = dict.fromkeys(("block_table", "slot", "cu_seqlens", "computed"), "*i32")
 SCALARS = {"scale": "fp32", "eps": "fp32"} | dict.fromkeys(("tokens", "limit", "least"), "i32")
 PARTIAL = {"partial": "*fp32", "partial_lse": "*fp32"}
+STRIDES = dict.fromkeys(("q_stride",), TokenStrides("i32", "i32", 1))
+STRIDES |= dict.fromkeys(("k_stride", "v_stride"), CacheStrides("i32", "i32", "i32", 1))
+STORE_STRIDES = dict.fromkeys(("k_stride", "v_stride"), TokenStrides("i32", "i32", 1))
+STORE_STRIDES |= dict.fromkeys(
+    ("k_cache_stride", "v_cache_stride"), CacheStrides("i32", "i32", "i32", 1)
+)
 VALUES = ("q", "k", "v", "k_cache", "v_cache", "out", "x", "other", "weight", "total")
 
 
 @pytest.mark.parametrize(
-    ("kernel", "constants", "type_", "access"),
+    ("kernel", "constants", "tuples", "type_", "access"),
     [
-        (paged._attention_kernel, ATTENTION, "*bf16", "cp.async.cg.shared.global"),
-        (paged._attention_kernel, ATTENTION | UNALIGNED, "*fp16", "cp.async.cg"),
-        (paged._attention_kernel, ATTENTION | EXACT, "*fp32", "cp.async.cg"),
-        (paged._reduce_kernel, REDUCE, "*bf16", "ld.global.v4"),
-        (store_kv._store_kv_kernel, KV_WRITE, "*bf16", "ld.global.v4"),
-        (norm._norm_kernel, NORM, "*bf16", "ld.global.v4"),
-        (norm._norm_kernel, NORM | GATED_NORM, "*fp32", "ld.global.v4"),
+        (
+            paged._attention_kernel, ATTENTION, STRIDES | {"shape": HEADS},
+            "*bf16", "cp.async.cg.shared.global",
+        ),
+        (
+            paged._attention_kernel, ATTENTION | {"SPLIT": False}, STRIDES | {"shape": UNALIGNED},
+            "*fp16", "cp.async.cg",
+        ),
+        (
+            paged._attention_kernel, ATTENTION | EXACT,
+            STRIDES | {"shape": HEADS._replace(BLOCK_M=32)}, "*fp32", "cp.async.cg",
+        ),
+        (reduce._reduce_kernel, REDUCE, {"shape": HEADS}, "*bf16", "ld.global.v4"),
+        (store_kv._store_kv_kernel, STORE_KV, STORE_STRIDES, "*bf16", "ld.global.v4"),
+        (norm._norm_kernel, NORM, {}, "*bf16", "ld.global.v4"),
+        (norm._norm_kernel, NORM | GATED_NORM, {}, "*fp32", "ld.global.v4"),
     ],
-)
+)  # fmt: skip
 def test_attention_and_norms_move_16_bytes_at_once(
-    kernel: JITFunction, constants: dict[str, Any], type_: str, access: str
+    kernel: JITFunction,
+    constants: dict[str, Any],
+    tuples: dict[str, Any],
+    type_: str,
+    access: str,
 ) -> None:
     if not isinstance(kernel, JITFunction):
         pytest.skip("the interpreter is on")
-    dense = {name: 1 for name in kernel.arg_names if name.endswith("stride_dim")}
-    types = dict.fromkeys(VALUES, type_) | ROWS | SCALARS | PARTIAL
-    strides = [name for name in kernel.arg_names if "stride" in name and name not in dense]
-    code = compiled(kernel, constants | dense, (*VALUES, *PARTIAL, *strides), **types)
+    types = dict.fromkeys(VALUES, type_) | ROWS | SCALARS | PARTIAL | tuples
+    strides = [name for name in kernel.arg_names if "stride" in name]
+    code = compiled(kernel, constants, (*VALUES, *PARTIAL, *strides), **types)
     assert code.asm["cubin"]
     assert access in code.asm["ptx"]
 

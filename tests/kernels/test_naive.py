@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hybrid_runtime.kernels.attention.launch import AttentionRows, KVCache
 from hybrid_runtime.kernels.attention.paged import paged_attention_reference
 from hybrid_runtime.kernels.attention.store_kv import store_kv_reference
 from hybrid_runtime.kernels.mamba.naive import (
@@ -283,7 +284,7 @@ ATTENTION_ROWS = [(3, 20, 1), (0, 6, 4), (-1, 3, 2), (2, 0, 13), (5, 9, 7), (-1,
 
 @pytest.mark.parametrize("block_size", [4, 16])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_kv_write_and_paged_attention(block_size: int, dtype: torch.dtype) -> None:
+def test_store_kv_and_paged_attention(block_size: int, dtype: torch.dtype) -> None:
     heads, kv_heads, size = 6, 2, 8
     torch.manual_seed(9)
     tokens = sum(row[2] for row in ATTENTION_ROWS) + 2  # two belong to no row
@@ -302,29 +303,31 @@ def test_kv_write_and_paged_attention(block_size: int, dtype: torch.dtype) -> No
         if s >= 0:
             history[s] = [torch.randn(n, kv_heads, size, dtype=dtype) for _ in range(2)]
             for p in range(n):
-                for cache, old in zip(caches, history[s], strict=True):
-                    cache[int(table[s, p // block_size]), p % block_size] = old[p]
-    expected = [cache.clone() for cache in caches]
+                for blocks, old in zip(caches, history[s], strict=True):
+                    blocks[int(table[s, p // block_size]), p % block_size] = old[p]
+    expected = [blocks.clone() for blocks in caches]
     y_expected = torch.zeros(tokens, heads, size, dtype=dtype)
     for i, (s, n, count) in enumerate(ATTENTION_ROWS):
         own = slice(starts[i], starts[i] + count)
         if s < 0 or count == 0:
             continue
         whole = []
-        for cache, old, new in zip(expected, history[s], (k, v), strict=True):
+        for blocks, old, new in zip(expected, history[s], (k, v), strict=True):
             for j, value in enumerate(new[own]):
                 p = n + j
-                cache[int(table[s, p // block_size]), p % block_size] = value
+                blocks[int(table[s, p // block_size]), p % block_size] = value
             joined = torch.cat([old, new[own]]).repeat_interleave(heads // kv_heads, dim=1)
             whole.append(joined.transpose(0, 1))
         mask = torch.ones(count, n + count, dtype=torch.bool).tril(n)
         y_expected[own] = F.scaled_dot_product_attention(
             q[own].transpose(0, 1), whole[0], whole[1], attn_mask=mask, scale=0.3
         ).transpose(0, 1)
-    store_kv_reference(k, v, *caches, table, slot, cu_seqlens, computed)
-    for cache, want in zip(caches, expected, strict=True):
-        assert same_bytes(cache, want)
-    y = paged_attention_reference(q, *caches, table, slot, cu_seqlens, computed, 13, 25, 0.3)
+    cache = KVCache(*caches, table)
+    rows = AttentionRows(slot, cu_seqlens, computed)
+    store_kv_reference(k, v, cache, rows)
+    for found, want in zip(caches, expected, strict=True):
+        assert same_bytes(found, want)
+    y = paged_attention_reference(q, cache, rows, max_scheduled=13, max_context=25, scale=0.3)
     torch.testing.assert_close(y, y_expected, rtol=1e-5, atol=1e-6)
 
 
@@ -360,14 +363,12 @@ def test_wrong_shapes_are_refused() -> None:
             max_scheduled=4,
             chunk_size=0,
         )
-    with pytest.raises(ValueError, match="v_cache is"):
+    with pytest.raises(ValueError, match=r"cache\.v is"):
         store_kv_reference(
             torch.zeros(1, 2, 8),
             torch.zeros(1, 2, 8),
-            torch.zeros(3, 4, 2, 8),
-            torch.zeros(3, 4, 1, 8),
-            table,
-            row_arguments["slot"][:1],
-            rows.cu_seqlens[:2],
-            row_arguments["draft"][:1],
+            KVCache(torch.zeros(3, 4, 2, 8), torch.zeros(3, 4, 1, 8), table),
+            AttentionRows(
+                row_arguments["slot"][:1], rows.cu_seqlens[:2], row_arguments["draft"][:1]
+            ),
         )
