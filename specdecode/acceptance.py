@@ -1,8 +1,9 @@
-"""Which drafts the target keeps, and the one token it adds itself; without host waits.
+"""Which drafts are accepted, and the one token that the target adds; without host waits.
 
 Row i brings ``num_draft[i] <= K`` drafts and the target's logits at K + 1 positions:
 ``logits[i, j]`` is the target's distribution after the row's certain tokens and its first j drafts.
-A draft of -1 inside ``num_draft`` is a guess that the drafter did not make; it is never accepted.
+A draft of -1 inside ``num_draft`` is one that the drafter did not make; it is never accepted.
+``reference.py`` has the same in the paper's order, for one request.
 """
 
 from collections.abc import Sequence
@@ -13,7 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from hybrid_runtime.kernels.sampling.accept import accept_drafts
+from hybrid_runtime.kernels.sampling.accept import accept_drafts, drafted, emit, num_leading
 from hybrid_runtime.kernels.sampling.argmax import argmax
 from hybrid_runtime.specdecode.sampling import (
     ACCEPT,
@@ -40,7 +41,7 @@ class Accepted:
 
 
 class Acceptance(Protocol):
-    """How the step loop calls any of them; ``greedy`` and ``rejection`` fit as they are."""
+    """How the runner calls any of them; ``greedy`` and ``rejection`` fit as they are."""
 
     def __call__(
         self,
@@ -63,7 +64,7 @@ def greedy(
     sampling: SamplingTensors | None = None,
     position: Tensor | None = None,
 ) -> Accepted:
-    """Keeps drafts as long as each is the target's most likely token (lowest id at ties).
+    """Accepts drafts as long as each is the target's most likely token (lowest id at ties).
 
     Args:
         logits: float [rows, K + 1, V].
@@ -92,13 +93,14 @@ def rejection(
 ) -> Accepted:
     """Keeps the target's distribution, whatever the drafts (Leviathan et al. 2023, 2211.17192).
 
-    A draft x is kept with probability min(1, p(x) / q(x)); the first one refused is replaced by a
-    token from max(0, p - q), normalised (from p should that be zero everywhere); after the last
-    draft a token from p follows. p is the target's distribution after temperature, top-k and top-p.
+    A draft x is accepted with probability min(1, p(x) / q(x)); the first rejected one is replaced
+    by a token from norm(max(0, p - q)), or from p where that is zero everywhere; the bonus token
+    after the last draft is drawn from p. p is the target's distribution after temperature, top-k
+    and top-p.
 
-    Drafts that were not drawn (``draft_probs`` None, q one-hot) have a simpler form of the same
-    law: a token is drawn from p and the draft is kept when it is that token. Chosen because the
-    text of a seed is then the same with and without drafts.
+    Drafts that were not drawn (``draft_probs`` None, q one-hot) have a simpler form with the same
+    distribution: a token is drawn from p, and the draft is accepted if it is that token. The text
+    of a seed is then the same with and without drafts.
 
     Args:
         logits: float [rows, K + 1, V].
@@ -115,36 +117,35 @@ def rejection(
     """
     _check(logits, drafts, num_draft, emits)
     rows, num_positions, vocabulary = logits.shape
-    most = num_positions - 1
-    if draft_probs is not None and draft_probs.shape != (rows, most, vocabulary):
+    max_draft = num_positions - 1
+    if draft_probs is not None and draft_probs.shape != (rows, max_draft, vocabulary):
         raise ValueError(
             f"draft_probs has shape {list(draft_probs.shape)}, "
-            f"must be None or [{rows}, {most}, {vocabulary}]"
+            f"must be None or [{rows}, {max_draft}, {vocabulary}]"
         )
     target = probabilities(logits, sampling)
     positions = position[:, None] + torch.arange(num_positions, device=logits.device)
-    if draft_probs is None or most == 0:
+    if draft_probs is None or max_draft == 0:
         chosen = sample(target, uniform(sampling.seed, positions, TARGET))
         return Accepted(*accept_drafts(chosen, drafts, num_draft, emits))
 
-    guessed = _guessed(drafts, num_draft)
+    made = drafted(drafts, num_draft)
     token = drafts.clamp(min=0).long()[..., None]
-    p = target[:, :most].gather(-1, token)[..., 0]
+    p = target[:, :max_draft].gather(-1, token)[..., 0]
     q = draft_probs.gather(-1, token)[..., 0]
-    u = uniform(sampling.seed, positions[:, :most], ACCEPT)
-    kept = _leading(guessed & (u * q < p))
+    u = uniform(sampling.seed, positions[:, :max_draft], ACCEPT)
+    accepted = num_leading(made & (u * q < p))
 
-    # Where no draft was refused nothing is subtracted: the residual is then p itself.
-    refused = (kept < most)[:, None] & guessed.gather(1, kept.clamp(max=most - 1)[:, None])
-    target = _position_of(target, kept)
+    # After the last draft nothing is subtracted: the bonus token is drawn from p itself.
+    next_draft = accepted.clamp(max=max_draft - 1)
+    rejected = (accepted < max_draft)[:, None] & made.gather(1, next_draft[:, None])
+    target = _at_position(target, accepted)
     residual = torch.where(
-        refused,
-        (target - _position_of(draft_probs, kept.clamp(max=most - 1))).clamp(min=0),
-        target,
+        rejected, (target - _at_position(draft_probs, next_draft)).clamp(min=0), target
     )
     residual = torch.where(residual.sum(-1, keepdim=True) > 0, residual, target)
-    own = sample(residual, uniform(sampling.seed, position + kept, TARGET))
-    return _emit(drafts, kept, own, emits)
+    own = sample(residual, uniform(sampling.seed, position + accepted, TARGET))
+    return Accepted(*emit(drafts, accepted, own, emits))
 
 
 def synthetic(
@@ -156,11 +157,11 @@ def synthetic(
     position: Tensor,
     seed: Tensor,
 ) -> Accepted:
-    """Keeps as many drafts as ``rates`` says, right or wrong; for measurements.
+    """Accepts as many drafts as ``rates`` says, right or wrong; for measurements.
 
     The token after them is the target's most likely one at that position. One random number
-    (stream SYNTHETIC) per row and step decides, so at least i + 1 drafts are kept with probability
-    ``rates[i]``, as far as the row has that many.
+    (stream SYNTHETIC) per row and step decides: at least i + 1 drafts are accepted with probability
+    ``rates[i]``, in rows that have that many.
 
     Args:
         logits: float [rows, K + 1, V].
@@ -184,8 +185,8 @@ def synthetic(
 def synthetic_rates(mean_length: float, num_draft: int) -> tuple[float, ...]:
     """Rates for ``synthetic`` with a mean of ``mean_length`` emitted tokens per step.
 
-    The drafts in front are always kept, the last one that is needed only sometimes, so lengths vary
-    as little as possible: 2.5 with 3 drafts gives (1, 0.5, 0). The mean is 1 + sum(rates), the
+    Lengths vary as little as possible: leading drafts are always accepted, one more with the
+    probability that is left. 2.5 with 3 drafts gives (1, 0.5, 0). The mean is 1 + sum(rates), the
     target's own token included, as with ``synthetic_acceptance_length`` in vLLM.
 
     Raises:
@@ -199,7 +200,7 @@ def synthetic_rates(mean_length: float, num_draft: int) -> tuple[float, ...]:
 
 
 def synthetic_acceptance(rates: Sequence[float], device: torch.device | str) -> Acceptance:
-    """``synthetic`` with fixed rates and the requests' own seeds, as the step loop calls it.
+    """``synthetic`` with fixed rates and the requests' own seeds, as the runner calls it.
 
     Raises:
         ValueError: a rate outside [0, 1] or larger than the one before it.
@@ -242,26 +243,6 @@ def _most_likely(logits: Tensor) -> Tensor:
     return argmax(logits.flatten(0, 1)).view(logits.shape[:2])
 
 
-def _guessed(drafts: Tensor, num_draft: Tensor) -> Tensor:
-    index = torch.arange(drafts.shape[1], device=drafts.device)
-    return (index < num_draft[:, None]) & (drafts >= 0)
-
-
-def _leading(flags: Tensor) -> Tensor:
-    """How many flags of each row are set before the first that is not: int64 [rows]."""
-    return flags.to(torch.int64).cumprod(-1).sum(-1)
-
-
-def _position_of(x: Tensor, index: Tensor) -> Tensor:
+def _at_position(x: Tensor, index: Tensor) -> Tensor:
     """``x[i, index[i]]`` of [rows, n, V]: [rows, V]."""
     return x.gather(1, index[:, None, None].expand(-1, 1, x.shape[-1]))[:, 0]
-
-
-def _emit(drafts: Tensor, kept: Tensor, own: Tensor, emits: Tensor) -> Accepted:
-    emits = emits != 0
-    index = torch.arange(drafts.shape[1] + 1, device=drafts.device)
-    last = kept[:, None]
-    tokens = torch.cat([drafts.to(torch.int32), own[:, None]], dim=1)
-    tokens = torch.where(index == last, own[:, None], tokens)
-    tokens = torch.where((index <= last) & emits[:, None], tokens, -1)
-    return Accepted(tokens, torch.where(emits, kept + 1, 0).to(torch.int32))

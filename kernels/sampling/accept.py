@@ -1,4 +1,5 @@
-"""Which drafts stand: those in front that are the target's own choice, or as many as were drawn."""
+"""Greedy acceptance: the leading drafts that are the target's own choice, or, for measurements, as
+many as a random number says."""
 
 from __future__ import annotations
 
@@ -10,6 +11,40 @@ from torch import Tensor
 from hybrid_runtime.kernels.common.backend import runs_triton
 
 
+def drafted(drafts: Tensor, num_draft: Tensor) -> Tensor:
+    """bool `[rows, K]`: the drafts that were made; -1 within a row's `num_draft` was not."""
+    index = torch.arange(drafts.shape[1], device=drafts.device)
+    return (index < num_draft[:, None]) & (drafts >= 0)
+
+
+def num_leading(flags: Tensor) -> Tensor:
+    """int64 `[rows]`: how many flags of each row are set before the first that is not."""
+    return flags.long().cumprod(-1).sum(-1)
+
+
+def emit(
+    drafts: Tensor, num_accepted_drafts: Tensor, own: Tensor, emits: Tensor
+) -> tuple[Tensor, Tensor]:
+    """What a step emits: accepted drafts, then one token of the target's own.
+
+    Args:
+        drafts: int `[rows, K]`.
+        num_accepted_drafts: int64 `[rows]`, 0 .. K.
+        own: int32 `[rows]`, the target's token after them.
+        emits: bool or int `[rows]`, 0 where a row emits nothing.
+
+    Returns:
+        tokens int32 `[rows, K + 1]`, the tail -1, and their count int32 `[rows]`.
+    """
+    emits = emits != 0
+    index = torch.arange(drafts.shape[1] + 1, device=drafts.device)
+    last, own = num_accepted_drafts[:, None], own[:, None]
+    tokens = torch.cat([drafts.to(torch.int32), own], dim=1)
+    tokens = torch.where(index == last, own, tokens)
+    tokens = torch.where((index <= last) & emits[:, None], tokens, -1)
+    return tokens, torch.where(emits, num_accepted_drafts + 1, 0).to(torch.int32)
+
+
 def accept_drafts_reference(
     chosen: Tensor,
     drafts: Tensor,
@@ -18,33 +53,25 @@ def accept_drafts_reference(
     rates: Tensor | None = None,
     drawn: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Keep leading drafts, and add the target's token after them.
+    """Accept leading drafts, and add the target's token after them.
 
     Args:
         chosen: int32 `[rows, K + 1]`, the target's token after each draft.
-        drafts: int32 `[rows, K]`; -1 is a guess that was not made, which is never kept.
+        drafts: int32 `[rows, K]`; -1 is a draft that was not made, which is never accepted.
         num_draft: int32 `[rows]`, 0 .. K.
         emits: bool or int `[rows]`, 0 where a row emits nothing.
-        rates: float32 `[K]`; given, draft i is kept if `drawn` < rates[i], right or wrong.
+        rates: float32 `[K]`; given, draft i is accepted if `drawn` < rates[i], right or wrong.
         drawn: float32 `[rows]` in [0, 1), one number for all drafts of a row.
 
     Returns:
-        tokens int32 `[rows, K + 1]` (kept drafts, the target's token, then -1) and their count
-        int32 `[rows]`, 0 where the row emits nothing.
+        as of `emit`.
     """
-    index = torch.arange(chosen.shape[1], device=chosen.device)
-    guessed = (index[:-1] < num_draft[:, None]) & (drafts >= 0)
     if rates is None or drawn is None:
-        same = chosen[:, :-1] == drafts
+        agrees = chosen[:, :-1] == drafts
     else:
-        same = drawn[:, None] < rates
-    kept = (same & guessed).long().cumprod(-1).sum(-1)
-    own = chosen.gather(1, kept[:, None])
-    padded = torch.cat([drafts.to(torch.int32), own], 1)
-    tokens = torch.where(index == kept[:, None], own, padded)
-    samples = emits != 0
-    tokens = torch.where((index <= kept[:, None]) & samples[:, None], tokens, -1)
-    return tokens, torch.where(samples, kept + 1, 0).to(torch.int32)
+        agrees = drawn[:, None] < rates
+    accepted = num_leading(agrees & drafted(drafts, num_draft))
+    return emit(drafts, accepted, chosen.gather(1, accepted[:, None])[:, 0], emits)
 
 
 @triton.jit(

@@ -4,6 +4,7 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -20,6 +21,8 @@ from hybrid_runtime.specdecode.acceptance import (
     synthetic_acceptance,
     synthetic_rates,
 )
+from hybrid_runtime.specdecode.reference import matching
+from hybrid_runtime.specdecode.reference import rejection as rejection_reference
 from hybrid_runtime.specdecode.sampling import (
     DRAFT,
     SamplingParams,
@@ -32,6 +35,7 @@ from hybrid_runtime.specdecode.sampling import (
 V = 8
 ROWS = 100_000
 START = 3  # first absolute position
+Numbers = Callable[[int, int, int], float]  # by row, stream and index of the emitted token
 
 
 def tables(seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -220,21 +224,22 @@ def test_residual_of_zero_falls_back_to_the_target() -> None:
     assert set(got.tokens[:, 0].tolist()) == {1, 2}
 
 
-def greedy_oracle(
-    logits: Tensor, drafts: Tensor, num_draft: Tensor, emits: Tensor
+def by_reference(
+    p: Tensor, q: Tensor | None, drafts: Tensor, num_draft: Tensor, emits: Tensor, numbers: Numbers
 ) -> tuple[list[list[int]], list[int]]:
+    """Tokens and counts of all rows, each by the reference."""
     tokens, counts = [], []
-    width = logits.shape[1]
-    for row in range(len(logits)):
-        out: list[int] = []
+    for row, guesses in enumerate(drafts.tolist()):
+        emitted: list[int] = []
         if emits[row]:
-            for j in range(width):
-                values = logits[row, j].tolist()
-                out.append(values.index(max(values)))
-                if j >= num_draft[row] or drafts[row, j] != out[-1]:
-                    break
-        counts.append(len(out))
-        tokens.append(out + [-1] * (width - len(out)))
+            made = [*guesses[: num_draft[row]], -1]
+            made = made[: made.index(-1)]  # a draft that was not made ends them
+            accept = matching if q is None else rejection_reference
+            q_row = [] if q is None else list(q[row])
+            n, own = accept(list(p[row]), q_row, made, partial(numbers, row))
+            emitted = [*made[:n], own]
+        counts.append(len(emitted))
+        tokens.append(emitted + [-1] * (p.shape[1] - len(emitted)))
     return tokens, counts
 
 
@@ -246,7 +251,9 @@ def assert_equals(got: Accepted, tokens: list[list[int]], counts: list[int]) -> 
 
 @settings(max_examples=200, deadline=None, derandomize=True)
 @given(st.integers(0, 5), st.integers(1, 5), st.integers(0, 2**31), st.integers(2, 4))
-def test_greedy_equals_a_loop(most: int, rows: int, seed: int, vocabulary: int) -> None:
+def test_every_acceptance_equals_the_reference(
+    most: int, rows: int, seed: int, vocabulary: int
+) -> None:
     generator = torch.Generator().manual_seed(seed)
     # Three values only, so that ties are the rule.
     logits = torch.randint(0, 3, (rows, most + 1, vocabulary), generator=generator).float()
@@ -255,14 +262,27 @@ def test_greedy_equals_a_loop(most: int, rows: int, seed: int, vocabulary: int) 
     drafts = torch.where(torch.rand(rows, most, generator=generator) < 0.7, best, drafts)
     num_draft = torch.randint(0, most + 1, (rows,), generator=generator).int()
     emits = torch.rand(rows, generator=generator) < 0.8
-    expected = greedy_oracle(logits, drafts, num_draft, emits)
-    assert_equals(greedy(logits, drafts, num_draft, emits), *expected)
-    assert_equals(greedy(logits.bfloat16(), drafts, num_draft, emits.int()), *expected)
+    draft_probs = torch.rand(rows, most, vocabulary, generator=generator).softmax(-1)
+    position = torch.arange(rows) + START
+
+    def numbers(row: int, stream: int, index: int) -> float:
+        return uniform(sampling.seed, position + index, stream)[row].item()
+
     # Temperature 0 is greedy whatever the draft distribution was.
     sampling = rows_of(SamplingParams(top_k=2, top_p=0.5), rows)
-    position = torch.arange(rows) + START
-    draft_probs = torch.rand(rows, most, vocabulary, generator=generator).softmax(-1)
+    p = probabilities(logits, sampling)
+    expected = by_reference(p, None, drafts, num_draft, emits, numbers)
+    assert_equals(greedy(logits, drafts, num_draft, emits), *expected)
+    assert_equals(greedy(logits.bfloat16(), drafts, num_draft, emits.int()), *expected)
     for q in (None, draft_probs):
+        assert by_reference(p, q, drafts, num_draft, emits, numbers) == expected
+        got = rejection(logits, drafts, num_draft, emits, q, sampling, position)
+        assert_equals(got, *expected)
+
+    sampling = rows_of(FILTERED, rows)
+    p = probabilities(logits, sampling)
+    for q in (None, draft_probs):
+        expected = by_reference(p, q, drafts, num_draft, emits, numbers)
         got = rejection(logits, drafts, num_draft, emits, q, sampling, position)
         assert_equals(got, *expected)
 
