@@ -1,11 +1,10 @@
-"""What happens in a step of the engine: requests are scheduled, their step is queued, results of an
-earlier one are read and handed out."""
+"""The engine's step: requests are scheduled, their rows are run, results are handed out."""
 
 from __future__ import annotations
 
 import time
-from collections import defaultdict, deque
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import partial
 from heapq import heappop, heappush
@@ -19,12 +18,16 @@ from hybrid_runtime.engine.request import FinishReason, Request
 from hybrid_runtime.engine.scheduler import Schedule, Scheduler
 from hybrid_runtime.specdecode.acceptance import Acceptance
 from hybrid_runtime.specdecode.runner import SpecDecodeRunner
-from hybrid_runtime.state.step import Step
+from hybrid_runtime.state.step import Snapshot, Step
 
 
 @dataclass(slots=True)
 class Counts:
-    """Steps that were read and tokens that they emitted; of rows with drafts apart."""
+    """Results read so far.
+
+    steps: steps. emitted: tokens added to texts. draft_steps, draft_emitted: rows with drafts, and
+    the tokens that they emitted.
+    """
 
     steps: int = 0
     emitted: int = 0
@@ -37,35 +40,35 @@ class Counts:
 
 
 class EngineCore:
-    """Up to `ahead` steps are queued beyond the one whose results are read.
+    """Runs requests step by step, and reads the results of a step while the device runs the next.
 
-    greedy: acceptance of steps in which no row samples; sampling: of the others. pooler: None until
-    somebody wants an embedding.
+    eos: tokens that end a text. greedy, sampling: how drafts are judged in steps in which no row
+    samples, and in the others. steps_ahead: steps that stay queued when `step` returns. pooler:
+    None until somebody wants an embedding.
     """
 
     def __init__(
         self,
         scheduler: Scheduler,
-        loop: SpecDecodeRunner,
+        runner: SpecDecodeRunner,
         tokenizer: Tokenizer | None,
-        eos: Iterable[int],
+        eos: Collection[int],
         greedy: Acceptance,
         sampling: Acceptance,
-        ahead: int,
+        steps_ahead: int,
     ) -> None:
-        self.ahead = ahead
+        self.steps_ahead = steps_ahead
         self.pooler: Pooler | None = None
         self.counts = Counts()
-        self._scheduler, self._runner = scheduler, loop
+        self._scheduler, self._runner = scheduler, runner
         self._tokenizer, self._eos = tokenizer, frozenset(eos)
         self._greedy, self._sampling = greedy, sampling
         self._deadlines: list[tuple[float, int, Request]] = []
         self._queue: deque[tuple[Schedule, Step]] = deque()
-        self._launched = False
 
     @property
     def idle(self) -> bool:
-        """Nobody runs, and no results are on their way."""
+        """No request runs, and no results are on their way."""
         return not (self._scheduler.running or self._queue)
 
     def add(self, request: Request, deadline: float | None) -> None:
@@ -77,21 +80,28 @@ class EngineCore:
             heappush(self._deadlines, (request.deadline, request.id, request))
 
     def step(self) -> list[Request]:
-        """Queue one step and read the results of the one before (with `ahead` 0: of this one); the
-        requests that got tokens or ended."""
-        late = self._expire()
-        touched = self._launch()
-        if touched:  # by a failure; what was queued before it stands
-            while self._queue:
-                touched = touched + self._read()
-        elif len(self._queue) > self.ahead or (self._queue and not self._launched):
-            touched = self._read()
-        return late + touched
+        """Queue one step and read the results of the one before (with `steps_ahead` 0: of this
+        one); the requests that got tokens or ended."""
+        late, schedule = self._schedule()
+        failed = self._run(schedule)
+        return late + failed + self._postprocess(stopped=schedule is None or bool(failed))
 
     def finish(self, request: Request, reason: FinishReason) -> None:
         """End a request now."""
         self._scheduler.retire(request)
         request.finish_reason = reason
+
+    # -- schedule --------------------------------------------------------------------------------
+
+    def _schedule(self) -> tuple[list[Request], Schedule | None]:
+        """The requests whose time is over, and the rows of the next step, if anybody can run."""
+        late = self._expire()
+        admitted = self._scheduler.admit()
+        if admitted:
+            self._runner.sequences.admit(
+                [(r.slot, r.device_tokens, r.params, r.seed) for r in admitted]
+            )
+        return late, self._scheduler.schedule()
 
     def _expire(self) -> list[Request]:
         """End the requests whose time is over."""
@@ -103,23 +113,16 @@ class EngineCore:
                 late.append(request)
         return late
 
-    def _launch(self) -> list[Request]:
-        """Queue the next step, if anybody can run; the requests that failed in it."""
-        admitted = self._scheduler.admit()
-        if admitted:
-            self._runner.sequences.admit(
-                [(r.slot, r.device_tokens, r.params, r.seed) for r in admitted]
-            )
-        schedule = self._scheduler.schedule()
-        self._launched = schedule is not None
+    # -- run -------------------------------------------------------------------------------------
+
+    def _run(self, schedule: Schedule | None) -> list[Request]:
+        """Queue a step on the device; its requests if it failed, ended by the error."""
         if schedule is None:
             return []
-        cold = all(r.params.temperature == 0 for r in schedule.requests)
-        accept = self._greedy if cold else self._sampling
-        watch = None if self.pooler is None else partial(self.pooler.add, schedule)
+        watch = None if self.pooler is None else partial(self.pooler.pool, schedule)
         try:
             step = self._runner.step(
-                schedule.rows, schedule.num_decoding, accept if schedule.samples else None, watch
+                schedule.rows, schedule.num_decoding, self._acceptance(schedule), watch
             )
         except Exception as error:
             # The forward pass may have half written these requests' state; the others' is exact.
@@ -137,58 +140,87 @@ class EngineCore:
         self._queue.append((schedule, step))
         return []
 
-    def _read(self) -> list[Request]:
-        """Hand out the oldest results."""
-        schedule, step = self._queue.popleft()
-        why = "tokens handed to the caller" + ("" if self._queue else ", nothing queued behind")
-        embeddings: dict[int, Tensor] = {}
-        with allowed(why):
-            emitted = self._runner.read(step, why)
-            if self.pooler is not None:
-                embeddings = self.pooler.read(schedule, step, why)
+    def _acceptance(self, schedule: Schedule) -> Acceptance | None:
+        """How the step's drafts are judged; None where no row brings a token."""
+        if not schedule.samples:
+            return None
+        if all(r.params.temperature == 0 for r in schedule.requests):
+            return self._greedy
+        return self._sampling
+
+    # -- postprocess -----------------------------------------------------------------------------
+
+    def _postprocess(self, stopped: bool) -> list[Request]:
+        """Hand out the results of the oldest queued steps, of all of them if no step was queued
+        behind them; the requests that got tokens or ended."""
+        changed: list[Request] = []
+        while len(self._queue) > (0 if stopped else self.steps_ahead):
+            changed += self._hand_out(*self._queue.popleft())
+        return changed
+
+    def _hand_out(self, schedule: Schedule, step: Step) -> list[Request]:
+        """Read a step's results and give each request its own."""
+        emitted, embeddings = self._read(schedule, step)
+        snapshots = self._snapshots(step)
         now = time.perf_counter()
         self.counts.steps += 1
-        touched: list[Request] = []
+        changed: list[Request] = []
         ended: list[tuple[Request, FinishReason]] = []
-        cache, snapshots = self._scheduler.cache, defaultdict(list)
-        if cache is not None:
-            for snapshot in self._runner.manager.published(step):
-                snapshots[snapshot.slot].append(snapshot)
-        rows = zip(schedule.requests, schedule.epochs, emitted.tolist(), strict=True)
-        for row, (request, epoch, tokens) in enumerate(rows):
+        rows = zip(schedule.requests, schedule.epochs, emitted, strict=True)
+        for row, (request, epoch, (*tokens, count)) in enumerate(rows):
             if request.finish_reason is not None or request.epoch != epoch:
                 continue  # it ended or was preempted while this row was queued
-            count = tokens[-1]
             scheduled, draft = request.queued.popleft()
             request.computed += scheduled - draft + max(count, 1) - 1
-            if not count:
-                if cache is not None:
-                    cache.file(request, snapshots[request.slot])
-                if row in embeddings:
-                    request.embedding = embeddings[row]
-                    self.finish(request, "embedded")
-                    touched.append(request)
-                continue
-            if draft:
-                self.counts.draft_steps += 1
-                self.counts.draft_emitted += count
-            before = len(request.output)
-            try:
-                reason = request.append(
-                    tokens[:count], self._tokenizer, self._eos, self._scheduler.max_length
-                )
-            except Exception as error:
-                request.error, reason = error, "error"
-            if cache is not None:
-                cache.file(request, snapshots[request.slot])
+            reason: FinishReason | None = None
+            if count:
+                reason = self._append(request, tokens[:count], draft, now)
+            elif row in embeddings:
+                request.embedding, reason = embeddings[row], "embedded"
+            if self._scheduler.cache is not None:
+                self._scheduler.cache.file(request, snapshots.get(request.slot, ()))
             if reason is not None:
                 ended.append((request, reason))
-            new = len(request.output) - before
-            self.counts.emitted += new
-            if new:
-                request.times.append((now, new))
-            touched.append(request)
-        self._scheduler.close([request for request, reason in ended if reason != "error"])
+            if count or reason is not None:
+                changed.append(request)
+        # An embedding's last state has been filed; after an error a state may be anything.
+        self._scheduler.close([r for r, reason in ended if reason not in ("embedded", "error")])
         for request, reason in ended:
             self.finish(request, reason)
-        return touched
+        return changed
+
+    def _read(self, schedule: Schedule, step: Step) -> tuple[list[list[int]], dict[int, Tensor]]:
+        """Per row the tokens that it emitted (tail -1) and their count; embeddings by row. Waits
+        until the device has them."""
+        why = "tokens handed to the caller" + ("" if self._queue else ", nothing queued behind")
+        with allowed(why):
+            emitted = self._runner.read(step, why).tolist()
+            embeddings = {} if self.pooler is None else self.pooler.read(schedule, step, why)
+        return emitted, embeddings
+
+    def _snapshots(self, step: Step) -> dict[int, list[Snapshot]]:
+        """The states that a step has saved, by slot; none where nobody would look for them."""
+        by_slot: dict[int, list[Snapshot]] = {}
+        if self._scheduler.cache is not None:
+            for snapshot in self._runner.manager.published(step):
+                by_slot.setdefault(snapshot.slot, []).append(snapshot)
+        return by_slot
+
+    def _append(
+        self, request: Request, tokens: list[int], draft: int, now: float
+    ) -> FinishReason | None:
+        """Add emitted tokens to a request's text; why it ends, if it does."""
+        if draft:
+            self.counts.draft_steps += 1
+            self.counts.draft_emitted += len(tokens)
+        known = len(request.output)
+        reason: FinishReason | None
+        try:
+            reason = request.append(tokens, self._tokenizer, self._eos, self._scheduler.max_length)
+        except Exception as error:
+            request.error, reason = error, "error"
+        new = len(request.output) - known
+        self.counts.emitted += new
+        if new:
+            request.times.append((now, new))
+        return reason

@@ -151,7 +151,7 @@ class Engine:
         )  # fmt: skip
         if self.core.pooler is None:
             self.core.pooler = Pooler(
-                self.manager.max_requests, self.model.config.hidden_size, self.core.ahead,
+                self.manager.max_requests, self.model.config.hidden_size, self.core.steps_ahead,
                 self.model.device, self.waits,
             )  # fmt: skip
         return self._add(request, deadline)

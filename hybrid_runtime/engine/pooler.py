@@ -18,18 +18,21 @@ Pooling = Literal["last", "mean"]
 
 
 def pooled_from(pooling: Pooling, tokens: int, instruction: int) -> int:
-    """Position of the first token that is pooled, of so many, the first of which are an
-    instruction's: "last" is the mean of one token."""
+    """Position of the first pooled token; pooling goes on to the last token of the prompt.
+
+    tokens: of the prompt, its instruction included. instruction: how many of them, in front, are
+    the instruction's.
+    """
     if pooling not in get_args(Pooling):
         raise ValueError(f"pooling is {pooling!r}; it must be one of {get_args(Pooling)}")
     return instruction if pooling == "mean" else tokens - 1
 
 
 class Pooler:
-    """Means of hidden states, one running sum per slot, fp32.
+    """Means of hidden states, one running sum per slot, float32.
 
-    What is pooled is known on the host from the lengths alone, and goes to the device as a few
-    integers per row of a prompt's chunk; what comes back are finished embeddings.
+    The host knows from lengths alone which tokens are pooled. It sends a few integers for each row
+    that runs a prompt's chunk, and gets finished embeddings back.
     """
 
     def __init__(
@@ -41,32 +44,20 @@ class Pooler:
         self._staging = Staging(slots, ENTRY_FIELDS, steps_ahead + 2, device, waits)
         self._results = Readback(slots * size, steps_ahead + 1, device, waits)
 
-    def add(self, schedule: Schedule, step: int, hidden: Tensor, cu_seqlens: Tensor) -> None:
-        """Queue the pooling of a step that is not counted in its requests yet.
+    def pool(self, schedule: Schedule, step: int, hidden: Tensor, cu_seqlens: Tensor) -> None:
+        """Queue the pooling of a step, before its tokens are counted in its requests.
 
-        hidden: `[T, size]`. cu_seqlens: int32 `[rows + 1]`, first token of each row.
+        step: its number. hidden: `[tokens, size]`, after the final norm. cu_seqlens: int32
+        `[rows + 1]`, first token of each row.
         """
-        result = {row: line for line, row in enumerate(schedule.pooled)}
-        lines: list[tuple[int, ...]] = []
-        most = 0
-        for row in range(schedule.num_decoding, len(schedule.requests)):
-            request = schedule.requests[row]
-            if request.pooled_from is None:
-                continue
-            last = int(schedule.rows.scheduled[row])
-            # A hit never covers what is pooled, so all of it runs since the request was admitted.
-            before = request.computed_min - request.pooled_from
-            first = max(-before, 0)
-            if first < last:
-                lines.append((row, first, last, request.slot, max(before, 0), result.get(row, -1)))
-                most = max(most, last - first)
-        if lines:
+        entries, longest = self._entries(schedule)
+        if entries:
             index, packed = self._staging.take()
-            packed[: len(lines)] = lines
-            entries = self._staging.upload(index, len(lines))[: len(lines)]
-            pooling(hidden, cu_seqlens, entries, self._sums, self._means, most)
-        if result:
-            done = self._means[: len(result)].flatten()
+            packed[: len(entries)] = entries
+            uploaded = self._staging.upload(index, len(entries))[: len(entries)]
+            pooling(hidden, cu_seqlens, uploaded, self._sums, self._means, longest)
+        if schedule.pooled:
+            done = self._means[: len(schedule.pooled)].flatten()
             self._results.start(step, done.view(torch.int32))
 
     def read(self, schedule: Schedule, step: Step, reason: str) -> dict[int, Tensor]:
@@ -74,5 +65,24 @@ class Pooler:
         if not schedule.pooled:
             return {}
         values = self._results.read(step.number, reason).view(np.float32)
-        lines = torch.from_numpy(values.reshape(-1, self.size))
-        return dict(zip(schedule.pooled, lines.unbind(), strict=True))
+        embeddings = torch.from_numpy(values.reshape(-1, self.size))
+        return dict(zip(schedule.pooled, embeddings.unbind(), strict=True))
+
+    def _entries(self, schedule: Schedule) -> tuple[list[tuple[int, ...]], int]:
+        """What the kernel is told of each row that it pools (see `kernels/layers/pooling.py`), and
+        the most tokens that one of them pools."""
+        output_line = {row: line for line, row in enumerate(schedule.pooled)}
+        entries: list[tuple[int, ...]] = []
+        longest = 0
+        for row in range(schedule.num_decoding, len(schedule.requests)):
+            request = schedule.requests[row]
+            if request.pooled_from is None:
+                continue
+            # A hit never covers what is pooled, so all of it runs since the request was admitted.
+            pooled = request.computed_min - request.pooled_from
+            first, last = max(-pooled, 0), int(schedule.rows.scheduled[row])
+            if first < last:
+                line = output_line.get(row, -1)
+                entries.append((row, first, last, request.slot, max(pooled, 0), line))
+                longest = max(longest, last - first)
+        return entries, longest
