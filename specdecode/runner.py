@@ -14,7 +14,8 @@ from torch import Tensor
 from hybrid_runtime.device.graphs import Graphs
 from hybrid_runtime.device.sync import Waits
 from hybrid_runtime.device.transfer import Readback
-from hybrid_runtime.kernels.replay.naive import Replay, Rounding
+from hybrid_runtime.kernels.replay.rounding import Rounding
+from hybrid_runtime.kernels.step.advance_replay import ReplayPositions
 from hybrid_runtime.kernels.step.commit_tokens import DraftInputs, commit_tokens
 from hybrid_runtime.kernels.step.prepare_inputs import StepInputs, prepare_inputs
 from hybrid_runtime.models.forward_batch import Caches, RowBatch, StatePositions
@@ -287,10 +288,9 @@ class SpecDecodeRunner:
         inputs = self._inputs.first(rows, tokens)
         state, replay, rounding = self.manager.positions, None, None
         if self.manager.layout.replays:
-            fields = self.manager.replay
-            replay = Replay(*(field[:rows] for field in fields[: len(Replay._fields)]))
+            replay = ReplayPositions(*(field[:rows] for field in self.manager.replay))
             if self._stochastic:
-                rounding = Rounding(self.sequences.rounding_seed, fields.certain[:rows], 0)
+                rounding = Rounding(self.sequences.rounding_seed, layer=0)
         return Frame(
             batch=RowBatch(
                 slot=inputs.slot,

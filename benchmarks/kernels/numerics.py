@@ -27,8 +27,11 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from hybrid_runtime.kernels.mamba.selective_state_update import selective_state_update
-from hybrid_runtime.kernels.replay.naive import Replay, Rounding, WindowCache
+from hybrid_runtime.kernels.replay.rounding import Rounding
+from hybrid_runtime.kernels.replay.rows import ReplayRows
 from hybrid_runtime.kernels.replay.update import replay_update
+from hybrid_runtime.kernels.replay.window_cache import WindowCache
+from hybrid_runtime.kernels.step.advance_replay import ReplayPositions
 
 HEADS, DIM, GROUPS, STATE, DRAFTS = 8, 64, 2, 128, 3
 LONG = 0.01
@@ -107,10 +110,19 @@ class Track:
             y = selective_state_update(*inputs, self.states, *where, *place, DRAFTS + 1)
         else:
             certain = self.tokens + self.fold + 1
-            key = Rounding(self.slot * 7919, certain, 0) if self.stochastic else None
-            replay = Replay(self.zero, self.fold, self.turn, self.zero, self.none, self.zero)
+            rounding = Rounding(self.slot * 7919, layer=0) if self.stochastic else None
+            positions = ReplayPositions(
+                read_column=self.zero,
+                fold=self.fold,
+                turn=self.turn,
+                write_column=self.zero,
+                snapshot_column=self.none,
+                snapshot_after=self.zero,
+                certain=certain,
+            )
+            rows = ReplayRows(*where, positions)
             y = replay_update(
-                *inputs, self.states, self.window_cache.layer(0), *where, replay, DRAFTS + 1, key
+                *inputs, self.states, self.window_cache.layer(0), rows, DRAFTS + 1, rounding
             )
             self.tokens, self.turn = certain, 1 - self.turn
         self.fold = accepted - 1

@@ -25,8 +25,10 @@ from record import copy_bandwidth, graph_us, save, show
 
 from hybrid_runtime.kernels.mamba.conv1d_update import conv1d_update
 from hybrid_runtime.kernels.mamba.selective_state_update import selective_state_update
-from hybrid_runtime.kernels.replay.naive import Replay, WindowCache
+from hybrid_runtime.kernels.replay.rows import ReplayRows
 from hybrid_runtime.kernels.replay.update import replay_update
+from hybrid_runtime.kernels.replay.window_cache import WindowCache
+from hybrid_runtime.kernels.step.advance_replay import ReplayPositions
 from hybrid_runtime.state import StateLayout
 
 HEADS, DIM, GROUPS, STATE, TAPS, BLOCK = 128, 64, 8, 128, 4, 4336
@@ -88,23 +90,34 @@ class Bench:
 
     def replay(self) -> list[Callable[[], object]]:
         """Each column of the block tables is the live one in turn: as much state as `ssm` has."""
-        rows, tokens = self.shape
+        num_rows, tokens = self.shape
         window_cache = WindowCache.allocate(
-            1, rows, tokens - 1, (HEADS, DIM, STATE), GROUPS, torch.bfloat16, "cuda"
+            1, num_rows, tokens - 1, (HEADS, DIM, STATE), GROUPS, torch.bfloat16, "cuda"
         ).layer(0)
         for part in window_cache:
             part.uniform_(0.001, 0.1)
-        zero = torch.zeros(rows, dtype=torch.int32, device="cuda")
+        zero = torch.zeros(num_rows, dtype=torch.int32, device="cuda")
         table, slot, start, draft, *_ = self.rows.values()
         inputs = self.inputs()
-        return [
-            lambda s=s, live=zero + column: replay_update(
-                *inputs, s, window_cache, table, slot, start, draft,
-                Replay(live, draft, zero, live, zero - 1, zero), tokens,
+
+        def rows_of(column: int) -> ReplayRows:
+            positions = ReplayPositions(
+                read_column=zero + column,
+                fold=draft,
+                turn=zero,
+                write_column=zero + column,
+                snapshot_column=zero - 1,
+                snapshot_after=zero,
+                certain=zero,
             )
+            return ReplayRows(table, slot, start, draft, positions)
+
+        columns = [rows_of(column) for column in range(tokens)]
+        return [
+            lambda s=s, rows=rows: replay_update(*inputs, s, window_cache, rows, tokens)
             for _, s in self.layers
-            for column in range(tokens)
-        ]  # fmt: skip
+            for rows in columns
+        ]
 
     def conv(self) -> list[Callable[[], object]]:
         x = self.mixed[:, :CHANNELS]

@@ -5,7 +5,9 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from hybrid_runtime.kernels.replay.naive import Replay, Rounding, WindowCache
+from hybrid_runtime.kernels.replay.rounding import Rounding
+from hybrid_runtime.kernels.replay.window_cache import WindowCache
+from hybrid_runtime.kernels.step.advance_replay import ReplayPositions
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,15 +115,15 @@ class StatePositions:
         write_column: int32 [rows]; -1 = padded row, nothing is written.
         replay: the same and more for the replay layout, whose update rows fold guesses in; None in
             the columns layout.
-        rounding: keys by which update rows round their states by chance, the layer left open; None
-            rounds to nearest.
+        rounding: by what update rows round their states stochastically, layer 0 standing for all;
+            None rounds to nearest.
     """
 
     draft: Tensor
     read_column: Tensor
     read_offset: Tensor
     write_column: Tensor
-    replay: Replay | None = None
+    replay: ReplayPositions | None = None
     rounding: Rounding | None = None
 
 

@@ -8,8 +8,9 @@ from hybrid_runtime.kernels.mamba.conv1d_update import conv1d_update
 from hybrid_runtime.kernels.mamba.conv1d_varlen import conv1d_varlen
 from hybrid_runtime.kernels.mamba.selective_state_update import selective_state_update
 from hybrid_runtime.kernels.replay.conv1d import replay_conv1d_update
-from hybrid_runtime.kernels.replay.naive import Replay, Rounding
+from hybrid_runtime.kernels.replay.rows import ReplayRows
 from hybrid_runtime.kernels.replay.update import replay_update
+from hybrid_runtime.kernels.step.advance_replay import ReplayPositions
 from hybrid_runtime.models.config import NemotronHConfig
 from hybrid_runtime.models.forward_batch import Caches, RowBatch, StatePositions
 from hybrid_runtime.models.norm import GatedRMSNorm
@@ -96,16 +97,14 @@ class Mamba2Mixer(nn.Module):
             )
             replay = rounding = None
             if part.update and positions.replay is not None:
-                replay = Replay(*(part.rows(field) for field in positions.replay))
+                folds = ReplayPositions(*(part.rows(field) for field in positions.replay))
+                replay = ReplayRows(*where, folds)
                 if positions.rounding is not None:
-                    seed, position, _ = positions.rounding
-                    rounding = Rounding(
-                        seed, part.rows(position), config.pattern[:layer].count("M")
-                    )
+                    rounding = positions.rounding._replace(layer=config.pattern[:layer].count("M"))
 
             inputs = (part.tokens(mixed), self.conv1d.weight[:, 0], self.conv1d.bias, windows)
             if replay is not None:
-                convolved = replay_conv1d_update(*inputs, *where, replay, part.max_scheduled)
+                convolved = replay_conv1d_update(*inputs, replay, part.max_scheduled)
             else:
                 convolve = conv1d_update if part.update else conv1d_varlen
                 convolved = convolve(*inputs, *where, *place, part.max_scheduled)
@@ -123,7 +122,7 @@ class Mamba2Mixer(nn.Module):
             if replay is not None:
                 window_cache = caches.window_cache[layer]
                 y = replay_update(
-                    *operands, window_cache, *where, replay, part.max_scheduled, rounding, low, high
+                    *operands, window_cache, replay, part.max_scheduled, rounding, low, high
                 )
             elif part.update:
                 y = selective_state_update(*operands, *where, *place, part.max_scheduled, low, high)

@@ -139,8 +139,8 @@ class HybridStateManager:
 
     @property
     def replay(self) -> ReplayPositions:
-        """In the replay layout, what kernels.replay's `Replay` holds and tokens in each row's
-        state, likewise of the step begun last: int32 `[max_requests]`, never moving."""
+        """In the replay layout, what the step begun last does to the state of each row: int32
+        `[max_requests]`, never moving."""
         if not isinstance(self._policy, Replaying):
             raise ValueError(f"layout.kind is {self.layout.kind!r}; it must be 'replay'")
         return self._policy.outputs

@@ -13,7 +13,7 @@ from hybrid_runtime.kernels.common.backend import runs_triton
 from hybrid_runtime.kernels.common.varlen import physical_blocks
 from hybrid_runtime.kernels.mamba.conv1d_update import MAX_TOKENS, conv1d_update
 from hybrid_runtime.kernels.mamba.naive_conv1d import conv1d_reference
-from hybrid_runtime.kernels.replay.naive import Replay
+from hybrid_runtime.kernels.replay.rows import ReplayRows
 
 
 def replay_conv1d_reference(
@@ -21,11 +21,7 @@ def replay_conv1d_reference(
     weight: Tensor,
     bias: Tensor | None,
     windows: Tensor,
-    block_table: Tensor,
-    slot: Tensor,
-    cu_seqlens: Tensor,
-    draft: Tensor,
-    replay: Replay,
+    rows: ReplayRows,
     max_scheduled: int,
 ) -> Tensor:
     """Save the windows that belong to snapshots, then :func:`conv1d_reference`.
@@ -35,32 +31,43 @@ def replay_conv1d_reference(
     call may read or write otherwise.
 
     Args:
-        replay: as in `replay_update_reference`; `fold` is the read offset, `turn` is not used.
+        rows: as in `replay_update_reference`; `fold` is the read offset, `turn` is not used.
 
     Returns:
         [tokens, C], as `conv1d_reference`, whose arguments the others are.
     """
-    history = weight.shape[1] - 1
-    reads = (slot >= 0) & (replay.read_column >= 0)
-    offset = torch.where(reads, replay.fold, 0)
-    saves = (slot >= 0) & (replay.write_column >= 0) & (replay.snapshot_column >= 0)
-    saves &= cu_seqlens[1:] > cu_seqlens[:-1]
-    row = saves.nonzero()[:, 0]
-    if history and len(row):
-        source = physical_blocks(block_table, slot, replay.read_column, reads)[row]
-        target = physical_blocks(block_table, slot, replay.snapshot_column, saves)[row]
-        at = replay.snapshot_after[row, None].long() + torch.arange(history, device=x.device)
-        beyond = at - history - offset[row, None]  # index among the row's tokens
-        old = windows[source[:, None], at.clamp(max=windows.shape[1] - 1)]
-        old = torch.where(reads[row, None, None], old, torch.zeros((), dtype=old.dtype))
-        token = cu_seqlens[row, None].long() + beyond.clamp(min=0)
-        new = x[token.clamp(max=x.shape[0] - 1)].to(old.dtype)
-        position = torch.arange(history, device=x.device)
-        windows[target[:, None], position] = torch.where((beyond >= 0)[..., None], new, old)
+    positions = rows.positions
+    reads = (rows.slot >= 0) & (positions.read_column >= 0)
+    offset = torch.where(reads, positions.fold, 0)
+    if weight.shape[1] > 1:
+        _store_snapshots(x, weight.shape[1] - 1, windows, rows, reads, offset)
     return conv1d_reference(
-        x, weight, bias, windows, block_table, slot, cu_seqlens, draft, replay.read_column, offset,
-        replay.write_column, max_scheduled,
+        x, weight, bias, windows, rows.block_table, rows.slot, rows.cu_seqlens, rows.draft,
+        positions.read_column, offset, positions.write_column, max_scheduled,
     )  # fmt: skip
+
+
+def _store_snapshots(
+    x: Tensor, history: int, windows: Tensor, rows: ReplayRows, reads: Tensor, offset: Tensor
+) -> None:
+    """reads: bool `[rows]`, rows with an old window. offset: `[rows]`, where in it they start."""
+    positions = rows.positions
+    saves = (rows.slot >= 0) & (positions.write_column >= 0) & (positions.snapshot_column >= 0)
+    saves &= rows.cu_seqlens[1:] > rows.cu_seqlens[:-1]
+    row = saves.nonzero()[:, 0]
+    if not len(row):
+        return
+    table, zero = rows.block_table, torch.zeros((), dtype=windows.dtype)
+    source = physical_blocks(table, rows.slot, positions.read_column, reads)[row]
+    target = physical_blocks(table, rows.slot, positions.snapshot_column, saves)[row]
+    tap = torch.arange(history, device=x.device)
+    at = positions.snapshot_after[row, None].long() + tap
+    beyond = at - history - offset[row, None]  # index among the row's tokens
+    old = windows[source[:, None], at.clamp(max=windows.shape[1] - 1)]
+    old = torch.where(reads[row, None, None], old, zero)
+    token = rows.cu_seqlens[row, None].long() + beyond.clamp(min=0)
+    new = x[token.clamp(max=x.shape[0] - 1)].to(old.dtype)
+    windows[target[:, None], tap] = torch.where((beyond >= 0)[..., None], new, old)
 
 
 def replay_conv1d_update(
@@ -68,25 +75,19 @@ def replay_conv1d_update(
     weight: Tensor,
     bias: Tensor | None,
     windows: Tensor,
-    block_table: Tensor,
-    slot: Tensor,
-    cu_seqlens: Tensor,
-    draft: Tensor,
-    replay: Replay,
+    rows: ReplayRows,
     max_scheduled: int,
 ) -> Tensor:
-    """`replay_conv1d_reference` by one launch where Triton runs, within `conv1d_update`'s
-    limits."""
+    """`replay_conv1d_reference` by one launch where Triton runs, `conv1d_update`'s."""
     if (
         not runs_triton(x)
         or max_scheduled > MAX_TOKENS
         or torch.float64 in (x.dtype, windows.dtype)
     ):
-        return replay_conv1d_reference(
-            x, weight, bias, windows, block_table, slot, cu_seqlens, draft, replay, max_scheduled
-        )
+        return replay_conv1d_reference(x, weight, bias, windows, rows, max_scheduled)
+    positions = rows.positions
     return conv1d_update(
-        x, weight, bias, windows, block_table, slot, cu_seqlens, draft, replay.read_column,
-        replay.fold, replay.write_column, max_scheduled, replay.snapshot_column,
-        replay.snapshot_after,
+        x, weight, bias, windows, rows.block_table, rows.slot, rows.cu_seqlens, rows.draft,
+        positions.read_column, positions.fold, positions.write_column, max_scheduled,
+        positions.snapshot_column, positions.snapshot_after,
     )  # fmt: skip

@@ -13,22 +13,16 @@ import triton.language as tl
 from torch import Tensor
 
 from hybrid_runtime.kernels.common.backend import runs_triton
-from hybrid_runtime.kernels.replay.naive import (
-    LAST_PLACE,
-    Replay,
-    Rounding,
-    WindowCache,
-    check_dense,
-    check_shapes,
-    fold_reference,
-)
-from hybrid_runtime.kernels.replay.tile import (
-    fold_part,
-    load_window_cache,
-    rounding_key,
-    store_part,
-)
+from hybrid_runtime.kernels.replay.naive import fold_reference
+from hybrid_runtime.kernels.replay.rounding import LAST_PLACE, LastPlace, Rounding, rounding_key
+from hybrid_runtime.kernels.replay.tile import fold_part, load_window_cache, store_part
 from hybrid_runtime.kernels.replay.update import MAX_CACHED
+from hybrid_runtime.kernels.replay.window_cache import (
+    WindowCache,
+    check_contiguous,
+    check_window_cache,
+)
+from hybrid_runtime.kernels.step.advance_replay import ReplayPositions
 from hybrid_runtime.kernels.step.state_table import StateTable
 
 
@@ -38,7 +32,7 @@ def replay_flush_reference(
     A_log: Tensor,
     rows: Tensor,
     slot: Tensor,
-    replay: Replay,
+    positions: ReplayPositions,
     rounding: Rounding | None = None,
 ) -> None:
     """Write window and state of the listed rows, with what was accepted, to their write columns.
@@ -58,25 +52,23 @@ def replay_flush_reference(
         rounding: seed by slot, position int32 [n]; layer is the number of the first layer.
     """
     picked = rows[rows >= 0].long()
-    slot, replay = slot[picked], Replay(*(part[picked] for part in replay))
+    slot, positions = slot[picked], ReplayPositions(*(part[picked] for part in positions))
     tap = torch.arange(table.taps, device=slot.device)
-    active = (slot >= 0) & (replay.write_column >= 0)
-    replay = replay._replace(write_column=torch.where(active, replay.write_column, -1))
-    at, reads = active.nonzero()[:, 0], replay.read_column[active] >= 0
+    active = (slot >= 0) & (positions.write_column >= 0)
+    positions = positions._replace(write_column=torch.where(active, positions.write_column, -1))
+    at, reads = active.nonzero()[:, 0], positions.read_column[active] >= 0
     for layer, (windows, states, blocks) in enumerate(
         zip(table.windows, table.ssm, table.tables, strict=True)
     ):
-        key = rounding
-        if rounding is not None:
-            seed, position, first = rounding
-            key = Rounding(seed, position[picked], first + layer)
-        fold_reference(states, window_cache.layer(layer), A_log[layer], blocks, slot, replay, key)
-        column = torch.where(reads, replay.read_column[at], 0).long()
+        own = None if rounding is None else rounding._replace(layer=rounding.layer + layer)
+        cache = window_cache.layer(layer)
+        fold_reference(states, cache, A_log[layer], blocks, slot, positions, own)
+        column = torch.where(reads, positions.read_column[at], 0).long()
         source = blocks[slot[at].long(), column].long()
-        offset = torch.where(reads, replay.fold[at], 0).long()
+        offset = torch.where(reads, positions.fold[at], 0).long()
         inputs = windows[source[:, None], offset[:, None] + tap]
         inputs = torch.where(reads[:, None, None], inputs, torch.zeros((), dtype=inputs.dtype))
-        target = blocks[slot[at].long(), replay.write_column[at].long()].long()
+        target = blocks[slot[at].long(), positions.write_column[at].long()].long()
         windows[target[:, None], tap] = inputs
 
 
@@ -203,7 +195,7 @@ def replay_flush(
     A_log: Tensor,
     rows: Tensor,
     slot: Tensor,
-    replay: Replay,
+    positions: ReplayPositions,
     rounding: Rounding | None = None,
 ) -> None:
     """`replay_flush_reference` by one launch where Triton runs.
@@ -215,18 +207,18 @@ def replay_flush(
     """
     states, drafts = table.ssm[0], window_cache.dt.shape[3]
     if not runs_triton(rows) or drafts > MAX_CACHED or states.dtype == torch.float64:
-        replay_flush_reference(table, window_cache, A_log, rows, slot, replay, rounding)
+        replay_flush_reference(table, window_cache, A_log, rows, slot, positions, rounding)
         return
     if len(rows) == 0:
         return
     inner, outer = window_cache.x.shape[4:], window_cache.B.shape[4:]
-    ratio = check_shapes(inner, outer, states, window_cache.layer(0))
-    check_dense(states, window_cache, window_cache.x.dtype)
+    ratio = check_window_cache(inner, outer, states, window_cache.layer(0))
+    check_contiguous(states, window_cache, window_cache.x.dtype)
     (heads, dim), (_, state) = inner, outer
     windows = table.windows[0]
     tile = min(TILE, triton.next_power_of_2(dim))
     width = triton.next_power_of_2(state)
-    digits, least = LAST_PLACE.get(states.dtype, (0, 0))
+    digits, least = LAST_PLACE.get(states.dtype, LastPlace(0, 0))
     items = heads * triton.cdiv(dim, tile) + triton.cdiv(windows.shape[2], WINDOW_TILE)
     _flush_kernel[(items, len(rows), len(table.ssm))](
         table.addresses,
@@ -234,8 +226,12 @@ def replay_flush(
         A_log,
         rows,
         slot,
-        *replay[:4],
-        *((None, None, 0) if rounding is None else rounding),
+        *positions[:4],
+        *(
+            (None, None, 0)
+            if rounding is None
+            else (rounding.seed, positions.certain, rounding.layer)
+        ),
         window_cache.dt.shape[2],
         *A_log.stride(),
         windows.shape[2],

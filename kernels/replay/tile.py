@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from hybrid_runtime.kernels.mamba.selective_state_update import _softplus
+from hybrid_runtime.kernels.replay.rounding import round_state
 
 
 @triton.jit
@@ -86,31 +87,12 @@ def step_parts(h, x, B, step, rate, SPLIT: tl.constexpr):
 
 
 @triton.jit
-def _mix(bits):
-    bits = (bits ^ (bits >> 16)) * 0x7FEB352D
-    bits = (bits ^ (bits >> 15)) * 0x846CA68B
-    return bits ^ (bits >> 16)
-
-
-@triton.jit
-def rounding_key(seed, layer, position):
-    """`replay.rounding_key`, uint32."""
-    bits = _mix(seed.to(tl.uint32, bitcast=True)) ^ layer.to(tl.uint32)
-    return _mix(_mix(bits) ^ position.to(tl.uint32, bitcast=True))
-
-
-@triton.jit
 def store_at(
     address, h, element, inside, key, ROUND: tl.constexpr, DIGITS: tl.constexpr, LEAST: tl.constexpr
 ):
     """A part of a tile to its addresses; `element` of the state is what is rounded by."""
     if ROUND:
-        chance = (_mix(element.to(tl.uint32) ^ key) >> 8).to(tl.float32) * (1 / (1 << 24))
-        power = h.to(tl.int32, bitcast=True) & 0x7F800000
-        unit = tl.maximum(power - DIGITS, LEAST)
-        inverse = (0x7F000000 - unit).to(tl.float32, bitcast=True)
-        rounded = tl.floor(tl.abs(h) * inverse + chance) * unit.to(tl.float32, bitcast=True)
-        h = tl.where(h < 0, -rounded, rounded)
+        h = round_state(h, element, key, DIGITS, LEAST)
     # Nobody reads it before the next step: evict it first.
     tl.store(address, h.to(address.dtype.element_ty), mask=inside, cache_modifier=".cs")
 

@@ -19,19 +19,17 @@ from torch import Tensor
 from hybrid_runtime.kernels.common.backend import num_programs, runs_triton
 from hybrid_runtime.kernels.common.pdl import pdl, pdl_wait
 from hybrid_runtime.kernels.replay.launch import shape_of, spread
-from hybrid_runtime.kernels.replay.naive import (
-    LAST_PLACE,
-    Replay,
-    Rounding,
-    WindowCache,
-    check_dense,
-    check_shapes,
-    replay_update_reference,
-)
+from hybrid_runtime.kernels.replay.naive import replay_update_reference
+from hybrid_runtime.kernels.replay.rounding import LAST_PLACE, LastPlace, Rounding, rounding_key
+from hybrid_runtime.kernels.replay.rows import ReplayRows
 from hybrid_runtime.kernels.replay.rows_fp32 import verify_row
 from hybrid_runtime.kernels.replay.rows_mma import chunk_row
 from hybrid_runtime.kernels.replay.rows_sequential import walk_row
-from hybrid_runtime.kernels.replay.tile import rounding_key
+from hybrid_runtime.kernels.replay.window_cache import (
+    WindowCache,
+    check_contiguous,
+    check_window_cache,
+)
 
 MAX_CACHED = 7
 """Guesses per row that the kernel unrolls; with more the reference runs."""
@@ -246,11 +244,7 @@ def replay_update(
     dt_bias: Tensor,
     states: Tensor,
     window_cache: WindowCache,
-    block_table: Tensor,
-    slot: Tensor,
-    cu_seqlens: Tensor,
-    draft: Tensor,
-    replay: Replay,
+    rows: ReplayRows,
     max_scheduled: int,
     rounding: Rounding | None = None,
     dt_min: float = 0.0,
@@ -268,29 +262,29 @@ def replay_update(
     drafts = window_cache.dt.shape[2]
     if not runs_triton(x) or drafts > MAX_CACHED or torch.float64 in (x.dtype, states.dtype):
         return replay_update_reference(
-            x, dt, A_log, B, C, D, dt_bias, states, window_cache, block_table, slot, cu_seqlens,
-            draft, replay, max_scheduled, rounding, dt_min, dt_max,
+            x, dt, A_log, B, C, D, dt_bias, states, window_cache, rows, max_scheduled, rounding,
+            dt_min, dt_max,
         )  # fmt: skip
     tokens, heads, dim = x.shape
     groups, state = B.shape[1:]
-    check_shapes(x.shape[1:], B.shape[1:], states, window_cache)
-    check_dense(states, window_cache, x.dtype)
+    check_window_cache(x.shape[1:], B.shape[1:], states, window_cache)
+    check_contiguous(states, window_cache, x.dtype)
     for name, part in (("B", B), ("C", C)):
         if part.dtype != x.dtype:
             raise ValueError(f"{name} is {part.dtype}, must be x's {x.dtype}")
-    rows = slot.shape[0]
+    num_rows = rows.slot.shape[0]
     out = torch.empty((tokens, heads, dim), dtype=x.dtype, device=x.device)
-    if rows == 0 or max_scheduled == 0:
+    if num_rows == 0 or max_scheduled == 0:
         return out.zero_()
     dot_type = None
     if x.dtype == torch.bfloat16 and states.element_size() == 2:
         dot_type = tl.bfloat16 if x.is_cuda else tl.float32
     narrow = rounding is not None and states.element_size() < 4
-    digits, least = LAST_PLACE.get(states.dtype, (0, 0))
+    digits, least = LAST_PLACE.get(states.dtype, LastPlace(0, 0))
     shape = shape_of(dim, state, states.element_size(), dot_type is not None)
     shape = shape._replace(run=math.gcd(shape.run, heads // groups))
-    shape = spread(shape, dim, rows * heads, num_programs(x, shape.programs))
-    _replay_update_kernel[(heads // shape.run * triton.cdiv(dim, shape.tile), rows)](
+    shape = spread(shape, dim, num_rows * heads, num_programs(x, shape.programs))
+    _replay_update_kernel[(heads // shape.run * triton.cdiv(dim, shape.tile), num_rows)](
         x,
         dt,
         A_log,
@@ -300,16 +294,20 @@ def replay_update(
         dt_bias,
         states,
         *window_cache,
-        block_table,
-        slot,
-        cu_seqlens,
-        draft,
-        *replay,
-        *((None, None, 0) if rounding is None else rounding),
+        rows.block_table,
+        rows.slot,
+        rows.cu_seqlens,
+        rows.draft,
+        *rows.positions[:6],
+        *(
+            (None, None, 0)
+            if rounding is None
+            else (rounding.seed, rows.positions.certain, rounding.layer)
+        ),
         out,
         tokens,
         window_cache.dt.shape[1],
-        block_table.stride(0),
+        rows.block_table.stride(0),
         states.stride(0),
         float(dt_min),
         float(dt_max),

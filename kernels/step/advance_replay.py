@@ -46,8 +46,22 @@ class ReplaySlots(NamedTuple):
 
 
 class ReplayPositions(NamedTuple):
-    """The fields of kernels.replay's `Replay`, int32 `[max_requests]`, and `certain`: tokens in the
-    state that goes to the write column. Columns are -1 and all else 0 in rows that don't run."""
+    """What a step does to the state of each row, int32 `[rows]`; columns are -1 and all else is 0
+    in rows that don't run.
+
+    read_column: column of the state that the fold starts from; -1 = zero state, nothing is read and
+        nothing folded.
+    fold: how many guesses of the row's last step are folded in, the accepted ones: `a - 1`.
+    turn: half of the window cache that holds their inputs, 0 or 1; this step's guesses go to the
+        other one.
+    write_column: column that gets the state after all certain tokens; -1 = padded row. Usually
+        `read_column`; another one after a prefix hit.
+    snapshot_column: column that also gets the state after the first `snapshot_after` of the
+        `fold + s - d` tokens that are folded in; -1 = no snapshot.
+    snapshot_after: `0 .. fold + s - d`.
+    certain: tokens in the state that goes to the write column; enters the key of stochastic
+        rounding.
+    """
 
     read_column: Tensor
     fold: Tensor

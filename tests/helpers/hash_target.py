@@ -16,7 +16,9 @@ import torch
 from helpers.hash_model import PRIME
 from torch import Tensor
 
-from hybrid_runtime.kernels.replay.naive import Replay, Rounding, WindowCache
+from hybrid_runtime.kernels.replay.rounding import Rounding
+from hybrid_runtime.kernels.replay.window_cache import WindowCache
+from hybrid_runtime.kernels.step.advance_replay import ReplayPositions
 from hybrid_runtime.kernels.step.state_table import StateTable
 from hybrid_runtime.models.forward_batch import Caches, RowBatch, StatePositions
 from hybrid_runtime.specdecode.drafter import Verified
@@ -185,7 +187,7 @@ def fold_records(
     A_log: Tensor,
     rows: Tensor,
     slot: Tensor,
-    replay: Replay,
+    replay: ReplayPositions,
     rounding: Rounding | None,
 ) -> None:
     """`replay_flush` of this model: its states are hashes, its records tokens."""

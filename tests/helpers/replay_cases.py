@@ -12,10 +12,9 @@ from helpers.interpreter import CUDA, INTERPRETED
 from torch import Tensor
 
 from hybrid_runtime.kernels.mamba.naive import selective_state_update_reference
-from hybrid_runtime.kernels.replay.naive import (
-    Replay,
-    WindowCache,
-)
+from hybrid_runtime.kernels.replay.rows import ReplayRows
+from hybrid_runtime.kernels.replay.window_cache import WindowCache
+from hybrid_runtime.kernels.step.advance_replay import ReplayPositions
 
 DEVICE = "cuda" if CUDA else "cpu"
 plain = pytest.mark.skipif(INTERPRETED, reason="runs no kernel")
@@ -130,17 +129,10 @@ class Rows:
         start = torch.cat([ints(0), columns[0].cumsum(0).int()])
         self.slots, self.blocks, self.tokens = slots, 3 * slots + 1, int(start[-1]) + 3
         self.table = table.view(slots, 3).to(DEVICE)
-        self.replay = Replay(*columns[2:8])
-        self.position = columns[0] * 7 + 100
-        self.arguments: dict[str, Any] = {
-            "block_table": self.table,
-            "slot": columns[8],
-            "cu_seqlens": start,
-            "draft": columns[1],
-            "replay": self.replay,
-            "max_scheduled": tokens,
-        }
-        live = (columns[8] >= 0) & (self.replay.write_column >= 0)
+        positions = ReplayPositions(*columns[2:8], certain=columns[0] * 7 + 100)
+        self.rows = ReplayRows(self.table, columns[8], start, columns[1], positions)
+        self.arguments: dict[str, Any] = {"rows": self.rows, "max_scheduled": tokens}
+        live = (columns[8] >= 0) & (positions.write_column >= 0)
         owner = torch.repeat_interleave(torch.arange(len(rows), device=DEVICE), columns[0].long())
         self.owned = torch.cat([live[owner], torch.zeros(3, dtype=torch.bool, device=DEVICE)])
         self.active = [r for r in rows if r[0] > 0 and r[5] >= 0 and r[8] >= 0]
@@ -207,11 +199,17 @@ class History:
             **inputs, **rows, states=self.columns, block_table=self.wide_table,
             read_column=ints(*reads), read_offset=fold, write_column=zero,
         )  # fmt: skip
-        replay = Replay(ints(*reads), fold, turn, zero, ints(*snapshot), ints(*after))
-        y = update(
-            **inputs, **rows, states=self.states, window_cache=self.window_cache,
-            block_table=self.table, replay=replay,
+        positions = ReplayPositions(
+            read_column=ints(*reads), fold=fold, turn=turn, write_column=zero,
+            snapshot_column=ints(*snapshot), snapshot_after=ints(*after), certain=zero,
         )  # fmt: skip
+        y = update(
+            **inputs,
+            states=self.states,
+            window_cache=self.window_cache,
+            rows=ReplayRows(self.table, slot, starts, drafts, positions),
+            max_scheduled=shape.tokens,
+        )
         for i, slot_ in enumerate(slots):
             if snapshot[i] > 0:
                 passed = after[i] - self.fold[slot_]

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from helpers.hash_model import PRIME, HashRunner, Kept, Open, Request, prefix_hash
 
-from hybrid_runtime.kernels.replay.naive import WindowCache
+from hybrid_runtime.kernels.replay.window_cache import WindowCache
 from hybrid_runtime.state.layouts.flush import Foldable
 from hybrid_runtime.state.rows import StepRows
 

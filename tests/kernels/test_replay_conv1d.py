@@ -4,16 +4,17 @@ kept in a list."""
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import pytest
 import torch
 from helpers.interpreter import elsewhere, kernels, run_in_interpreter
 from helpers.replay_cases import DEVICE, SEEDS, Rows, ints, noise, plain, same_bytes
+from torch import Tensor
 
 from hybrid_runtime.kernels.mamba.naive_conv1d import conv1d_reference
 from hybrid_runtime.kernels.replay.conv1d import replay_conv1d_reference, replay_conv1d_update
-from hybrid_runtime.kernels.replay.naive import Replay
+from hybrid_runtime.kernels.replay.rows import ReplayRows
+from hybrid_runtime.kernels.step.advance_replay import ReplayPositions
 
 
 @elsewhere
@@ -86,8 +87,14 @@ def test_window_reference_keeps_the_last_inputs(drafts: int) -> None:
     def below(high: int) -> int:
         return int(torch.randint(high, (1,), generator=pick))
 
+    def cpu(*values: int) -> Tensor:
+        return ints(*values).cpu()
+
     windows = torch.full((2, taps - 1 + drafts, channels), float("nan"), dtype=torch.float64)
-    table, weight = ints([1, 0]).cpu(), torch.rand(channels, taps, generator=pick).double()
+    table, weight = (
+        torch.tensor([[1, 0]], dtype=torch.int32),
+        torch.rand(channels, taps, generator=pick).double(),
+    )
     inputs = torch.zeros(taps - 1, channels, dtype=torch.float64)  # zeros before the first token
     fold, certain, saved = 0, 0, 0
     for _ in range(40):
@@ -97,21 +104,19 @@ def test_window_reference_keeps_the_last_inputs(drafts: int) -> None:
         boundary = running // block * block
         crosses = boundary > certain
         x = torch.rand(count + draft, channels, generator=pick).double()
-        values = [0 if certain else -1, fold, 0, 0, 1 if crosses else -1, boundary - certain]
-        replay = Replay(*(torch.tensor([v], dtype=torch.int32) for v in values))
-        row: dict[str, Any] = {
-            "slot": torch.zeros(1, dtype=torch.int32),
-            "cu_seqlens": torch.tensor([0, count + draft], dtype=torch.int32),
-            "draft": torch.tensor([draft], dtype=torch.int32),
-            "max_scheduled": drafts + 2,
-        }
+        positions = ReplayPositions(
+            read_column=cpu(0 if certain else -1), fold=cpu(fold), turn=cpu(0), write_column=cpu(0),
+            snapshot_column=cpu(1 if crosses else -1), snapshot_after=cpu(boundary - certain),
+            certain=cpu(running),
+        )  # fmt: skip
+        rows = ReplayRows(table, cpu(0), cpu(0, count + draft), cpu(draft), positions)
         history = inputs[: taps - 1 + certain + fold]
-        y = replay_conv1d_reference(x, weight, None, windows, table, replay=replay, **row)
+        y = replay_conv1d_reference(x, weight, None, windows, rows, drafts + 2)
         inputs = torch.cat([history, x])
         want = conv1d_reference(
             inputs[certain + fold :], weight, None, torch.zeros(1, taps - 1, channels).double(),
-            table * 0, row["slot"], row["cu_seqlens"] + ints(0, taps - 1).cpu(), row["draft"] * 0,
-            row["slot"] - 1, row["slot"], row["slot"], taps + drafts + 2,
+            table * 0, cpu(0), rows.cu_seqlens + cpu(0, taps - 1), cpu(0), cpu(-1), cpu(0), cpu(0),
+            taps + drafts + 2,
         )  # fmt: skip
         torch.testing.assert_close(y, want[taps - 1 :])
         assert torch.equal(windows[1, : taps - 1 + draft], inputs[running:])

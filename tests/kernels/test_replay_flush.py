@@ -25,12 +25,10 @@ from hybrid_runtime.kernels.replay.flush import (
     replay_flush,
     replay_flush_reference,
 )
-from hybrid_runtime.kernels.replay.naive import (
-    Replay,
-    Rounding,
-    WindowCache,
-    replay_update_reference,
-)
+from hybrid_runtime.kernels.replay.naive import replay_update_reference
+from hybrid_runtime.kernels.replay.rounding import Rounding
+from hybrid_runtime.kernels.replay.window_cache import WindowCache
+from hybrid_runtime.kernels.step.advance_replay import ReplayPositions
 from hybrid_runtime.kernels.step.state_table import StateTable
 
 
@@ -61,11 +59,15 @@ def materialised(
     ones = torch.ones(slots, dtype=torch.int32, device=DEVICE)
     read, write = ones * 0, torch.arange(slots, device=DEVICE).int() % 2
     read[-1], write[-2] = -1, -1
-    replay = Replay(read, fold, torch.arange(slots, device=DEVICE).int() % 2, write, ones, ones)
+    number = torch.arange(slots, device=DEVICE).int()
+    positions = ReplayPositions(
+        read_column=read, fold=fold, turn=number % 2, write_column=write,
+        snapshot_column=ones, snapshot_after=ones, certain=number + 70,
+    )  # fmt: skip
     order[-3] = -1
     A_log = torch.rand(layers, shape.heads, generator=generator, device=DEVICE)
     state_table = StateTable.build(windows, states, [table] * layers, taps)
-    return state_table, window_cache, A_log, {"slot": order, "replay": replay}
+    return state_table, window_cache, A_log, {"slot": order, "positions": positions}
 
 
 MATERIALISED = [
@@ -89,8 +91,7 @@ def test_materialise(shape: Ssm) -> None:
         chosen = [i for i in range(count) if i != 2]
         listed = ints(*chosen[::-1], -1)
         if shape.rounding:
-            position = torch.arange(count, device=DEVICE).int()
-            rows["rounding"] = Rounding(position * 9 - 4, position + 70, 5)
+            rows["rounding"] = Rounding(torch.arange(count, device=DEVICE).int() * 9 - 4, layer=5)
         before = [t.clone() for t in (*table.windows, *table.ssm)]
         replay_flush(table, window_cache, A_log, listed, **rows)
         after = [t.clone() for t in (*table.windows, *table.ssm)]
@@ -118,14 +119,15 @@ def test_materialise_reference_is_the_next_fold() -> None:
         history.step(replay_update_reference)
         everyone = torch.arange(4, dtype=torch.int32, device=DEVICE)
         held = ints(*(0 if n else -1 for n in history.certain))
-        replay = Replay(
-            held, ints(*history.fold), ints(*history.turn), everyone * 0 + 1, held, held
-        )
+        positions = ReplayPositions(
+            read_column=held, fold=ints(*history.fold), turn=ints(*history.turn),
+            write_column=everyone * 0 + 1, snapshot_column=held, snapshot_after=held, certain=held,
+        )  # fmt: skip
         window = torch.zeros(8, 3 + shape.drafts, 2, device=DEVICE)
         table = StateTable.build([window], [history.states], [history.table], 3)
         stacked = WindowCache(*(part[None] for part in history.window_cache))
         A_log = history.vectors["A_log"][None]
-        replay_flush_reference(table, stacked, A_log, everyone, everyone, replay)
+        replay_flush_reference(table, stacked, A_log, everyone, everyone, positions)
         for slot in range(4):
             if history.certain[slot]:
                 want = history.columns[history.wide_table[slot, history.fold[slot]].long()]

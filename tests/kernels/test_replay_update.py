@@ -23,15 +23,16 @@ from torch import Tensor
 
 from hybrid_runtime.kernels.replay.conv1d import replay_conv1d_update
 from hybrid_runtime.kernels.replay.launch import CHUNK, SHAPES, spread
-from hybrid_runtime.kernels.replay.naive import (
-    Replay,
+from hybrid_runtime.kernels.replay.naive import replay_update_reference
+from hybrid_runtime.kernels.replay.rounding import (
     Rounding,
-    WindowCache,
-    replay_update_reference,
-    round_state,
-    rounding_key,
+    round_state_reference,
+    rounding_key_reference,
 )
+from hybrid_runtime.kernels.replay.rows import ReplayRows
 from hybrid_runtime.kernels.replay.update import replay_update
+from hybrid_runtime.kernels.replay.window_cache import WindowCache
+from hybrid_runtime.kernels.step.advance_replay import ReplayPositions
 
 SSMS = [
     Ssm(),
@@ -110,8 +111,8 @@ def test_replay_update(shape: Ssm) -> None:
             **rows.arguments,
         }
         if shape.rounding:
-            seeds = torch.arange(len(rows.position), device=DEVICE).int() - 5
-            arguments["rounding"] = Rounding(seeds, rows.position, 3)
+            seeds = torch.arange(rows.slots, device=DEVICE).int() - 5
+            arguments["rounding"] = Rounding(seeds, layer=3)
         y = replay_update(states=states, window_cache=window_cache, **arguments)
         after, mine = flat.clone(), WindowCache(*(part.clone() for part in window_cache))
         flat.copy_(before[0])
@@ -193,7 +194,7 @@ def test_guesses_that_are_not_finite_leave_the_state_alone(states: torch.dtype) 
     pool = noise(generator, rows.blocks, shape.heads, shape.dim, shape.state, dtype=states)
     window_cache = shape.window_cache(generator, rows.slots)
     spoilt = {name: part.clone() for name, part in inputs.items()}
-    for end, draft in zip(rows.arguments["cu_seqlens"][1:], rows.arguments["draft"], strict=True):
+    for end, draft in zip(rows.rows.cu_seqlens[1:], rows.rows.draft, strict=True):
         for part in spoilt.values():
             part[end - draft : end] = float("nan")
     after = []
@@ -210,15 +211,16 @@ def test_guesses_that_are_not_finite_leave_the_state_alone(states: torch.dtype) 
 def test_rounding_is_right_on_average(dtype: torch.dtype) -> None:
     state = torch.tensor([1.0003, -0.7071, 2e-5, 300.2, 0.0, 3e-8], device=DEVICE)
     state = state.view(1, 1, 1, -1)
-    keys = rounding_key(torch.arange(20000, device=DEVICE), 2, torch.arange(20000, device=DEVICE))
-    rounded = round_state(state.expand(20000, -1, -1, -1), dtype, keys)
+    many = torch.arange(20000, device=DEVICE)
+    keys = rounding_key_reference(many, 2, many)
+    rounded = round_state_reference(state.expand(20000, -1, -1, -1), dtype, keys)
     digits = 10 if dtype == torch.float16 else 7
     unit = torch.exp2(torch.floor(torch.log2(state.abs().clamp(min=1e-30)))) * 2.0**-digits
     if dtype == torch.float16:
         unit = unit.clamp(min=2.0**-24)
     assert ((rounded.double() - state).abs() <= unit * 1.0001).all()
     assert ((rounded.double().mean(0) - state[0]).abs() <= 0.02 * unit[0]).all()
-    assert (rounded[0] == round_state(state, dtype, keys[:1])[0]).all()
+    assert (rounded[0] == round_state_reference(state, dtype, keys[:1])[0]).all()
     assert (rounded[:, 0, 0, 0].unique().numel()) == 2
 
 
@@ -233,8 +235,8 @@ def test_wrong_shapes_are_refused() -> None:
     for name, bad in {
         "states is": {"states": states[..., :12]},
         "states has strides": {"states": states.mT.contiguous().mT},
-        "records.x is": {"window_cache": window_cache._replace(x=window_cache.x[..., :4])},
-        "records.B is torch.float32": {
+        "window_cache.x is": {"window_cache": window_cache._replace(x=window_cache.x[..., :4])},
+        "window_cache.B is torch.float32": {
             "window_cache": window_cache._replace(B=window_cache.B.float())
         },
         "x has 2 heads": {"B": torch.zeros(rows.tokens, 3, 16, device=DEVICE)},
@@ -256,11 +258,7 @@ def test_no_rows(tokens: int) -> None:
         **shape.vectors(generator, torch.float32),
         states=torch.zeros(1, 2, 8, 16, device=DEVICE),
         window_cache=shape.window_cache(generator, 2),
-        block_table=none.view(0, 1),
-        slot=none,
-        cu_seqlens=ints(0),
-        draft=none,
-        replay=Replay(*[none] * 6),
+        rows=ReplayRows(none.view(0, 1), none, ints(0), none, ReplayPositions(*[none] * 7)),
         max_scheduled=4,
     )
     assert y.shape == (tokens, 2, 8)
@@ -318,11 +316,14 @@ def test_block_strides_beyond_32_bits() -> None:
     generator = torch.Generator(DEVICE).manual_seed(0)
     states.copy_(noise(generator, 4, 2, 8, 16, dtype=torch.float16))
     near, window_cache = states.clone(), shape.window_cache(generator, 1)
+    positions = ReplayPositions(
+        read_column=ints(0), fold=ints(2), turn=ints(1), write_column=ints(0),
+        snapshot_column=ints(2), snapshot_after=ints(1), certain=ints(4),
+    )  # fmt: skip
     rows: dict[str, Any] = {
-        "block_table": ints([3, 1, 2, 0]), "slot": ints(0), "cu_seqlens": ints(0, 4),
-        "draft": ints(2), "max_scheduled": 4,
-        "replay": Replay(ints(0), ints(2), ints(1), ints(0), ints(2), ints(1)),
-    }  # fmt: skip
+        "rows": ReplayRows(ints([3, 1, 2, 0]), ints(0), ints(0, 4), ints(2), positions),
+        "max_scheduled": 4,
+    }
     inputs = shape.inputs(generator, 4) | shape.vectors(generator, torch.float32)
     other = WindowCache(*(part.clone() for part in window_cache))
     y = replay_update(**inputs, **rows, states=states, window_cache=window_cache)

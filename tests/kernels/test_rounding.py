@@ -14,8 +14,11 @@ from transformers import NemotronHForCausalLM
 from hybrid_runtime.bench.load import Load
 from hybrid_runtime.engine import Engine, SamplingParams
 from hybrid_runtime.engine.request import Request
-from hybrid_runtime.kernels.replay.naive import Replay, Rounding, WindowCache
+from hybrid_runtime.kernels.replay.rounding import Rounding
+from hybrid_runtime.kernels.replay.rows import ReplayRows
 from hybrid_runtime.kernels.replay.update import replay_update
+from hybrid_runtime.kernels.replay.window_cache import WindowCache
+from hybrid_runtime.kernels.step.advance_replay import ReplayPositions
 
 __all__ = ["hf", "tokenizer"]  # fixtures
 
@@ -62,13 +65,23 @@ def update(tenants: list[int], slots: list[int], dtype: torch.dtype) -> Tensor:
         dt_bias=vectors[2],
         states=states,
         window_cache=WindowCache(*(by_slot((DRAFTS, *shape)) for shape in shapes)),
-        block_table=ints(*range(2 * SLOTS)).view(2, SLOTS).T.contiguous(),
-        slot=ints(*slots),
-        cu_seqlens=ints(*range(0, 4 * n + 1, 4)),
-        draft=every * DRAFTS,
-        replay=Replay(every * 0, every * 2, every * 0, every * 0, every, every),
+        rows=ReplayRows(
+            block_table=ints(*range(2 * SLOTS)).view(2, SLOTS).T.contiguous(),
+            slot=ints(*slots),
+            cu_seqlens=ints(*range(0, 4 * n + 1, 4)),
+            draft=every * DRAFTS,
+            positions=ReplayPositions(
+                read_column=every * 0,
+                fold=every * 2,
+                turn=every * 0,
+                write_column=every * 0,
+                snapshot_column=every,
+                snapshot_after=every,
+                certain=ints(*(100 + t for t in tenants)),
+            ),
+        ),
         max_scheduled=DRAFTS + 1,
-        rounding=Rounding(seed, ints(*(100 + t for t in tenants)), 6),
+        rounding=Rounding(seed, layer=6),
     )
     at = torch.tensor(slots, device=DEVICE)
     return torch.stack([states[at], states[SLOTS + at]], 1)

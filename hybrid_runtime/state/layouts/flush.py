@@ -16,8 +16,10 @@ from torch import Tensor
 from hybrid_runtime.device.sync import Waits
 from hybrid_runtime.device.transfer import Staging
 from hybrid_runtime.kernels.replay.flush import replay_flush
-from hybrid_runtime.kernels.replay.naive import Replay, Rounding, WindowCache
+from hybrid_runtime.kernels.replay.rounding import Rounding
+from hybrid_runtime.kernels.replay.window_cache import WindowCache
 from hybrid_runtime.kernels.step import entry as fields
+from hybrid_runtime.kernels.step.advance_replay import ReplayPositions
 from hybrid_runtime.kernels.step.state_table import StateTable
 from hybrid_runtime.state import align
 from hybrid_runtime.state.in_flight import InFlightSteps
@@ -123,9 +125,22 @@ class Flusher:
         return len(rows)
 
     def _launch(self, source: Foldable, index: int, count: int) -> None:
-        listed, fold, position = self._staging.upload(index, 3)
-        key = None if source.seed is None else Rounding(source.seed, position, 0)
-        replay = Replay(self._read, fold, self._turn, self._read, self._read, fold)
+        listed, fold, certain = self._staging.upload(index, 3)
+        positions = ReplayPositions(
+            read_column=self._read,
+            fold=fold,
+            turn=self._turn,
+            write_column=self._read,
+            snapshot_column=self._read,
+            snapshot_after=fold,
+            certain=certain,
+        )
         replay_flush(
-            self._table, source.window_cache, source.A_log, listed[:count], self._slot, replay, key
+            self._table,
+            source.window_cache,
+            source.A_log,
+            listed[:count],
+            self._slot,
+            positions,
+            None if source.seed is None else Rounding(source.seed, layer=0),
         )
