@@ -51,7 +51,7 @@ class Script(NamedTuple):
 
 ITL = "--shape 8b --batches {batches} --acceptance 3 --repeats 3 --profile-steps 0"
 SCRIPTS = (
-    Script("itl", tuple(ITL.split()), ("rows",), ("state_layout", "batch"), ("step_ms",)),
+    Script("itl", tuple(ITL.split()), ("rows",), ("state_layout", "batch"), ("step_ms", "ttft_ms")),
     Script(
         "verify", ("--tokens", "4"), ("gpu",), ("state", "rows", "tokens"),
         ("update", "replay", "conv"),
