@@ -11,12 +11,13 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from typing import Any
 
 import torch
+from torch.cuda.nvtx import range as nvtx_range
 
 from hybrid_runtime.engine import Engine, Request, SamplingParams
 from hybrid_runtime.state import sync_guard
@@ -28,9 +29,12 @@ _IMPLICIT = "synchronizing CUDA operation"
 
 @dataclass(slots=True)
 class HostWaits:
-    """Waits of the host: `count` of all explicit ones, `seconds` spent in them, and of these
-    `undeclared` and `starved` (less than a full step queued: the undeclared ones, which no rule
-    keeps from that, and the declared ones that say so); `implicit` synchronisations apart."""
+    """Waits of the host.
+
+    count, seconds: explicit waits, and the time spent in them. undeclared: those outside `allowed`.
+    starved: those entered with less than a full step queued: all undeclared ones, and the declared
+    ones that say so. implicit: synchronising CUDA operations, not counted among the others.
+    """
 
     count: int = 0
     seconds: float = 0.0
@@ -48,9 +52,10 @@ class HostWaits:
 class Run:
     """Raw figures of one run, times in seconds.
 
-    steady: durations of the steady steps; steady_tokens: what each row emitted in each of them;
-    waits, state: what was counted in steady steps (`state`: the manager's `Stats`, from the first
-    steady step to the last).
+    wall: from the first `submit` to the last result. output_steps: steps that emitted tokens.
+    steady: durations of the steady steps. steady_tokens: tokens that each row emitted in each of
+    them. waits: of the host, in steady steps. state: the manager's `Stats`, from the first steady
+    step to the last.
     """
 
     requests: list[Request]
@@ -67,11 +72,12 @@ def drive(
     prompts: list[list[int]],
     osl: int,
     before_step: Callable[[bool], None] | None = None,
+    nvtx: bool = False,
 ) -> Run:
     """Send all prompts, decode `osl` tokens for each.
 
     before_step: called before each step of the engine; the argument says whether the last results
-    were those of a steady step.
+    were those of a steady step. nvtx: mark each step with an NVTX range, "steady step" or "step".
 
     Raises:
         RuntimeError: a request failed.
@@ -93,7 +99,8 @@ def drive(
         while not engine.idle:
             if before_step is not None:
                 before_step(steady)
-            touched = engine.step()
+            with nvtx_range("steady step" if steady else "step") if nvtx else nullcontext():
+                touched = engine.step()
             now = time.perf_counter()
             if not touched:
                 continue
@@ -194,8 +201,8 @@ def _watch() -> Iterator[Callable[[], HostWaits]]:
         nonlocal implicit
         implicit += sum(_IMPLICIT in str(w.message) for w in caught)
         caught.clear()
-        device_tokens = sum(n for why, n in waits.reasons.items() if NOTHING_QUEUED in why)
-        starved = waits.undeclared + device_tokens
+        declared = sum(n for why, n in waits.reasons.items() if NOTHING_QUEUED in why)
+        starved = waits.undeclared + declared
         return HostWaits(waits.count, waits.seconds, waits.undeclared, starved, implicit)
 
     with warnings.catch_warnings(record=True) as caught, sync_guard() as waits:

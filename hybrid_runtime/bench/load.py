@@ -21,17 +21,18 @@ SSM_DTYPES = ("float32", "float16", "bfloat16", f"float16{STOCHASTIC}", f"bfloat
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """One batch of requests, sent at once and decoded to the end, and how often and under what.
+    """One batch of requests, sent at once and decoded to the end, and how it is measured.
 
-    isl, osl: tokens of a prompt (the mean, if staggered) and of its output. acceptance: mean
-    emitted tokens per step to pretend, capped to drafts + 1; None = as the drafts deserve.
-    lengths: "equal" prompts cross their block boundaries together; "staggered" ones are spread
-    evenly over one block, as those of unrelated users would be. warmup_osl: output tokens of the
-    run before the timed ones. profile_steps: steady steps to trace after them, under those of the
-    strategies that are in `profiled`. block_size: tokens;
-    None = derived from the layout. max_model_len: what the engine is made for, in tokens (more
-    where the load needs it). ssm_dtype: of `SSM_DTYPES`; those with rounding by chance need the
-    replay layout.
+    batch: requests. drafts: per step. isl, osl: tokens of a prompt (the mean, if staggered) and of
+    its output. ssm_dtype: one of `SSM_DTYPES`; stochastic rounding needs the replay layout.
+    acceptance: mean emitted tokens per step to pretend, capped to drafts + 1; None = as the drafts
+    deserve. lengths: "equal" prompts cross their block boundaries together; "staggered" ones are
+    spread evenly over one block, as those of unrelated users would be. strategies, repeats: what is
+    timed, and how often. warmup_osl: output tokens of the run before the timed ones. profile_steps:
+    steady steps to trace after them, under the strategies that are also in `profiled`. block_size:
+    in tokens; None = derived from the layout. max_model_len: what the engine is made for, in tokens
+    (more where the load needs it). max_tokens_per_step, graphs, state_layout: as of `EngineConfig`.
+    nvtx: mark each timed step with an NVTX range. seed: of lengths.
     """
 
     batch: int = 1
@@ -51,6 +52,7 @@ class Load:
     max_tokens_per_step: int = 8192
     graphs: bool | None = None
     state_layout: LayoutKind = "replay"
+    nvtx: bool = False
     seed: int = 0
 
     def __post_init__(self) -> None:

@@ -153,7 +153,8 @@ def measure(
             repeat = number // len(rows)
             prompts = load.prompts(turn[1], block, vocabulary, 1000 * repeat + load.batch)
             # No name for the engine: it would outlive its turn and keep its memory from the next.
-            rows[turn]["repeats"].append(summarize(drive(engines.next(), prompts, load.osl)))
+            run = drive(engines.next(), prompts, load.osl, nvtx=load.nvtx)
+            rows[turn]["repeats"].append(summarize(run))
         for turn in load.profile_turns():
             prompts = load.prompts(turn[1], block, vocabulary, 777)
             rows[turn]["profile"] = profile_steady(engines.next(), load, prompts)

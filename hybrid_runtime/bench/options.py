@@ -41,6 +41,7 @@ def add_options(parser: argparse.ArgumentParser, repeats: int) -> None:
     add("--block-size", type=int, help="tokens per block; default: derived from the layout")
     add("--max-model-len", type=int, default=8192, help="tokens that the engine is made for")
     add("--max-tokens-per-step", type=int, default=8192, help="bounds prefill")
+    add("--nvtx", action="store_true", help="NVTX ranges around the timed steps, for nsys")
     add("--no-graphs", action="store_true", help="launch every kernel by itself")
     add("--seed", type=int, default=0)
 
@@ -59,6 +60,7 @@ def loads(args: argparse.Namespace) -> list[Load]:
         max_model_len=args.max_model_len,
         max_tokens_per_step=args.max_tokens_per_step,
         graphs=False if args.no_graphs else None,
+        nvtx=args.nvtx,
         seed=args.seed,
     )
     return sweep(base, args.batches, args.drafts, args.isl, args.osl, args.ssm_dtype, args.layouts)

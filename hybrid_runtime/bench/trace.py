@@ -18,26 +18,31 @@ from hybrid_runtime.engine import Engine
 LONG_GAP = 5.0
 """us: a longer gap between device operations is idle time, a shorter one belongs to launching."""
 
-# First match wins. Names are those of the kernels here and of the libraries' matrix products.
+# First match wins. Kernels of this project by their whole names, those of libraries by parts.
 KINDS = (
-    ("state", r"selective_state|replay|(move|steps|carry|outputs)_kernel"),
-    ("convolution", r"conv"),
-    ("attention", r"_attention_kernel|_reduce_kernel|store_kv|flash|fmha"),
-    ("norm", r"_norm_kernel"),
-    ("experts", r"_product_kernel|_sum_kernel|_group_kernel|_topk_kernel"),
-    ("matrix products", r"gemm|gemv|nvjet|cutlass|splitk|cublas"),
     (
         "bookkeeping",
-        r"advance|prepare_inputs|commit_tokens|accept_drafts|(part|whole|uniform|fill)_kernel",
+        r"^_(advance|advance_replay|prepare_inputs|commit_tokens|accept_drafts|uniform|fill|part"
+        r"|whole)_kernel$",
     ),
+    (
+        "state",
+        r"^_?(selective_state_update|replay_update|flush|move|decide_move|steps|carry|outputs)"
+        r"_kernel$",
+    ),
+    ("convolution", r"conv"),
+    ("attention", r"^_(attention|reduce|store_kv)_kernel$|flash|fmha"),
+    ("norm", r"^_norm_kernel$"),
+    ("experts", r"^_(topk|group|product|sum)_kernel$"),
+    ("matrix products", r"gemm|gemv|nvjet|cutlass|splitk|cublas"),
     ("copies", r"memcpy|memset"),
-    ("elementwise", r"relu2|embedding|elementwise|triton_|cat|index"),
+    ("elementwise", r"^_(relu2|embedding|pooling)_kernel$|elementwise|triton_|cat|index"),
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """Of the device; times in us."""
+    """A kernel, copy or fill on the device; `start` and `end` in us."""
 
     name: str
     start: float
@@ -52,8 +57,11 @@ class Operation:
 
 @dataclass(frozen=True, slots=True)
 class Busy:
-    """From the first operation's start to the last one's end, us: `window`, the part of it in
-    which anything ran, gaps longer than `LONG_GAP`, and the sum of the shorter ones."""
+    """A trace from its first operation's start to its last one's end, in us.
+
+    window: all of it. busy: while anything ran. idle: the sum of gaps longer than `LONG_GAP`.
+    short_gaps: the sum of the others.
+    """
 
     window: float
     busy: float

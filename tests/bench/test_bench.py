@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import sys
 from pathlib import Path
@@ -85,6 +86,29 @@ def test_a_trace_gives_figures_per_step_and_the_timeline_of_one() -> None:
         "44.0 40.0 matrix products",
         "84.0 6.0 state",
     ]
+
+
+def test_every_kernel_is_of_the_kind_of_its_room() -> None:
+    """No kernel here is "other" in a trace, and none is taken for one of another room."""
+    rooms = {
+        "attention": {"attention"},
+        "layers": {"norm", "elementwise"},
+        "mamba": {"state", "convolution"},
+        "moe": {"experts"},
+        "replay": {"state"},
+        "sampling": {"bookkeeping"},
+        "step": {"bookkeeping", "state"},
+    }
+    found: dict[str, set[str]] = {}
+    for path in sorted((ROOT / "kernels").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if not isinstance(node, ast.FunctionDef) or not node.name.endswith("_kernel"):
+                continue
+            if any("triton.jit" in ast.unparse(d) for d in node.decorator_list):
+                kind = Operation(node.name, 0, 1).kind
+                assert kind in rooms[path.parent.name], f"{node.name} is {kind}"
+                found.setdefault(path.parent.name, set()).add(kind)
+    assert found == rooms
 
 
 def test_floor_counts_what_must_move() -> None:
@@ -337,7 +361,7 @@ def test_bench_measures_a_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixtu
 def test_on_a_gpu_steady_steps_are_traced(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     load = ["--batches", "4", "--isl", "40", "--osl", "96", "--block-size", "32", "--repeats", "2"]
-    turns = ["--lengths", "all", "--strategies", "all", "--profile-steps", "8"]
+    turns = ["--lengths", "all", "--strategies", "all", "--profile-steps", "8", "--nvtx"]
     assert main(["bench", str(demo.SHIPPED), *load, *turns, "--json", str(out)]) == 0
     for row in json.loads(out.read_text())["rows"]:
         assert row["floor_ratio"] > 1
