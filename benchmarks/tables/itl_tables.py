@@ -1,21 +1,48 @@
-"""README's tables of the engine's benchmark, from `itl-*.json`; None while there are no results."""
+"""Tables of the engine's benchmark, from `itl-*.json`; None while there are no results."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from markdown import markdown
+from source import RESULTS, load
 
 Row = dict[str, Any]
 
-RESULTS = Path(__file__).parents[1] / "results" / "h200"
 SHAPES = ("8b", "9b-v2", "nano-30b", "super-120b")
 STRATEGIES = ("8b-strategies", "9b-v2", "nano-30b", "super-120b")
 """Files of results: those beside vLLM's, and those of all strategies in one process."""
 OTHERS = ("blocking", "defer", "always")
+
+
+def headline() -> str | None:
+    """Nemotron-H-8B beside vLLM's V2 runner: both layouts in one line a batch."""
+    result = _load("8b")
+    by_batch: dict[int, dict[str, Row]] = {}
+    for row in _main(result) if result else []:
+        if row["strategy"] == "auto" and "v2" in row.get("peers", {}):
+            by_batch.setdefault(row["batch"], {})[row["state_layout"]] = row
+    if result is None or not by_batch:
+        return None
+    lines = []
+    for batch, rows in by_batch.items():
+        steps = [rows[layout] for layout in ("replay", "columns")]
+        theirs = [row["peers"]["v2"] for row in steps]
+        lines.append(
+            [
+                str(batch),
+                _ms(theirs[0]["step_ms"]),
+                *(_ms(row["step_ms"]) for row in steps),
+                *(_ratio(their["ratio"]) for their in theirs),
+                f"{steps[0]['decode_tok_s']:.0f}",
+            ]
+        )
+    header = [
+        "requests", "vLLM, ms", "`replay`, ms", "`columns`, ms", "`replay` ÷ vLLM",
+        "`columns` ÷ vLLM", "`replay`, tokens/s",
+    ]  # fmt: skip
+    return markdown(header, lines) + "\n\n" + _note(result, next(iter(by_batch.values()))["replay"])
 
 
 def peer() -> str | None:
@@ -114,7 +141,12 @@ def shapes() -> str | None:
     return f"{markdown([*header, '÷ floor'], lines)}\n\n{_commits(SHAPES)}"
 
 
-TABLES = {"itl-peer": peer, "itl-strategies": strategies, "itl-shapes": shapes}
+TABLES = {
+    "headline": headline,
+    "itl-peer": peer,
+    "itl-strategies": strategies,
+    "itl-shapes": shapes,
+}
 
 
 def _commits(shapes: Sequence[str]) -> str:
@@ -125,8 +157,8 @@ def _commits(shapes: Sequence[str]) -> str:
 
 
 def _load(shape: str) -> Row | None:
-    path = RESULTS / f"itl-{shape}.json"
-    return json.loads(path.read_text()) if path.is_file() else None
+    name = f"itl-{shape}"
+    return load("h200", name) if (RESULTS / "h200" / f"{name}.json").is_file() else None
 
 
 def _main(result: Row) -> list[Row]:

@@ -1,22 +1,20 @@
-"""README's tables of memory: what a request costs, how many fit, prefix hits, copies to the host,
-and the soak."""
+"""Tables of memory: what a request costs, how many fit, prefix hits, copies to the host, the soak;
+and of what drafts get accepted."""
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 from markdown import markdown
+from source import load, machine
 
-RESULTS = Path(__file__).parents[1] / "results" / "h200"
 LAYOUTS = ("columns", "replay")
 
 
 def request() -> str:
     """State of one request, by shape and dtype."""
-    lines = []
-    for entry in _load("capacity")["memory"]:
+    result, lines = load("h200", "capacity"), []
+    for entry in result["memory"]:
         parts = [entry[layout] for layout in LAYOUTS]
         lines.append(
             [
@@ -34,19 +32,15 @@ def request() -> str:
         "shape", "state", "block, tokens", "live state", "a snapshot", "guesses, `columns`",
         "records, `replay`", "sum, `columns`", "sum, `replay`", "ratio", "KV, KiB a token",
     ]  # fmt: skip
-    return (
-        markdown(header, lines)
-        + "\n\nFrom the layouts of commit "
-        + (f"{_load('capacity')['environment']['commit']}; nothing is measured.")
-    )
+    note = f"From the layouts of commit {result['environment']['commit']}; nothing is measured."
+    return markdown(header, lines) + "\n\n" + note
 
 
 def capacity() -> str:
     """Requests in the same memory, and what they yield at once."""
     lines = []
     for name in ("capacity", "capacity-fp16"):
-        result = _load(name)
-        for row in result["rows"]:
+        for row in load("h200", name)["rows"]:
             lines.append(
                 [
                     row["ssm_dtype"],
@@ -58,11 +52,12 @@ def capacity() -> str:
                     f"{row['output_tok_s']:.0f}",
                 ]
             )
-    ratios = _load("capacity")["ratios"]["float32"]
+    result = load("h200", "capacity")
+    ratios = result["ratios"]["float32"]
     note = (
         f"With float32 states {ratios['requests']:.2f} times the requests, "
         f"{ratios['decode_tok_s']:.2f} times the tokens per second while they decode, and "
-        f"{ratios['output_tok_s']:.2f} times with their prompts. {_environment(_load('capacity'))}"
+        f"{ratios['output_tok_s']:.2f} times with their prompts. {machine(result)}"
     )
     header = [
         "state", "layout", "requests", "preempted", "step, ms", "tokens/s, decoding",
@@ -73,7 +68,7 @@ def capacity() -> str:
 
 def prefix() -> str:
     """Time to the first token on a miss, a hit, and a hit that comes from the host."""
-    result = _load("prefix")
+    result = load("h200", "prefix")
     cases: dict[tuple[Any, ...], dict[str, Any]] = {}
     for row in result["rows"]:
         key = tuple(row[name] for name in ("block_size", "retention", "state_layout"))
@@ -101,14 +96,14 @@ def prefix() -> str:
     note = (
         f"Three equal prompts of {same['prompt_tokens']} tokens, drafts on: hits of "
         f"{', '.join(map(str, same['hit_blocks']))} blocks of {same['block_size']}, of at most "
-        f"{same['most_blocks']}. {_environment(result)}"
+        f"{same['most_blocks']}. {machine(result)}"
     )
     return markdown(header, lines) + "\n\n" + note
 
 
 def swap() -> str:
     """Most scattered blocks of each kind as one batch of copies, beside loops over them."""
-    result = _load("swap")
+    result = load("h200", "swap")
     cases = [case for case in result["cases"] if case["placement"] == "scattered"]
     most: dict[tuple[str, str], int] = {}
     for case in cases:
@@ -142,14 +137,14 @@ def swap() -> str:
     limit = result["limit_bytes_per_s"]
     note = (
         f"{result['path']}. One pinned copy of 1 GiB: {limit['store'] / 1e9:.1f} GB/s to the host, "
-        f"{limit['load'] / 1e9:.1f} from it. {_environment(result)}"
+        f"{limit['load'] / 1e9:.1f} from it. {machine(result)}"
     )
     return markdown(header, lines) + "\n\n" + note
 
 
 def soak() -> str:
     """What the long form of the soak counted."""
-    result = _load("soak")
+    result = load("h200", "soak")
     names = (
         "submitted", "preemptions", "ended by abort", "ended by deadline", "ended by error",
         "blocks from the host", "right", "wrong", "beginnings right", "beginnings wrong", "leaked",
@@ -158,10 +153,24 @@ def soak() -> str:
         [layout, *(str(result["counts"][layout].get(name, 0)) for name in names)]
         for layout in (*LAYOUTS, "all")
     ]
-    return markdown(["layout", *names], lines) + "\n\n" + _environment(result)
+    return markdown(["layout", *names], lines) + "\n\n" + machine(result)
+
+
+def acceptance() -> str:
+    """Tokens that a verified step of the shipped checkpoint emits."""
+    result = load("cpu", "acceptance")
+    words = {"mtp": "MTP head", "eagle": "EAGLE head", "ngram": "n-gram look-up"}
+    rows = [
+        [words[row["drafter"]], f"{row['length']:.2f}", f"{row['same text']} of {row['texts']}"]
+        for row in result["rows"]
+        if row["drafter"] in words
+    ]
+    table = markdown(["drafter", "tokens per step", "text as without drafts"], rows)
+    return f"{table}\n\nOn a CPU, commit {result['environment']['commit']}."
 
 
 TABLES = {
+    "acceptance": acceptance,
     "request-memory": request,
     "capacity": capacity,
     "prefix": prefix,
@@ -172,12 +181,3 @@ TABLES = {
 
 def _mib(value: int) -> str:
     return f"{value / 2**20:.1f}"
-
-
-def _environment(result: dict[str, Any]) -> str:
-    return f"{result['environment']['device']}, commit {result['environment']['commit']}."
-
-
-def _load(name: str) -> dict[str, Any]:
-    result: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text())
-    return result

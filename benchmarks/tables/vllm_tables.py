@@ -1,15 +1,13 @@
-"""README's tables of the vLLM plug-in, from `vllm-*.json`."""
+"""Tables of the vLLM plug-in, from `vllm-*.json`."""
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 from markdown import markdown
+from source import load
 
-RESULTS = Path(__file__).parents[1] / "results" / "h200"
 SERVED = (("serve-3", "one GPU"), ("serve-0", "one GPU"), ("serve-3-tp2", "two, tensor parallel"))
 TIMED = (("time-8b", "Nemotron-H-8B"), ("time-narrow", "narrow, 40 Mamba layers"))
 HOOKS = ("preprocess_state", "postprocess_state")
@@ -19,7 +17,7 @@ def serving() -> str:
     """The same requests with our copies and with vLLM's, and the check mode."""
     lines = []
     for name, where in SERVED:
-        result = _load(name)
+        result = load("h200", f"vllm-{name}")
         ours = next(run for run in result["runs"] if run["ours"])
         same = [*result["comparison"], *result.get("comparison_with_plugin_off", [])]
         counted = ours["metrics"]
@@ -35,9 +33,9 @@ def serving() -> str:
                 result["environment"]["commit"],
             ]
         )
-    checked = [run["adapter"][0] for run in _load("check")["runs"]]
+    checked = [run["adapter"][0] for run in load("h200", "vllm-check")["runs"]]
     total = {key: sum(run[key] for run in checked) for key in ("checked_steps", "different_bytes")}
-    env = _load("serve-3")["environment"]
+    env = load("h200", "vllm-serve-3")["environment"]
     header = [
         "GPUs", "drafts", "texts that differ", "hits, acceptance, preemptions", "prefix-hit tokens",
         "accepted drafts", "preemptions", "steps", "skipped", "states moved", "commit",
@@ -52,11 +50,11 @@ def serving() -> str:
 def timing() -> str:
     """Step, kernels and host of both, and the step of vLLM's V1 runner."""
     waiting: dict[int, list[float]] = {}
-    for row in _load("v1")["rows"]:
+    for row in load("h200", "vllm-v1")["rows"]:
         waiting.setdefault(row["batch"], []).append(row["step_ms_mean"])
     lines = []
     for name, shape in TIMED:
-        for batch, found in _load(name)["batches"].items():
+        for batch, found in load("h200", f"vllm-{name}")["batches"].items():
             v1 = waiting.get(int(batch)) if name == "time-8b" else None
             kernels = [_kernels(found["kernels"][side]) for side in ("ours", "vllm")]
             lines.append(
@@ -73,12 +71,14 @@ def timing() -> str:
                     " : ".join(f"{_host(found['runs'], ours):.0f}" for ours in (True, False)),
                 ]
             )
-    env = _load("time-8b")["environment"]
+    env = load("h200", "vllm-time-8b")["environment"]
     header = [
         "shape", "rows", "step, ms", "vLLM V2", "÷ V2", "vLLM V1", "kernels, µs", "of vLLM V2",
         "share", "launches, ours : V2", "host µs, ours : V2",
     ]  # fmt: skip
-    pairs = [r for found in _load("time-narrow")["batches"].values() for r in found["ratios"]]
+    pairs = [
+        r for found in load("h200", "vllm-time-narrow")["batches"].values() for r in found["ratios"]
+    ]
     note = (
         "Milliseconds are medians of each side, ÷ V2 the median over neighbouring runs; on the "
         f"narrow shape these lie between {min(pairs):.2f} and {max(pairs):.2f}. Launches without "
@@ -88,7 +88,18 @@ def timing() -> str:
     return f"{markdown(header, lines)}\n\n{note} {where}"
 
 
-TABLES = {"vllm-serving": serving, "vllm-timing": timing}
+def releases() -> str:
+    """Names, signatures and attributes that the adapter touches, by release."""
+    result = load("cpu", "vllm_compat")
+    lines = [
+        [f"vLLM {release}", str(found["checked"]), str(len(found["missing"]))]
+        for release, found in result["releases"].items()
+    ]
+    note = f"Looked up in the wheels' sources, commit {result['environment']['commit']}."
+    return markdown(["release", "looked up", "missing"], lines) + "\n\n" + note
+
+
+TABLES = {"vllm-releases": releases, "vllm-serving": serving, "vllm-timing": timing}
 COUNTED = ("prefix_cache_hits", "spec_decode_num_accepted_tokens", "num_preemptions")
 
 
@@ -108,8 +119,3 @@ def _host(runs: list[dict[str, Any]], ours: bool) -> float:
     return median(
         sum(run["host_us"][hook]["p50"] for hook in HOOKS) for run in runs if run["ours"] == ours
     )
-
-
-def _load(name: str) -> dict[str, Any]:
-    result: dict[str, Any] = json.loads((RESULTS / f"vllm-{name}.json").read_text())
-    return result

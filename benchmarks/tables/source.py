@@ -1,0 +1,29 @@
+"""Where the figures come from: the committed JSON, and the line that says what measured them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parents[1] / "results"
+
+
+def load(device: str, name: str) -> dict[str, Any]:
+    result: dict[str, Any] = json.loads((RESULTS / device / f"{name}.json").read_text())
+    return result
+
+
+def machine(result: dict[str, Any]) -> str:
+    """Device and commit."""
+    env = result["environment"]
+    return f"{env['device']}, commit {env['commit']}."
+
+
+def environment(result: dict[str, Any]) -> str:
+    """Device, processor, versions and commit."""
+    env = result["environment"]
+    return (
+        f"{env['device']}, {env['cpu']}, torch {env['torch']}, Triton {env['triton']}, "
+        f"NumPy {env['numpy']}, commit {env['commit']}."
+    )
