@@ -1,51 +1,28 @@
-"""README keeps its word: its example runs, its figures are those of the committed JSON."""
+"""README is short and starts quickly; reports from users of other engines each name their test."""
 
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 
 
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
-
-
-def test_the_runner_example_runs_and_is_short() -> None:
-    (example,) = (b for b in blocks("python") if "manager.begin_step" in b)
-    assert len(example.splitlines()) < 80
-    done = subprocess.run(
-        [sys.executable, "-c", example], capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stderr
-    assert "steps=30" in done.stdout
-
-
-def test_the_embedding_example_runs() -> None:
-    (example,) = (b for b in blocks("python") if "engine.embed" in b)
-    command = [sys.executable, "-P", "-c", example]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("1.0000") == 3  # each text is like itself
-
-
-def test_figures_are_those_of_the_results() -> None:
-    done = subprocess.run(
-        [sys.executable, "benchmarks/tables/tables.py", "--check"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+def test_readme_is_one_to_two_screens() -> None:
+    assert len(README.splitlines()) < 150
 
 
 def test_quick_start_is_two_commands() -> None:
     section = README.split("## Quick start")[1].split("\n## ")[0]
-    assert len(re.findall(r"^```sh\n.*?^```", section, re.MULTILINE | re.DOTALL)) == 2
+    first, second = re.findall(r"^```sh\n(.*?)^```", section, re.MULTILINE | re.DOTALL)
+    assert "demo" in first
+    assert "pytest" in second  # `.ci/run` takes this one
+
+
+def test_every_page_is_linked() -> None:
+    for page in (ROOT / "docs").glob("*.md"):
+        assert f"(docs/{page.name})" in README, f"README does not link docs/{page.name}"
 
 
 def test_user_reports_name_tests_that_exist() -> None:

@@ -1,0 +1,131 @@
+"""README and docs keep their word: examples run, figures are those of the committed JSON, links
+lead somewhere, and what can be set or run is named.
+
+A ```python block runs as a program of its own, from the repository's root. One whose first line is
+`# needs a GPU` or `# needs vLLM` is only compiled.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hybrid_runtime import cli
+from hybrid_runtime.engine import SamplingParams
+from hybrid_runtime.engine.config import EngineConfig
+
+ROOT = Path(__file__).parents[2]
+PAGES = {
+    path.name: path.read_text()
+    for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+}
+SCRIPTS = sorted(
+    path for path in (ROOT / "benchmarks").rglob("*.py") if "__main__" in path.read_text()
+)
+
+
+def fenced(page: str, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", PAGES[page], re.MULTILINE | re.DOTALL)
+
+
+EXAMPLES = [
+    pytest.param(block, f"{page}, block {number}", id=f"{page}-{number}")
+    for page in PAGES
+    for number, block in enumerate(fenced(page, "python"), 1)
+]
+
+
+@pytest.mark.parametrize(("block", "name"), EXAMPLES)
+def test_example(block: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    code = compile(block, name, "exec")
+    if not block.startswith(("# needs a GPU\n", "# needs vLLM\n")):
+        monkeypatch.chdir(ROOT)
+        exec(code, {"__name__": "__main__"})
+
+
+@pytest.mark.parametrize("page", ["README.md", "runner.md", "engine.md"])
+def test_page_has_examples_that_run(page: str) -> None:
+    assert any(not block.startswith("# needs") for block in fenced(page, "python"))
+
+
+def test_tables_are_those_of_the_results() -> None:
+    done = subprocess.run(
+        [sys.executable, "benchmarks/tables/tables.py", "--check"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_no_figure_stands_outside_a_table(page: str) -> None:
+    """What was measured comes from JSON: prose names no time, rate or percentage of its own."""
+    prose = re.sub(r"<!-- ([a-z-]+) -->\n.*?<!-- /\1 -->", "", PAGES[page], flags=re.DOTALL)
+    prose = re.sub(r"^```.*?^```|`[^`]*`", "", prose, flags=re.MULTILINE | re.DOTALL)
+    measured = r"(?<!more than )\b\d[\d.,]*\s?(?:ns|µs|us|ms|%|[GT]B/s|tokens/s|times)(?!\w)"
+    assert re.findall(measured, prose) == []
+
+
+def anchors(text: str) -> set[str]:
+    """Of a page's headings, as GitHub makes them."""
+    prose = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+    headings = re.findall(r"^#+ (.*)$", prose, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in headings}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page: str) -> None:
+    folder = ROOT if page == "README.md" else ROOT / "docs"
+    for link in re.findall(r"\]\(([^)]+)\)", PAGES[page]):
+        if link.startswith("https://"):
+            continue
+        name, _, anchor = link.partition("#")
+        target = folder / name if name else folder / page
+        assert target.exists(), f"{page} links {link}"
+        if anchor:
+            assert anchor in anchors(target.read_text()), f"{page} links {link}"
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
+def test_script_is_documented(script: Path) -> None:
+    """With its command, and with options that it has."""
+    path = script.relative_to(ROOT).as_posix()
+    commands = re.findall(rf"`[^`]*python {re.escape(path)}([^`]*)`", PAGES["benchmarks.md"])
+    assert commands, f"docs/benchmarks.md has no command of {path}"
+    shared = (ROOT / "hybrid_runtime" / "bench" / "options.py").read_text()
+    known = script.read_text() + (shared if "options.add_options" in script.read_text() else "")
+    for command in commands:
+        for option in re.findall(r"--[a-z][\w-]*", command.split(" -- ")[0]):
+            assert f'"{option}"' in known, f"{path} has no {option}"
+
+
+def test_commands_parse() -> None:
+    """Of the command line, wherever a page shows it."""
+    shown = [
+        line
+        for page in PAGES
+        for block in fenced(page, "sh")
+        for line in block.splitlines()
+        if line.startswith(".venv/bin/hybrid-runtime")
+    ]
+    assert shown
+    for line in shown:
+        cli.parser().parse_args(shlex.split(line)[1:])
+
+
+@pytest.mark.parametrize("options", [EngineConfig, SamplingParams])
+def test_every_option_is_documented(options: Any) -> None:
+    """With its default, in the table of its class; the table names nothing else."""
+    section = {"EngineConfig": "Options", "SamplingParams": "SamplingParams"}[options.__name__]
+    text = PAGES["engine.md"].split(f"\n## {section}\n")[1].split("\n## ")[0]
+    rows = dict(re.findall(r"^\| `(\w+)` \| `([^`]*)` \|", text, re.MULTILINE))
+    defaults = {field.name: repr(field.default) for field in dataclasses.fields(options)}
+    assert {name: value.replace('"', "'") for name, value in rows.items()} == defaults
