@@ -14,6 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hybrid_runtime.kernels.common.varlen import StateRows
+
 LAUNCHES = ((4, 4), (8, 4), (8, 2), (16, 4), (16, 2), (32, 4), (32, 8), (64, 8))
 """Rows of a head's state per program, warps: what `verify.py` takes the best of."""
 
@@ -95,14 +97,7 @@ def baseline(
     dt_bias: Tensor,
     states: Tensor,
     launch: tuple[int, int],
-    *,
-    block_table: Tensor,
-    slot: Tensor,
-    cu_seqlens: Tensor,
-    draft: Tensor,
-    read_column: Tensor,
-    read_offset: Tensor,
-    write_column: Tensor,
+    rows: StateRows,
     max_scheduled: int,
 ) -> Tensor:
     """Arguments and result of `selective_state_update`, by the launch of `LAUNCHES` given; inputs
@@ -112,10 +107,10 @@ def baseline(
     out = torch.empty((tokens, heads, dim), dtype=x.dtype, device=x.device)
     tile, warps = launch
     tile = min(tile, dim)
-    where: Any = (block_table, slot, cu_seqlens, draft, read_column, read_offset, write_column)
-    _baseline_kernel[(slot.shape[0], heads, dim // tile)](
+    where: Any = rows
+    _baseline_kernel[(rows.slot.shape[0], heads, dim // tile)](
         x, dt, A_log, B, C, D, dt_bias, states, out, *where,
-        x.stride(0), dt.stride(0), B.stride(0), C.stride(0), block_table.stride(0),
+        x.stride(0), dt.stride(0), B.stride(0), C.stride(0), rows.block_table.stride(0),
         states.stride(0), HEADS=heads, HEADS_PER_GROUP=heads // groups, DIM=dim, STATE=state,
         TOKENS=max_scheduled, TILE=tile, num_warps=warps,
     )  # fmt: skip

@@ -26,6 +26,7 @@ from record import save, show
 from torch import Tensor
 from torch.nn.functional import silu
 
+from hybrid_runtime.kernels.common.varlen import StateRows
 from hybrid_runtime.kernels.mamba.selective_state_update import selective_state_update
 from hybrid_runtime.kernels.replay.rounding import Rounding
 from hybrid_runtime.kernels.replay.rows import ReplayRows
@@ -106,8 +107,8 @@ class Track:
         where = self.table, self.slot, self.starts, self.draft
         if self.layout == "columns":
             # The first step reads a state of zeros.
-            place = self.zero, self.fold, self.zero
-            y = selective_state_update(*inputs, self.states, *where, *place, DRAFTS + 1)
+            rows = StateRows(*where, self.zero, self.fold, self.zero)
+            y = selective_state_update(*inputs, self.states, rows, DRAFTS + 1)
         else:
             certain = self.tokens + self.fold + 1
             rounding = Rounding(self.slot * 7919, layer=0) if self.stochastic else None

@@ -23,6 +23,7 @@ import torch
 from baseline import LAUNCHES, baseline
 from record import copy_bandwidth, graph_us, save, show
 
+from hybrid_runtime.kernels.common.varlen import StateRows
 from hybrid_runtime.kernels.mamba.conv1d_update import conv1d_update
 from hybrid_runtime.kernels.mamba.selective_state_update import selective_state_update
 from hybrid_runtime.kernels.replay.rows import ReplayRows
@@ -55,16 +56,15 @@ class Bench:
         self.mixed = torch.randn(count, CHANNELS + HEADS, device="cuda").bfloat16()
         self.weight = torch.randn(CHANNELS, TAPS, device="cuda").bfloat16()
         ones = torch.ones(rows, dtype=torch.int32, device="cuda")
-        self.rows: dict[str, Any] = {
-            "block_table": torch.randperm(count, device="cuda").int().view(rows, tokens),
-            "slot": torch.arange(rows, dtype=torch.int32, device="cuda"),
-            "cu_seqlens": torch.arange(rows + 1, dtype=torch.int32, device="cuda") * tokens,
-            "draft": ones * (tokens - 1),
-            "read_column": ones * 0,
-            "read_offset": ones * min(2, tokens - 1),
-            "write_column": ones * 0,
-            "max_scheduled": tokens,
-        }
+        self.rows = StateRows(
+            block_table=torch.randperm(count, device="cuda").int().view(rows, tokens),
+            slot=torch.arange(rows, dtype=torch.int32, device="cuda"),
+            cu_seqlens=torch.arange(rows + 1, dtype=torch.int32, device="cuda") * tokens,
+            draft=ones * (tokens - 1),
+            read_column=ones * 0,
+            read_offset=ones * min(2, tokens - 1),
+            write_column=ones * 0,
+        )
         self.vectors = torch.randn(3, HEADS, device="cuda")
         small = 2 * count * (2 * INNER + 2 * OUTER + HEADS)
         self.shape = rows, tokens
@@ -82,11 +82,15 @@ class Bench:
 
     def ssm(self) -> list[Callable[[], object]]:
         inputs = self.inputs()
-        return [lambda s=s: selective_state_update(*inputs, s, **self.rows) for _, s in self.layers]
+        rows, tokens = self.rows, self.shape[1]
+        return [
+            lambda s=s: selective_state_update(*inputs, s, rows, tokens) for _, s in self.layers
+        ]
 
     def baseline(self, launch: tuple[int, int]) -> list[Callable[[], object]]:
         inputs = self.inputs()
-        return [lambda s=s: baseline(*inputs, s, launch, **self.rows) for _, s in self.layers]
+        rows, tokens = self.rows, self.shape[1]
+        return [lambda s=s: baseline(*inputs, s, launch, rows, tokens) for _, s in self.layers]
 
     def replay(self) -> list[Callable[[], object]]:
         """Each column of the block tables is the live one in turn: as much state as `ssm` has."""
@@ -97,7 +101,7 @@ class Bench:
         for part in window_cache:
             part.uniform_(0.001, 0.1)
         zero = torch.zeros(num_rows, dtype=torch.int32, device="cuda")
-        table, slot, start, draft, *_ = self.rows.values()
+        table, slot, start, draft, *_ = self.rows
         inputs = self.inputs()
 
         def rows_of(column: int) -> ReplayRows:
@@ -121,8 +125,9 @@ class Bench:
 
     def conv(self) -> list[Callable[[], object]]:
         x = self.mixed[:, :CHANNELS]
+        rows, tokens = self.rows, self.shape[1]
         return [
-            lambda w=w: conv1d_update(x, self.weight, None, w, **self.rows) for w, _ in self.layers
+            lambda w=w: conv1d_update(x, self.weight, None, w, rows, tokens) for w, _ in self.layers
         ]
 
 

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor, nn
 
+from hybrid_runtime.kernels.common.varlen import StateRows
 from hybrid_runtime.kernels.mamba.chunk_scan import chunk_scan
 from hybrid_runtime.kernels.mamba.conv1d_update import conv1d_update
 from hybrid_runtime.kernels.mamba.conv1d_varlen import conv1d_varlen
@@ -90,7 +91,8 @@ class Mamba2Mixer(nn.Module):
                 part.cu_seqlens,
                 part.rows(positions.draft),
             )
-            place = (
+            rows = StateRows(
+                *where,
                 part.rows(positions.read_column),
                 part.rows(positions.read_offset),
                 part.rows(positions.write_column),
@@ -107,7 +109,7 @@ class Mamba2Mixer(nn.Module):
                 convolved = replay_conv1d_update(*inputs, replay, part.max_scheduled)
             else:
                 convolve = conv1d_update if part.update else conv1d_varlen
-                convolved = convolve(*inputs, *where, *place, part.max_scheduled)
+                convolved = convolve(*inputs, rows, part.max_scheduled)
             heads, B, C = convolved.split([inner, state, state], dim=-1)
             operands = (
                 heads.unflatten(-1, (config.mamba_num_heads, config.mamba_head_dim)),
@@ -125,11 +127,9 @@ class Mamba2Mixer(nn.Module):
                     *operands, window_cache, replay, part.max_scheduled, rounding, low, high
                 )
             elif part.update:
-                y = selective_state_update(*operands, *where, *place, part.max_scheduled, low, high)
+                y = selective_state_update(*operands, rows, part.max_scheduled, low, high)
             else:
-                y = chunk_scan(
-                    *operands, *where, *place, part.max_scheduled, config.chunk_size, low, high
-                )
+                y = chunk_scan(*operands, rows, part.max_scheduled, config.chunk_size, low, high)
             outputs.append(y.flatten(-2))
         if not outputs:
             return torch.zeros_like(x)

@@ -1,7 +1,43 @@
-"""Variable-length rows of a flat token dimension as padded tensors, for the references."""
+"""Rows of different lengths in one flat token dimension: what describes them, and padded tensors
+of them for the references."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+
+class StateRows(NamedTuple):
+    """The rows of a launch: which tokens each has, and where its state is read and written.
+
+    All tensors are int32. A row is padded when its slot or its write column is -1; its outputs are
+    zero, and nothing of it is read or written.
+
+    Attributes:
+        block_table: [slots, columns], the physical block of each column.
+        slot: [rows], line of the block table; -1 = padded row.
+        cu_seqlens: [rows + 1]; row i owns the tokens cu_seqlens[i] up to cu_seqlens[i + 1].
+        draft: [rows], how many of the row's last tokens are guesses.
+        read_column: [rows], column of the state before the row's tokens; -1 = start from zeros.
+        read_offset: [rows], accepted guesses behind that column's state: counted in columns by the
+            SSM state, in positions of the block by the convolution window.
+        write_column: [rows], column of the state after the row's certain tokens; -1 = padded row.
+    """
+
+    block_table: Tensor
+    slot: Tensor
+    cu_seqlens: Tensor
+    draft: Tensor
+    read_column: Tensor
+    read_offset: Tensor
+    write_column: Tensor
+
+    @property
+    def active(self) -> Tensor:
+        """bool [rows], False for padded rows."""
+        return (self.slot >= 0) & (self.write_column >= 0)
 
 
 def row_tokens(

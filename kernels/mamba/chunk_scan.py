@@ -21,13 +21,14 @@ import triton.language as tl
 from torch import Tensor
 
 from hybrid_runtime.kernels.common.backend import runs_triton
+from hybrid_runtime.kernels.common.varlen import StateRows
 from hybrid_runtime.kernels.mamba.chunk_scan_kernels import (
     carry_kernel,
     outputs_kernel,
     steps_kernel,
 )
 from hybrid_runtime.kernels.mamba.conv1d_varlen import tile_bound
-from hybrid_runtime.kernels.mamba.naive import chunk_scan_reference
+from hybrid_runtime.kernels.mamba.naive import check_ssm_shapes, chunk_scan_reference
 
 
 class ScanTiling(NamedTuple):
@@ -78,13 +79,7 @@ def chunk_scan(
     D: Tensor,
     dt_bias: Tensor,
     states: Tensor,
-    block_table: Tensor,
-    slot: Tensor,
-    cu_seqlens: Tensor,
-    draft: Tensor,
-    read_column: Tensor,
-    read_offset: Tensor,
-    write_column: Tensor,
+    rows: StateRows,
     max_scheduled: int,
     chunk_size: int,
     dt_min: float = 0.0,
@@ -108,33 +103,39 @@ def chunk_scan(
     """
     if not runs_triton(x) or torch.float64 in (x.dtype, states.dtype):
         return chunk_scan_reference(
-            x, dt, A_log, B, C, D, dt_bias, states, block_table, slot, cu_seqlens, draft,
-            read_column, read_offset, write_column, max_scheduled, chunk_size, dt_min, dt_max,
-        )  # fmt: skip
-    tokens, heads, dim = x.shape
-    groups, state = B.shape[1:]
-    if heads % groups:
-        raise ValueError(f"x has {heads} heads, must be a multiple of B's {groups} groups")
-    if tuple(states.shape[1:]) != (heads, dim, state):
-        raise ValueError(
-            f"states is {tuple(states.shape)}, must be [blocks, {heads}, {dim}, {state}]"
+            x,
+            dt,
+            A_log,
+            B,
+            C,
+            D,
+            dt_bias,
+            states,
+            rows,
+            max_scheduled,
+            chunk_size,
+            dt_min,
+            dt_max,
         )
+    tokens, heads, dim = x.shape
+    state = B.shape[2]
+    heads_per_group = check_ssm_shapes(x, B, states)
     if chunk_size <= 0:
         raise ValueError(f"chunk_size is {chunk_size}, must be positive")
-    rows = slot.shape[0]
+    num_rows = rows.slot.shape[0]
     out = torch.empty((tokens, heads, dim), dtype=x.dtype, device=x.device)
-    if rows == 0 or tokens == 0 or max_scheduled == 0:
+    if num_rows == 0 or tokens == 0 or max_scheduled == 0:
         return out.zero_()
     product = torch.promote_types(x.dtype, torch.promote_types(B.dtype, C.dtype))
     exact = product == torch.float32
     shape = tiling or scan_tiling(dim, state, product)
-    chunks = tile_bound(tokens, rows, shape.chunk)
+    chunks = tile_bound(tokens, num_rows, shape.chunk)
     # The interpreter multiplies bf16 as if its bits were integers.
     dot_type = _TYPES[product] if x.is_cuda else tl.float32
     block_p = max(triton.next_power_of_2(dim), 16)
     block_n = max(triton.next_power_of_2(state), 16)
     tile = min(shape.tile, block_n)
-    each = math.gcd(shape.each, heads // groups)
+    each = math.gcd(shape.each, heads_per_group)
     sums = torch.empty((3 if exact else 2, heads, chunks, shape.chunk), device=x.device)
     steps, totals, rests = sums[0], sums[1], sums[-1]
     carried = torch.empty((chunks, heads, dim, state), dtype=product, device=x.device)
@@ -142,15 +143,15 @@ def chunk_scan(
         dt,
         A_log,
         dt_bias,
-        slot,
-        cu_seqlens,
-        write_column,
+        rows.slot,
+        rows.cu_seqlens,
+        rows.write_column,
         out,
         steps,
         totals,
         rests,
         tokens,
-        rows,
+        num_rows,
         *dt.stride(),
         float(dt_min),
         float(dt_max),
@@ -162,7 +163,7 @@ def chunk_scan(
         EXACT=exact,
         num_warps=4,
     )
-    carry_kernel[(heads * triton.cdiv(state, tile), rows)](
+    carry_kernel[(heads * triton.cdiv(state, tile), num_rows)](
         x,
         B,
         steps,
@@ -170,20 +171,20 @@ def chunk_scan(
         rests,
         states,
         carried,
-        block_table,
-        slot,
-        cu_seqlens,
-        read_column,
-        read_offset,
-        write_column,
+        rows.block_table,
+        rows.slot,
+        rows.cu_seqlens,
+        rows.read_column,
+        rows.read_offset,
+        rows.write_column,
         chunks,
         *x.stride(),
         *B.stride(),
         *states.stride(),
-        block_table.stride(0),
+        rows.block_table.stride(0),
         dot_type=dot_type,
         HEADS=heads,
-        HEADS_PER_GROUP=heads // groups,
+        HEADS_PER_GROUP=heads_per_group,
         DIM=dim,
         STATE=state,
         CHUNK=shape.chunk,
@@ -203,17 +204,17 @@ def chunk_scan(
         totals,
         rests,
         carried,
-        slot,
-        cu_seqlens,
-        write_column,
+        rows.slot,
+        rows.cu_seqlens,
+        rows.write_column,
         out,
-        rows,
+        num_rows,
         *x.stride(),
         *B.stride(),
         *C.stride(),
         dot_type=dot_type,
         HEADS=heads,
-        HEADS_PER_GROUP=heads // groups,
+        HEADS_PER_GROUP=heads_per_group,
         DIM=dim,
         STATE=state,
         CHUNK=shape.chunk,

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from hybrid_runtime.kernels.common.backend import runs_triton
 from hybrid_runtime.kernels.common.pdl import pdl, pdl_wait
-from hybrid_runtime.kernels.mamba.naive_conv1d import conv1d_reference
+from hybrid_runtime.kernels.common.varlen import StateRows
+from hybrid_runtime.kernels.mamba.naive import check_conv_shapes, conv1d_reference
 
 MAX_TOKENS = 8
 """Tokens per row that the kernel unrolls; longer rows go to the reference."""
@@ -147,13 +148,7 @@ def conv1d_update(
     weight: Tensor,
     bias: Tensor | None,
     windows: Tensor,
-    block_table: Tensor,
-    slot: Tensor,
-    cu_seqlens: Tensor,
-    draft: Tensor,
-    read_column: Tensor,
-    read_offset: Tensor,
-    write_column: Tensor,
+    rows: StateRows,
     max_scheduled: int,
     snapshot_column: Tensor | None = None,
     snapshot_after: Tensor | None = None,
@@ -173,34 +168,33 @@ def conv1d_update(
         or torch.float64 in (x.dtype, windows.dtype)
     ):
         return conv1d_reference(
-            x, weight, bias, windows, block_table, slot, cu_seqlens, draft, read_column,
-            read_offset, write_column, max_scheduled,
-        )  # fmt: skip
+            x,
+            weight,
+            bias,
+            windows,
+            rows,
+            max_scheduled,
+        )
     tokens = x.shape[0]
     channels, taps = weight.shape
-    if x.shape[1] != channels:
-        raise ValueError(f"x has {x.shape[1]} channels, must have weight's {channels}")
-    if windows.shape[1] < taps - 1 or windows.shape[2] != channels:
-        raise ValueError(
-            f"windows is {tuple(windows.shape)}, must be [blocks, at least {taps - 1}, {channels}]"
-        )
-    rows = slot.shape[0]
+    check_conv_shapes(x, weight, windows)
+    num_rows = rows.slot.shape[0]
     out = torch.empty((tokens, channels), dtype=x.dtype, device=x.device)
-    if rows == 0 or max_scheduled == 0:
+    if num_rows == 0 or max_scheduled == 0:
         return out.zero_()
-    tile = TILE if rows < MANY_ROWS else TILE_MANY_ROWS
-    _conv1d_update_kernel[(triton.cdiv(channels, tile), rows)](
+    tile = TILE if num_rows < MANY_ROWS else TILE_MANY_ROWS
+    _conv1d_update_kernel[(triton.cdiv(channels, tile), num_rows)](
         x,
         weight,
         bias,
         windows,
-        block_table,
-        slot,
-        cu_seqlens,
-        draft,
-        read_column,
-        read_offset,
-        write_column,
+        rows.block_table,
+        rows.slot,
+        rows.cu_seqlens,
+        rows.draft,
+        rows.read_column,
+        rows.read_offset,
+        rows.write_column,
         snapshot_column,
         snapshot_after,
         out,
@@ -210,7 +204,7 @@ def conv1d_update(
         1 if bias is None else bias.stride(0),
         *windows.stride(),
         windows.shape[1],
-        block_table.stride(0),
+        rows.block_table.stride(0),
         CHANNELS=channels,
         TAPS=taps,
         TOKENS=max_scheduled,

@@ -18,7 +18,8 @@ import triton.language as tl
 from torch import Tensor
 
 from hybrid_runtime.kernels.common.backend import runs_triton
-from hybrid_runtime.kernels.mamba.naive_conv1d import conv1d_reference
+from hybrid_runtime.kernels.common.varlen import StateRows
+from hybrid_runtime.kernels.mamba.naive import check_conv_shapes, conv1d_reference
 
 
 @triton.jit
@@ -195,13 +196,7 @@ def conv1d_varlen(
     weight: Tensor,
     bias: Tensor | None,
     windows: Tensor,
-    block_table: Tensor,
-    slot: Tensor,
-    cu_seqlens: Tensor,
-    draft: Tensor,
-    read_column: Tensor,
-    read_offset: Tensor,
-    write_column: Tensor,
+    rows: StateRows,
     max_scheduled: int,
     tiling: ConvTiling | None = None,
 ) -> Tensor:
@@ -218,45 +213,44 @@ def conv1d_varlen(
     """
     if not runs_triton(x) or torch.float64 in (x.dtype, windows.dtype):
         return conv1d_reference(
-            x, weight, bias, windows, block_table, slot, cu_seqlens, draft, read_column,
-            read_offset, write_column, max_scheduled,
-        )  # fmt: skip
+            x,
+            weight,
+            bias,
+            windows,
+            rows,
+            max_scheduled,
+        )
     tokens = x.shape[0]
     channels, taps = weight.shape
-    if x.shape[1] != channels:
-        raise ValueError(f"x has {x.shape[1]} channels, must have weight's {channels}")
-    if windows.shape[1] < taps - 1 or windows.shape[2] != channels:
-        raise ValueError(
-            f"windows is {tuple(windows.shape)}, must be [blocks, at least {taps - 1}, {channels}]"
-        )
-    rows = slot.shape[0]
+    check_conv_shapes(x, weight, windows)
+    num_rows = rows.slot.shape[0]
     out = torch.empty((tokens, channels), dtype=x.dtype, device=x.device)
-    if rows == 0 or tokens == 0 or max_scheduled == 0:
+    if num_rows == 0 or tokens == 0 or max_scheduled == 0:
         return out.zero_()
     shape = tiling or ConvTiling()
     length = max(min(shape.tokens, triton.next_power_of_2(max_scheduled)), taps - 1, 1)
     _conv1d_varlen_kernel[
-        (triton.cdiv(channels, shape.channels), tile_bound(tokens, rows, length))
+        (triton.cdiv(channels, shape.channels), tile_bound(tokens, num_rows, length))
     ](
         x,
         weight,
         bias,
         windows,
-        block_table,
-        slot,
-        cu_seqlens,
-        draft,
-        read_column,
-        read_offset,
-        write_column,
+        rows.block_table,
+        rows.slot,
+        rows.cu_seqlens,
+        rows.draft,
+        rows.read_column,
+        rows.read_offset,
+        rows.write_column,
         out,
         tokens,
-        rows,
+        num_rows,
         *x.stride(),
         *weight.stride(),
         1 if bias is None else bias.stride(0),
         *windows.stride(),
-        block_table.stride(0),
+        rows.block_table.stride(0),
         CHANNELS=channels,
         TAPS=taps,
         LENGTH=windows.shape[1],

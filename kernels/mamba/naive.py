@@ -1,4 +1,4 @@
-"""Mamba-2 state update for few tokens and chunked scan for prefill (references).
+"""Plain-torch specifications of the convolution, the state update and the chunked scan.
 
 Recurrence (Dao and Gu 2024, "Transformers are SSMs", section 3): with
 ``dt = clamp(softplus(dt_raw + dt_bias))`` and ``A = -exp(A_log)`` per head,
@@ -9,14 +9,89 @@ import math
 
 import torch
 import torch.nn.functional as F
+from einops import einsum, rearrange, repeat
 from torch import Tensor
 
 from hybrid_runtime.kernels.common.varlen import (
+    StateRows,
     gather_rows,
     physical_blocks,
     row_tokens,
     scatter_rows,
 )
+
+
+def conv1d_reference(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    windows: Tensor,
+    rows: StateRows,
+    max_scheduled: int,
+) -> Tensor:
+    """Convolve the tokens of every row with the inputs before them, apply silu, keep the window.
+
+    A window block holds the last ``W - 1`` certain inputs and behind them the inputs of the
+    guesses, so the window after the certain tokens and ``j`` guesses starts at offset ``j``. The
+    ``W - 1`` inputs before a row's tokens are read at ``read_offset`` of its read block; positions
+    0 .. W - 2 + draft of its write block get its last ``W - 1 + draft`` inputs. All windows are
+    read before the first one is written, so read and write columns may overlap between and within
+    rows.
+
+    Args:
+        x: [tokens, C] inputs, rows one after another.
+        weight: [C, W] taps, the last one for the current token.
+        bias: [C] or None.
+        windows: [blocks, W - 1 + K, C] with any strides, changed in place; K is the largest
+            number of drafts.
+        rows: the rows, with read offsets in positions.
+        max_scheduled: upper bound of tokens per row.
+
+    Returns:
+        [tokens, C] in x's dtype, 0 for padded rows and tokens that belong to no row. Sums are
+        formed in fp32, or fp64 for fp64 inputs.
+
+    Raises:
+        ValueError: the windows are too short for the taps or have another channel count.
+    """
+    check_conv_shapes(x, weight, windows)
+    history = weight.shape[1] - 1
+    acc = torch.promote_types(x.dtype, torch.float32)
+    index, valid = row_tokens(rows.cu_seqlens, max_scheduled, x.shape[0], rows.active)
+
+    reads = rows.active & (rows.read_column >= 0)
+    block = physical_blocks(rows.block_table, rows.slot, rows.read_column, reads)
+    start = torch.where(reads, rows.read_offset, 0).long()
+    offset = start[:, None] + torch.arange(history, device=x.device)
+    old = windows[block[:, None], offset].to(acc)
+    old = torch.where(reads[:, None, None], old, old.new_zeros(()))
+    inputs = torch.cat([old, gather_rows(x, index, valid).to(acc)], dim=1)
+
+    y = x.new_zeros(*index.shape, x.shape[1], dtype=acc)
+    for tap, scale in enumerate(weight.to(acc).unbind(1)):
+        y += inputs[:, tap : tap + index.shape[1]] * scale
+    if bias is not None:
+        y += bias.to(acc)
+    _keep_windows(windows, inputs, rows, history)
+    return scatter_rows(F.silu(y).to(x.dtype), index, valid, x.shape[0])
+
+
+def _keep_windows(windows: Tensor, inputs: Tensor, rows: StateRows, history: int) -> None:
+    """Store the last `history + draft` inputs of each row that has tokens.
+
+    `inputs` is [rows, history + max_scheduled, C]: the inputs before a row's tokens, then its own.
+    """
+    if not inputs.shape[1]:
+        return
+    scheduled, draft = rows.cu_seqlens.diff().long(), rows.draft.long()
+    position = torch.arange(windows.shape[1], device=windows.device)
+    kept = (rows.active & (scheduled > 0))[:, None] & (position < history + draft[:, None])
+    source = (scheduled - draft)[:, None] + position
+    source = source.clamp(min=0, max=inputs.shape[1] - 1)
+    values = inputs.gather(1, repeat(source, "r p -> r p c", c=inputs.shape[2]))
+    target = physical_blocks(rows.block_table, rows.slot, rows.write_column, rows.active)
+    row, at = kept.nonzero(as_tuple=True)
+    windows[target[row], at] = values[row, at].to(windows.dtype)
 
 
 def selective_state_update_reference(
@@ -28,13 +103,7 @@ def selective_state_update_reference(
     D: Tensor,
     dt_bias: Tensor,
     states: Tensor,
-    block_table: Tensor,
-    slot: Tensor,
-    cu_seqlens: Tensor,
-    draft: Tensor,
-    read_column: Tensor,
-    read_offset: Tensor,
-    write_column: Tensor,
+    rows: StateRows,
     max_scheduled: int,
     dt_min: float = 0.0,
     dt_max: float = math.inf,
@@ -56,13 +125,7 @@ def selective_state_update_reference(
         D: [H].
         dt_bias: [H].
         states: [blocks, H, P, N] in the state's own dtype, any block stride, changed in place.
-        block_table: int32 [slots, columns] of physical blocks.
-        slot: int32 [rows]; -1 = padded row.
-        cu_seqlens: int32 [rows + 1].
-        draft: int32 [rows].
-        read_column: int32 [rows]; -1 = zero initial state, nothing is read.
-        read_offset: int32 [rows], in columns.
-        write_column: int32 [rows]; -1 = padded row.
+        rows: the rows, with read offsets in columns.
         max_scheduled: upper bound of tokens per row.
         dt_min: lower clamp of dt.
         dt_max: upper clamp of dt.
@@ -74,28 +137,31 @@ def selective_state_update_reference(
     Raises:
         ValueError: heads are no multiple of groups, or states have another shape.
     """
-    heads_per_group = _check(x, B, states)
+    heads_per_group = check_ssm_shapes(x, B, states)
     acc = _accumulator(x, states)
-    active = (slot >= 0) & (write_column >= 0)
-    index, valid = row_tokens(cu_seqlens, max_scheduled, x.shape[0], active)
-    state = _initial_states(states, block_table, slot, read_column, read_offset, active, acc)
+    index, valid = row_tokens(rows.cu_seqlens, max_scheduled, x.shape[0], rows.active)
+    state = _initial_states(
+        states, rows.block_table, rows.slot, rows.read_column, rows.read_offset, rows.active, acc
+    )
     xs = gather_rows(x, index, valid).to(acc)
-    Bs = gather_rows(B, index, valid).to(acc).repeat_interleave(heads_per_group, dim=2)
-    Cs = gather_rows(C, index, valid).to(acc).repeat_interleave(heads_per_group, dim=2)
+    Bs, Cs = (
+        repeat(gather_rows(v, index, valid).to(acc), "r t g n -> r t (g h) n", h=heads_per_group)
+        for v in (B, C)
+    )
     step = _time_step(dt, dt_bias, index, valid, acc, dt_min, dt_max)
     decay = torch.exp(step * -torch.exp(A_log.to(acc)))
     skip = D.to(acc)[:, None] * xs
 
-    first_stored = (cu_seqlens[1:] - cu_seqlens[:-1]).long() - 1 - draft.long()
+    first_stored = rows.cu_seqlens.diff().long() - 1 - rows.draft.long()
     y = torch.zeros_like(xs)
     for i in range(max_scheduled):
         # A step beyond a row's end has dt = 0: decay 1 and no input, so its state stays.
         inflow = (step[:, i, :, None] * xs[:, i])[..., None] * Bs[:, i, :, None, :]
         state = state * decay[:, i, :, None, None] + inflow
-        y[:, i] = torch.einsum("rhpn,rhn->rhp", state, Cs[:, i]) + skip[:, i]
+        y[:, i] = einsum(state, Cs[:, i], "r h p n, r h n -> r h p") + skip[:, i]
         stored = (valid[:, i] & (first_stored <= i)).nonzero()[:, 0]
-        column = write_column[stored].long() + i - first_stored[stored]
-        target = block_table[slot[stored].long(), column].long()
+        column = rows.write_column[stored].long() + i - first_stored[stored]
+        target = rows.block_table[rows.slot[stored].long(), column].long()
         states[target] = state[stored].to(states.dtype)
     return scatter_rows(y.to(x.dtype), index, valid, x.shape[0])
 
@@ -109,13 +175,7 @@ def chunk_scan_reference(
     D: Tensor,
     dt_bias: Tensor,
     states: Tensor,
-    block_table: Tensor,
-    slot: Tensor,
-    cu_seqlens: Tensor,
-    draft: Tensor,
-    read_column: Tensor,
-    read_offset: Tensor,
-    write_column: Tensor,
+    rows: StateRows,
     max_scheduled: int,
     chunk_size: int,
     dt_min: float = 0.0,
@@ -129,69 +189,76 @@ def chunk_scan_reference(
 
     Args:
         chunk_size: tokens per matrix product; any positive number gives the same result up to
-            rounding. All other arguments as in :func:`selective_state_update_reference`.
+            rounding. All other arguments as in `selective_state_update_reference`.
 
     Returns:
         [tokens, H, P] in x's dtype; 0 for padded rows.
 
     Raises:
-        ValueError: as in :func:`selective_state_update_reference`, or chunk_size is not positive.
+        ValueError: as in `selective_state_update_reference`, or chunk_size is not positive.
     """
-    heads_per_group = _check(x, B, states)
+    heads_per_group = check_ssm_shapes(x, B, states)
     if chunk_size <= 0:
         raise ValueError(f"chunk_size is {chunk_size}, must be positive")
-    del draft
     acc = _accumulator(x, states)
-    active = (slot >= 0) & (write_column >= 0)
-    index, valid = row_tokens(cu_seqlens, max_scheduled, x.shape[0], active)
-    rows, groups = index.shape[0], B.shape[1]
-    state = _initial_states(states, block_table, slot, read_column, read_offset, active, acc)
-    state = state.unflatten(1, (groups, heads_per_group))
+    index, valid = row_tokens(rows.cu_seqlens, max_scheduled, x.shape[0], rows.active)
+    state = _initial_states(
+        states, rows.block_table, rows.slot, rows.read_column, rows.read_offset, rows.active, acc
+    )
+    state = rearrange(state, "r (g h) p n -> r g h p n", h=heads_per_group)
     xs = gather_rows(x, index, valid).to(acc)
-    Bs = gather_rows(B, index, valid).to(acc).transpose(1, 2)  # [rows, G, steps, N]
-    Cs = gather_rows(C, index, valid).to(acc).transpose(1, 2)
+    Bs, Cs = (rearrange(gather_rows(v, index, valid).to(acc), "r t g n -> r g t n") for v in (B, C))
     step = _time_step(dt, dt_bias, index, valid, acc, dt_min, dt_max)
     log_decay = step * -torch.exp(A_log.to(acc))
-    inflow = (xs * step[..., None]).unflatten(2, (groups, heads_per_group))
-    inflow = inflow.permute(0, 2, 3, 1, 4)  # [rows, G, H // G, steps, P]
+    log_decay = rearrange(log_decay, "r t (g h) -> r g h t", h=heads_per_group)
+    inflow = rearrange(xs * step[..., None], "r t (g h) p -> r g h t p", h=heads_per_group)
 
-    outputs = []
+    outputs = [torch.zeros_like(inflow[:, :, :, :0])]
     for begin in range(0, max_scheduled, chunk_size):
-        part = slice(begin, min(begin + chunk_size, max_scheduled))
+        part = slice(begin, begin + chunk_size)
         # Differences of long sums lose fp32 digits where the decay is strong: sum in fp64.
-        total = log_decay[:, part].double().cumsum(1).unflatten(2, (groups, heads_per_group))
-        total = total.permute(0, 2, 3, 1)  # [rows, G, H // G, length]
-        length = total.shape[-1]
+        total = log_decay[..., part].double().cumsum(-1)
         between = total[..., :, None] - total[..., None, :]
-        causal = torch.ones(length, length, dtype=torch.bool, device=x.device).tril()
+        causal = between.new_ones(between.shape[-2:], dtype=torch.bool).tril()
         weight = torch.exp(between.masked_fill(~causal, -math.inf)).to(acc)
-        score = (Cs[:, :, part] @ Bs[:, :, part].transpose(-1, -2))[:, :, None]
-        from_state = torch.einsum("rgln,rghpn->rghlp", Cs[:, :, part], state)
-        carried = torch.exp(total).to(acc)[..., None] * from_state
-        outputs.append((weight * score) @ inflow[:, :, :, part] + carried)
+        score = einsum(Cs[:, :, part], Bs[:, :, part], "r g l n, r g s n -> r g l s")
+        within = (weight * score[:, :, None]) @ inflow[:, :, :, part]
+        carried = einsum(Cs[:, :, part], state, "r g l n, r g h p n -> r g h l p")
+        outputs.append(within + torch.exp(total).to(acc)[..., None] * carried)
         to_end = torch.exp(total[..., -1:] - total).to(acc)
-        added = torch.einsum(
-            "rghlp,rgln->rghpn", inflow[:, :, :, part] * to_end[..., None], Bs[:, :, part]
-        )
+        kept = inflow[:, :, :, part] * to_end[..., None]
+        added = einsum(kept, Bs[:, :, part], "r g h l p, r g l n -> r g h p n")
         state = torch.exp(total[..., -1]).to(acc)[..., None, None] * state + added
 
-    if not outputs:
-        return torch.zeros_like(x)
-    y = torch.cat(outputs, dim=3).permute(0, 3, 1, 2, 4).reshape(xs.shape)
-    y = y + D.to(acc)[:, None] * xs
-    stored = valid[:, 0].nonzero()[:, 0]
-    target = block_table[slot[stored].long(), write_column[stored].long()].long()
-    states[target] = state.reshape(rows, *states.shape[1:])[stored].to(states.dtype)
+    y = rearrange(torch.cat(outputs, dim=3), "r g h t p -> r t (g h) p") + D.to(acc)[:, None] * xs
+    stored = (rows.active & (rows.cu_seqlens.diff() > 0)).nonzero()[:, 0]
+    target = physical_blocks(rows.block_table, rows.slot, rows.write_column, rows.active)
+    state = rearrange(state, "r g h p n -> r (g h) p n")
+    states[target[stored]] = state[stored].to(states.dtype)
     return scatter_rows(y.to(x.dtype), index, valid, x.shape[0])
 
 
-def _check(x: Tensor, B: Tensor, states: Tensor) -> int:
-    heads, groups = x.shape[1], B.shape[1]
+def check_conv_shapes(x: Tensor, weight: Tensor, windows: Tensor) -> None:
+    """Raise `ValueError` where x `[..., C]` or the windows don't fit the weight `[C, W]`."""
+    channels, taps = weight.shape
+    if x.shape[-1] != channels:
+        raise ValueError(f"x has {x.shape[-1]} channels, must have weight's {channels}")
+    if windows.shape[1] < taps - 1 or windows.shape[2] != channels:
+        raise ValueError(
+            f"windows is {tuple(windows.shape)}, must be [blocks, at least {taps - 1}, {channels}]"
+        )
+
+
+def check_ssm_shapes(x: Tensor, B: Tensor, states: Tensor) -> int:
+    """Heads per group of x `[..., H, P]` and B `[..., G, N]`; raises `ValueError` where they or the
+    states don't fit each other."""
+    (heads, dim), (groups, state) = x.shape[-2:], B.shape[-2:]
     if heads % groups:
         raise ValueError(f"x has {heads} heads, must be a multiple of B's {groups} groups")
-    expected = (heads, x.shape[2], B.shape[2])
-    if tuple(states.shape[1:]) != expected:
-        raise ValueError(f"states is {tuple(states.shape)}, must be [blocks, *{expected}]")
+    if tuple(states.shape[1:]) != (heads, dim, state):
+        raise ValueError(
+            f"states is {tuple(states.shape)}, must be [blocks, {heads}, {dim}, {state}]"
+        )
     return heads // groups
 
 
@@ -208,9 +275,9 @@ def _initial_states(
     active: Tensor,
     acc: torch.dtype,
 ) -> Tensor:
+    """[rows, H, P, N], zeros where nothing is read."""
     reads = active & (read_column >= 0)
-    block = physical_blocks(block_table, slot, read_column + read_offset, reads)
-    state = states[block].to(acc)
+    state = states[physical_blocks(block_table, slot, read_column + read_offset, reads)].to(acc)
     return torch.where(reads[:, None, None, None], state, state.new_zeros(()))
 
 

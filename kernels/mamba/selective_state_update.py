@@ -15,7 +15,8 @@ from torch import Tensor
 
 from hybrid_runtime.kernels.common.backend import runs_triton
 from hybrid_runtime.kernels.common.pdl import pdl, pdl_wait
-from hybrid_runtime.kernels.mamba.naive import selective_state_update_reference
+from hybrid_runtime.kernels.common.varlen import StateRows
+from hybrid_runtime.kernels.mamba.naive import check_ssm_shapes, selective_state_update_reference
 
 MAX_TOKENS = 8
 """Tokens per row that the kernel unrolls; longer rows go to the reference."""
@@ -181,13 +182,7 @@ def selective_state_update(
     D: Tensor,
     dt_bias: Tensor,
     states: Tensor,
-    block_table: Tensor,
-    slot: Tensor,
-    cu_seqlens: Tensor,
-    draft: Tensor,
-    read_column: Tensor,
-    read_offset: Tensor,
-    write_column: Tensor,
+    rows: StateRows,
     max_scheduled: int,
     dt_min: float = 0.0,
     dt_max: float = math.inf,
@@ -202,28 +197,33 @@ def selective_state_update(
     """
     if not runs_triton(x) or max_scheduled > MAX_TOKENS or torch.float64 in (x.dtype, states.dtype):
         return selective_state_update_reference(
-            x, dt, A_log, B, C, D, dt_bias, states, block_table, slot, cu_seqlens, draft,
-            read_column, read_offset, write_column, max_scheduled, dt_min, dt_max,
-        )  # fmt: skip
-    tokens, heads, dim = x.shape
-    groups, state = B.shape[1:]
-    if heads % groups:
-        raise ValueError(f"x has {heads} heads, must be a multiple of B's {groups} groups")
-    if tuple(states.shape[1:]) != (heads, dim, state):
-        raise ValueError(
-            f"states is {tuple(states.shape)}, must be [blocks, {heads}, {dim}, {state}]"
+            x,
+            dt,
+            A_log,
+            B,
+            C,
+            D,
+            dt_bias,
+            states,
+            rows,
+            max_scheduled,
+            dt_min,
+            dt_max,
         )
+    tokens, heads, dim = x.shape
+    state = B.shape[2]
+    heads_per_group = check_ssm_shapes(x, B, states)
     if states.stride()[1:] != (dim * state, state, 1):
         raise ValueError(
             f"states has strides {states.stride()}, must be [any, {dim * state}, {state}, 1]"
         )
-    rows = slot.shape[0]
+    num_rows = rows.slot.shape[0]
     out = torch.empty((tokens, heads, dim), dtype=x.dtype, device=x.device)
-    if rows == 0 or max_scheduled == 0:
+    if num_rows == 0 or max_scheduled == 0:
         return out.zero_()
     tile, warps = SHAPES[states.element_size()]
     tile = min(tile, triton.next_power_of_2(dim))
-    _selective_state_update_kernel[(heads * triton.cdiv(dim, tile), rows)](
+    _selective_state_update_kernel[(heads * triton.cdiv(dim, tile), num_rows)](
         x,
         dt,
         A_log,
@@ -232,25 +232,25 @@ def selective_state_update(
         D,
         dt_bias,
         states,
-        block_table,
-        slot,
-        cu_seqlens,
-        draft,
-        read_column,
-        read_offset,
-        write_column,
+        rows.block_table,
+        rows.slot,
+        rows.cu_seqlens,
+        rows.draft,
+        rows.read_column,
+        rows.read_offset,
+        rows.write_column,
         out,
         tokens,
         *x.stride(),
         *dt.stride(),
         *B.stride(),
         *C.stride(),
-        block_table.stride(0),
+        rows.block_table.stride(0),
         states.stride(0),
         float(dt_min),
         float(dt_max),
         HEADS=heads,
-        HEADS_PER_GROUP=heads // groups,
+        HEADS_PER_GROUP=heads_per_group,
         DIM=dim,
         STATE=state,
         TOKENS=max_scheduled,

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from hybrid_runtime.kernels.common.backend import runs_triton
-from hybrid_runtime.kernels.common.varlen import physical_blocks
+from hybrid_runtime.kernels.common.varlen import StateRows, physical_blocks
 from hybrid_runtime.kernels.mamba.conv1d_update import MAX_TOKENS, conv1d_update
-from hybrid_runtime.kernels.mamba.naive_conv1d import conv1d_reference
+from hybrid_runtime.kernels.mamba.naive import conv1d_reference
 from hybrid_runtime.kernels.replay.rows import ReplayRows
 
 
@@ -41,10 +41,21 @@ def replay_conv1d_reference(
     offset = torch.where(reads, positions.fold, 0)
     if weight.shape[1] > 1:
         _store_snapshots(x, weight.shape[1] - 1, windows, rows, reads, offset)
-    return conv1d_reference(
-        x, weight, bias, windows, rows.block_table, rows.slot, rows.cu_seqlens, rows.draft,
-        positions.read_column, offset, positions.write_column, max_scheduled,
-    )  # fmt: skip
+    return conv1d_reference(x, weight, bias, windows, _state_rows(rows, offset), max_scheduled)
+
+
+def _state_rows(rows: ReplayRows, offset: Tensor) -> StateRows:
+    """The rows as the convolution sees them, which read the old window at `offset`."""
+    positions = rows.positions
+    return StateRows(
+        rows.block_table,
+        rows.slot,
+        rows.cu_seqlens,
+        rows.draft,
+        read_column=positions.read_column,
+        read_offset=offset,
+        write_column=positions.write_column,
+    )
 
 
 def _store_snapshots(
@@ -87,7 +98,12 @@ def replay_conv1d_update(
         return replay_conv1d_reference(x, weight, bias, windows, rows, max_scheduled)
     positions = rows.positions
     return conv1d_update(
-        x, weight, bias, windows, rows.block_table, rows.slot, rows.cu_seqlens, rows.draft,
-        positions.read_column, positions.fold, positions.write_column, max_scheduled,
-        positions.snapshot_column, positions.snapshot_after,
-    )  # fmt: skip
+        x,
+        weight,
+        bias,
+        windows,
+        _state_rows(rows, positions.fold),
+        max_scheduled,
+        snapshot_column=positions.snapshot_column,
+        snapshot_after=positions.snapshot_after,
+    )

@@ -8,6 +8,7 @@ import pytest
 import torch
 from helpers.interpreter import CUDA, elsewhere, kernels, run_in_interpreter
 
+from hybrid_runtime.kernels.common.varlen import StateRows
 from hybrid_runtime.kernels.mamba.naive import selective_state_update_reference
 
 
@@ -36,22 +37,21 @@ def test_baseline(tokens: int, launch: tuple[int, int], monkeypatch: pytest.Monk
     blocks = rows * (tokens + 1)
     states = torch.randn(blocks, heads, dim, state, generator=generator).to(device)
     table = torch.randperm(blocks, generator=generator).int().view(rows, -1).to(device)
-    where = {
-        "block_table": table,
-        "slot": torch.tensor([2, 0, 1], dtype=torch.int32, device=device),
-        "cu_seqlens": start.to(device),
-        "draft": (scheduled - 1).to(device),
-        "read_column": torch.tensor([0, 0, 1], dtype=torch.int32, device=device),
-        "read_offset": torch.tensor([0, min(1, tokens - 1), 0], dtype=torch.int32, device=device),
-        "write_column": torch.tensor([0, 0, 1], dtype=torch.int32, device=device),
-        "max_scheduled": tokens,
-    }
+    where = StateRows(
+        block_table=table,
+        slot=torch.tensor([2, 0, 1], dtype=torch.int32, device=device),
+        cu_seqlens=start.to(device),
+        draft=(scheduled - 1).to(device),
+        read_column=torch.tensor([0, 0, 1], dtype=torch.int32, device=device),
+        read_offset=torch.tensor([0, min(1, tokens - 1), 0], dtype=torch.int32, device=device),
+        write_column=torch.tensor([0, 0, 1], dtype=torch.int32, device=device),
+    )
     inputs = (
         x.unflatten(1, (heads, dim)), dt, A_log, B.unflatten(1, (groups, state)),
         C.unflatten(1, (groups, state)), D, bias,
     )  # fmt: skip
     expected = states.clone()
-    known = selective_state_update_reference(*inputs, expected, **where)
-    out = baseline(*inputs, states, launch, **where)
+    known = selective_state_update_reference(*inputs, expected, where, tokens)
+    out = baseline(*inputs, states, launch, where, tokens)
     torch.testing.assert_close(out, known, rtol=2e-2, atol=2e-2)
     torch.testing.assert_close(states, expected, rtol=1e-5, atol=1e-5)

@@ -11,6 +11,7 @@ import torch
 from helpers.interpreter import CUDA, INTERPRETED
 from torch import Tensor
 
+from hybrid_runtime.kernels.common.varlen import StateRows
 from hybrid_runtime.kernels.mamba.naive import selective_state_update_reference
 from hybrid_runtime.kernels.replay.rows import ReplayRows
 from hybrid_runtime.kernels.replay.window_cache import WindowCache
@@ -190,15 +191,12 @@ class History:
         slot, drafts, zero = ints(*slots), ints(*draft), ints(*[0] * len(slots))
         fold = ints(*(self.fold[s] for s in slots))
         turn = ints(*(self.turn[s] for s in slots))
-        rows: dict[str, Any] = {
-            "slot": slot, "cu_seqlens": starts, "draft": drafts, "max_scheduled": shape.tokens,
-        }  # fmt: skip
         inputs = shape.inputs(self.generator, int(starts[-1])) | self.vectors
         before = self.columns.clone()
+        wide_rows = StateRows(self.wide_table, slot, starts, drafts, ints(*reads), fold, zero)
         wide = selective_state_update_reference(
-            **inputs, **rows, states=self.columns, block_table=self.wide_table,
-            read_column=ints(*reads), read_offset=fold, write_column=zero,
-        )  # fmt: skip
+            **inputs, states=self.columns, rows=wide_rows, max_scheduled=shape.tokens
+        )
         positions = ReplayPositions(
             read_column=ints(*reads), fold=fold, turn=turn, write_column=zero,
             snapshot_column=ints(*snapshot), snapshot_after=ints(*after), certain=zero,

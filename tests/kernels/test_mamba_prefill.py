@@ -10,10 +10,10 @@ import torch
 from helpers.interpreter import CUDA, elsewhere, kernels, run_in_interpreter
 from torch import Tensor
 
+from hybrid_runtime.kernels.common.varlen import StateRows
 from hybrid_runtime.kernels.mamba.chunk_scan import ScanTiling, chunk_scan
 from hybrid_runtime.kernels.mamba.conv1d_varlen import ConvTiling, conv1d_varlen
-from hybrid_runtime.kernels.mamba.naive import chunk_scan_reference
-from hybrid_runtime.kernels.mamba.naive_conv1d import conv1d_reference
+from hybrid_runtime.kernels.mamba.naive import chunk_scan_reference, conv1d_reference
 
 DEVICE = "cuda" if CUDA else "cpu"
 SEEDS = range(5 if CUDA else 1)
@@ -57,13 +57,9 @@ class Rows:
         start = torch.cat([torch.zeros(1, dtype=torch.int32), scheduled.cumsum(0).int()]) + LEAD
         self.tokens = int(start[-1]) + TAIL
         self.arguments: dict[str, Any] = {
-            "block_table": self.table.to(DEVICE),
-            "slot": slot.to(DEVICE),
-            "cu_seqlens": start.int().to(DEVICE),
-            "draft": draft.to(DEVICE),
-            "read_column": read.to(DEVICE),
-            "read_offset": offset.to(DEVICE),
-            "write_column": write.to(DEVICE),
+            "rows": StateRows(
+                *(v.to(DEVICE) for v in (self.table, slot, start, draft, read, offset, write))
+            ),
             "max_scheduled": int(scheduled.max()),
         }
         live = (slot >= 0) & (write >= 0)
@@ -325,24 +321,20 @@ def test_the_same_as_in_two_calls() -> None:
     shape = Ssm(lengths=(77,), padded=False)
     rows = Rows(shape.lengths, 0, 0, False)
     arguments, states, pages = inputs(shape, rows, torch.Generator(DEVICE).manual_seed(0))
-    del arguments["cu_seqlens"], arguments["read_column"]
+    where = arguments.pop("rows")
     before, start = pages.clone(), torch.tensor([LEAD, LEAD + 77], **INT)
-    column = arguments["write_column"]
-    whole = chunk_scan(
-        states=states, cu_seqlens=start, read_column=column - 1, tiling=SMALL, **arguments
-    )
+    where = where._replace(cu_seqlens=start, read_column=where.write_column - 1)
+    whole = chunk_scan(states=states, rows=where, tiling=SMALL, **arguments)
     state = states.clone()
     pages.copy_(before)
     ends = start.clone()
     ends[1] -= 40
-    parts = chunk_scan(
-        states=states, cu_seqlens=ends, read_column=column - 1, tiling=SMALL, **arguments
-    )
+    first = where._replace(cu_seqlens=ends)
+    parts = chunk_scan(states=states, rows=first, tiling=SMALL, **arguments)
     ends = start.clone()
     ends[0] += 37
-    parts += chunk_scan(
-        states=states, cu_seqlens=ends, read_column=column, tiling=SMALL, **arguments
-    )
+    second = where._replace(cu_seqlens=ends, read_column=where.write_column)
+    parts += chunk_scan(states=states, rows=second, tiling=SMALL, **arguments)
     torch.testing.assert_close(parts, whole, rtol=1e-5, atol=1e-4)
     torch.testing.assert_close(states, state, rtol=1e-5, atol=1e-5, equal_nan=True)
 
@@ -351,19 +343,15 @@ def test_the_same_as_in_two_calls() -> None:
 @pytest.mark.parametrize("tokens", [0, 3])
 def test_no_rows(tokens: int) -> None:
     none = torch.zeros(0, **INT)
-    rows: dict[str, Any] = {
-        "block_table": none.view(0, 1), "slot": none, "draft": none, "read_column": none,
-        "read_offset": none, "write_column": none, "max_scheduled": 4,
-        "cu_seqlens": torch.zeros(1, **INT),
-    }  # fmt: skip
+    rows = StateRows(none.view(0, 1), none, torch.zeros(1, **INT), none, none, none, none)
     head = torch.zeros(2, device=DEVICE)
     x = torch.ones(tokens, 8, device=DEVICE)
     weight, windows = torch.ones(8, 4, device=DEVICE), torch.ones(1, 6, 8, device=DEVICE)
-    assert not conv1d_varlen(x, weight, None, windows, **rows).any()
+    assert not conv1d_varlen(x, weight, None, windows, rows, 4).any()
     states = torch.ones(1, 2, 4, 3, device=DEVICE)
     group = torch.ones(tokens, 1, 3, device=DEVICE)
     heads = x.view(tokens, 2, 4)
-    y = chunk_scan(heads, x[:, :2], head, group, group, head, head, states, **rows, chunk_size=8)
+    y = chunk_scan(heads, x[:, :2], head, group, group, head, head, states, rows, 4, chunk_size=8)
     assert y.shape == heads.shape
     assert not y.any()
 
@@ -438,19 +426,17 @@ def test_block_strides_beyond_32_bits() -> None:
     x = noise(noises, 50, 32, dtype=torch.float32)
     weight, vector = noise(noises, 32, 4, dtype=torch.float32), torch.zeros(2, device="cuda")
     group = x[:, :16].unflatten(1, (1, 16))
-    rows: dict[str, Any] = {
-        name: torch.tensor(value, **INT)
-        for name, value in {
-            "block_table": [[3, 1, 2, 0]], "slot": [0], "cu_seqlens": [0, 50], "draft": [0],
-            "read_column": [0], "read_offset": [0], "write_column": [0],
-        }.items()
-    }  # fmt: skip
-    rows["max_scheduled"] = 50
+    rows = StateRows(
+        *(
+            torch.tensor(values, **INT)
+            for values in ([[3, 1, 2, 0]], [0], [0, 50], [0], [0], [0], [0])
+        )
+    )
     given = (x.view(50, 2, 16), x[:, :2], vector, group, group, vector, vector)
-    y = conv1d_varlen(x, weight, None, windows, **rows)
-    z = chunk_scan(*given, states, **rows, chunk_size=32)
-    torch.testing.assert_close(y, conv1d_reference(x, weight, None, near[1], **rows))
-    want = chunk_scan_reference(*given, near[0], **rows, chunk_size=32)
+    y = conv1d_varlen(x, weight, None, windows, rows, 50)
+    z = chunk_scan(*given, states, rows, 50, chunk_size=32)
+    torch.testing.assert_close(y, conv1d_reference(x, weight, None, near[1], rows, 50))
+    want = chunk_scan_reference(*given, near[0], rows, 50, chunk_size=32)
     torch.testing.assert_close(z, want, rtol=1e-5, atol=1e-5 * float(want.abs().max()))
     assert torch.equal(windows, near[1])
     torch.testing.assert_close(states, near[0])

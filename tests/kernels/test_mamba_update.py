@@ -10,9 +10,9 @@ import torch
 from helpers.interpreter import CUDA, elsewhere, kernels, run_in_interpreter
 from torch import Tensor
 
+from hybrid_runtime.kernels.common.varlen import StateRows
 from hybrid_runtime.kernels.mamba.conv1d_update import conv1d_update
-from hybrid_runtime.kernels.mamba.naive import selective_state_update_reference
-from hybrid_runtime.kernels.mamba.naive_conv1d import conv1d_reference
+from hybrid_runtime.kernels.mamba.naive import conv1d_reference, selective_state_update_reference
 from hybrid_runtime.kernels.mamba.selective_state_update import selective_state_update
 
 DEVICE = "cuda" if CUDA else "cpu"
@@ -60,13 +60,9 @@ class Rows:
         start = torch.cat([torch.zeros(1, dtype=torch.int32), scheduled.cumsum(0).int()])
         self.tokens = int(start[-1]) + 3
         self.arguments: dict[str, Any] = {
-            "block_table": self.table.to(DEVICE),
-            "slot": slot.to(DEVICE),
-            "cu_seqlens": start.to(DEVICE),
-            "draft": draft.to(DEVICE),
-            "read_column": read.to(DEVICE),
-            "read_offset": offset.to(DEVICE),
-            "write_column": write.to(DEVICE),
+            "rows": StateRows(
+                *(v.to(DEVICE) for v in (self.table, slot, start, draft, read, offset, write))
+            ),
             "max_scheduled": most,
         }
         live = (slot >= 0) & (write >= 0)
@@ -297,13 +293,15 @@ def test_time_step_keeps_its_relative_precision() -> None:
         D=torch.zeros(heads, device=DEVICE),
         dt_bias=torch.zeros(heads, device=DEVICE),
         states=states,
-        block_table=one[None],
-        slot=one - 1,
-        cu_seqlens=torch.tensor([0, 1], dtype=torch.int32, device=DEVICE),
-        draft=one - 1,
-        read_column=one - 2,
-        read_offset=one - 1,
-        write_column=one - 1,
+        rows=StateRows(
+            block_table=one[None],
+            slot=one - 1,
+            cu_seqlens=torch.tensor([0, 1], dtype=torch.int32, device=DEVICE),
+            draft=one - 1,
+            read_column=one - 2,
+            read_offset=one - 1,
+            write_column=one - 1,
+        ),
         max_scheduled=1,
     )
     want = torch.log1p(torch.exp(raw.double()))
@@ -316,19 +314,16 @@ def test_time_step_keeps_its_relative_precision() -> None:
 @pytest.mark.parametrize("tokens", [0, 3])
 def test_no_rows(tokens: int) -> None:
     none = torch.zeros(0, dtype=torch.int32, device=DEVICE)
-    rows: dict[str, Any] = {
-        "block_table": none.view(0, 1), "slot": none, "draft": none, "read_column": none,
-        "read_offset": none, "write_column": none, "max_scheduled": 4,
-        "cu_seqlens": torch.zeros(1, dtype=torch.int32, device=DEVICE),
-    }  # fmt: skip
+    start = torch.zeros(1, dtype=torch.int32, device=DEVICE)
+    rows = StateRows(none.view(0, 1), none, start, none, none, none, none)
     head = torch.zeros(2, device=DEVICE)
     x = torch.ones(tokens, 8, device=DEVICE)
     weight, windows = torch.ones(8, 4, device=DEVICE), torch.ones(1, 6, 8, device=DEVICE)
-    assert not conv1d_update(x, weight, None, windows, **rows).any()
+    assert not conv1d_update(x, weight, None, windows, rows, 4).any()
     states = torch.ones(1, 2, 4, 3, device=DEVICE)
     group = torch.ones(tokens, 1, 3, device=DEVICE)
     heads = x.view(tokens, 2, 4)
-    y = selective_state_update(heads, x[:, :2], head, group, group, head, head, states, **rows)
+    y = selective_state_update(heads, x[:, :2], head, group, group, head, head, states, rows, 4)
     assert y.shape == heads.shape
     assert not y.any()
 
@@ -401,18 +396,16 @@ def test_block_strides_beyond_32_bits() -> None:
     x = noise(noises, 3, 32, dtype=torch.float32)
     weight, vector = noise(noises, 32, 4, dtype=torch.float32), torch.zeros(2, device="cuda")
     group = x[:, :16].unflatten(1, (1, 16))
-    rows: dict[str, Any] = {
-        name: torch.tensor(value, dtype=torch.int32, device="cuda")
-        for name, value in {
-            "block_table": [[3, 1, 2, 0]], "slot": [0], "cu_seqlens": [0, 3], "draft": [2],
-            "read_column": [0], "read_offset": [0], "write_column": [0],
-        }.items()
-    }  # fmt: skip
-    rows["max_scheduled"] = 3
+    rows = StateRows(
+        *(
+            torch.tensor(values, dtype=torch.int32, device="cuda")
+            for values in ([[3, 1, 2, 0]], [0], [0, 3], [2], [0], [0], [0])
+        )
+    )
     inputs = (x.view(3, 2, 16), x[:, :2], vector, group, group, vector, vector)
-    y = conv1d_update(x, weight, None, windows, **rows)
-    z = selective_state_update(*inputs, states, **rows)
-    torch.testing.assert_close(y, conv1d_reference(x, weight, None, near[1], **rows))
-    torch.testing.assert_close(z, selective_state_update_reference(*inputs, near[0], **rows))
+    y = conv1d_update(x, weight, None, windows, rows, 3)
+    z = selective_state_update(*inputs, states, rows, 3)
+    torch.testing.assert_close(y, conv1d_reference(x, weight, None, near[1], rows, 3))
+    torch.testing.assert_close(z, selective_state_update_reference(*inputs, near[0], rows, 3))
     assert torch.equal(windows, near[1])
     torch.testing.assert_close(states, near[0])

@@ -13,11 +13,12 @@ from torch import Tensor
 from hybrid_runtime.kernels.attention.launch import AttentionRows, KVCache
 from hybrid_runtime.kernels.attention.paged import paged_attention_reference
 from hybrid_runtime.kernels.attention.store_kv import store_kv_reference
+from hybrid_runtime.kernels.common.varlen import StateRows
 from hybrid_runtime.kernels.mamba.naive import (
     chunk_scan_reference,
+    conv1d_reference,
     selective_state_update_reference,
 )
-from hybrid_runtime.kernels.mamba.naive_conv1d import conv1d_reference
 
 K, TAPS, COLUMNS, SLOTS = 3, 4, 8, 6
 
@@ -34,9 +35,12 @@ class Rows:
         _, slot, draft, read, offset, write = (
             torch.tensor(values, dtype=torch.int32) for values in zip(*self.spec, strict=True)
         )
-        self.arguments = (slot, self.cu_seqlens, draft, read, offset, write)
+        self.fields = (slot, self.cu_seqlens, draft, read, offset, write)
         self.tokens = int(ends[-1])
         self.max_scheduled = max(row[0] for row in self.spec)
+
+    def on(self, table: Tensor) -> StateRows:
+        return StateRows(table, *self.fields)
 
     def __iter__(self) -> Iterator[tuple[slice, int, int, int, int, int, int]]:
         for i, row in enumerate(self.spec):
@@ -124,9 +128,7 @@ def test_causal_conv(rows: Rows, bias: bool, dtype: torch.dtype, layout: str) ->
         y_expected[tokens] = F.silu(y[0].T)
         keep = TAPS - 1 + d
         expected[int(table[slot, write]), :keep] = inputs[-keep:].to(dtype)
-    y = conv1d_reference(
-        x, weight, offset, windows, table, *rows.arguments, max_scheduled=rows.max_scheduled
-    )
+    y = conv1d_reference(x, weight, offset, windows, rows.on(table), rows.max_scheduled)
     assert y.dtype == dtype
     tolerance = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}[dtype]
     torch.testing.assert_close(y.double(), y_expected, rtol=tolerance, atol=tolerance)
@@ -225,8 +227,7 @@ def test_ssm_update(
     y = selective_state_update_reference(
         **a,
         states=states,
-        block_table=table,
-        **positional(rows),
+        rows=rows.on(table),
         max_scheduled=rows.max_scheduled,
     )
     assert y.dtype == dtype
@@ -243,8 +244,7 @@ def test_ssm_chunk_scan(chunk_size: int, strong: float) -> None:
     y = chunk_scan_reference(
         **a,
         states=states,
-        block_table=table,
-        **positional(rows),
+        rows=rows.on(table),
         max_scheduled=rows.max_scheduled,
         chunk_size=chunk_size,
     )
@@ -263,19 +263,13 @@ def test_ssm_clamps_the_time_step(scan: bool) -> None:
     y = operation(
         **a,
         states=states,
-        block_table=table,
-        **positional(rows),
+        rows=rows.on(table),
         max_scheduled=rows.max_scheduled,
         dt_min=0.3,
         dt_max=0.9,
         **more,
     )
     check_ssm(y, states, before, want, 1e-12)
-
-
-def positional(rows: Rows) -> dict[str, Any]:
-    names = ("slot", "cu_seqlens", "draft", "read_column", "read_offset", "write_column")
-    return dict(zip(names, rows.arguments, strict=True))
 
 
 # (slot, computed, scheduled): decode, T tokens, prefill, fresh prefill, padded.
@@ -334,15 +328,13 @@ def test_store_kv_and_paged_attention(block_size: int, dtype: torch.dtype) -> No
 def test_wrong_shapes_are_refused() -> None:
     rows = UPDATE_ROWS
     table = block_table(0)
-    row_arguments = positional(rows)
     with pytest.raises(ValueError, match="windows is"):
         conv1d_reference(
             torch.zeros(rows.tokens, 4),
             torch.zeros(4, 4),
             None,
             torch.zeros(9, 2, 4),
-            table,
-            **row_arguments,
+            rows.on(table),
             max_scheduled=4,
         )
     a = ssm_arguments(rows, torch.float32)
@@ -350,16 +342,14 @@ def test_wrong_shapes_are_refused() -> None:
         selective_state_update_reference(
             **a,
             states=torch.zeros(9, 6, 5, 4),
-            block_table=table,
-            **row_arguments,
+            rows=rows.on(table),
             max_scheduled=4,
         )
     with pytest.raises(ValueError, match="chunk_size is 0"):
         chunk_scan_reference(
             **a,
             states=torch.zeros(9, 6, 4, 5),
-            block_table=table,
-            **row_arguments,
+            rows=rows.on(table),
             max_scheduled=4,
             chunk_size=0,
         )
@@ -368,7 +358,5 @@ def test_wrong_shapes_are_refused() -> None:
             torch.zeros(1, 2, 8),
             torch.zeros(1, 2, 8),
             KVCache(torch.zeros(3, 4, 2, 8), torch.zeros(3, 4, 1, 8), table),
-            AttentionRows(
-                row_arguments["slot"][:1], rows.cu_seqlens[:2], row_arguments["draft"][:1]
-            ),
+            AttentionRows(rows.fields[0][:1], rows.cu_seqlens[:2], rows.fields[2][:1]),
         )

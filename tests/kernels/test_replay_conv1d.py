@@ -11,7 +11,8 @@ from helpers.interpreter import elsewhere, kernels, run_in_interpreter
 from helpers.replay_cases import DEVICE, SEEDS, Rows, ints, noise, plain, same_bytes
 from torch import Tensor
 
-from hybrid_runtime.kernels.mamba.naive_conv1d import conv1d_reference
+from hybrid_runtime.kernels.common.varlen import StateRows
+from hybrid_runtime.kernels.mamba.naive import conv1d_reference
 from hybrid_runtime.kernels.replay.conv1d import replay_conv1d_reference, replay_conv1d_update
 from hybrid_runtime.kernels.replay.rows import ReplayRows
 from hybrid_runtime.kernels.step.advance_replay import ReplayPositions
@@ -113,11 +114,19 @@ def test_window_reference_keeps_the_last_inputs(drafts: int) -> None:
         history = inputs[: taps - 1 + certain + fold]
         y = replay_conv1d_reference(x, weight, None, windows, rows, drafts + 2)
         inputs = torch.cat([history, x])
+        whole = StateRows(
+            block_table=table * 0,
+            slot=cpu(0),
+            cu_seqlens=rows.cu_seqlens + cpu(0, taps - 1),
+            draft=cpu(0),
+            read_column=cpu(-1),
+            read_offset=cpu(0),
+            write_column=cpu(0),
+        )
+        fresh = torch.zeros(1, taps - 1, channels).double()
         want = conv1d_reference(
-            inputs[certain + fold :], weight, None, torch.zeros(1, taps - 1, channels).double(),
-            table * 0, cpu(0), rows.cu_seqlens + cpu(0, taps - 1), cpu(0), cpu(-1), cpu(0), cpu(0),
-            taps + drafts + 2,
-        )  # fmt: skip
+            inputs[certain + fold :], weight, None, fresh, whole, taps + drafts + 2
+        )
         torch.testing.assert_close(y, want[taps - 1 :])
         assert torch.equal(windows[1, : taps - 1 + draft], inputs[running:])
         if crosses:
