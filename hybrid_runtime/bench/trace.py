@@ -33,7 +33,7 @@ KINDS = (
     ("convolution", r"conv"),
     ("attention", r"^_(attention|reduce|store_kv)_kernel$|flash|fmha"),
     ("norm", r"^_norm_kernel$"),
-    ("experts", r"^_(topk|group|product|sum)_kernel$"),
+    ("experts", r"^_(topk|align_block_size|fused_moe|moe_sum)_kernel$"),
     ("matrix products", r"gemm|gemv|nvjet|cutlass|splitk|cublas"),
     ("copies", r"memcpy|memset"),
     ("elementwise", r"^_(relu2|embedding|pooling)_kernel$|elementwise|triton_|cat|index"),

@@ -47,13 +47,13 @@ class Router(nn.Module):
         """[T, hidden_size] to weights [T, top_k] and experts int64 [T, top_k]."""
         config = self.config
         return topk(
-            F.linear(x.to(self.weight.dtype), self.weight),
-            self.e_score_correction_bias,
-            config.num_experts_per_tok,
-            config.n_group,
-            config.topk_group,
-            config.norm_topk_prob,
-            config.routed_scaling_factor,
+            logits=F.linear(x.to(self.weight.dtype), self.weight),
+            bias=self.e_score_correction_bias,
+            top_k=config.num_experts_per_tok,
+            num_expert_group=config.n_group,
+            topk_group=config.topk_group,
+            renormalize=config.norm_topk_prob,
+            routed_scaling_factor=config.routed_scaling_factor,
         )
 
 

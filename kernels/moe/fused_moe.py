@@ -1,8 +1,8 @@
 """Routed experts: down(relu2(up(x))) of each token's experts, weighted and summed.
 
-Decode and verify are bound by reading the matrices of the experts that some token has: each is
-read once, by programs that take all of an expert's tokens as one tile. In prefill an expert has
-several tiles, one after another, which find its matrices in the L2 cache.
+Decode and verify are bound by reading the weights of the experts that some token has: each is read
+once, by programs that take all of an expert's tokens as one block. In prefill an expert has several
+blocks, one after another, which find its weights in the L2 cache.
 """
 
 from __future__ import annotations
@@ -13,25 +13,26 @@ import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
+from einops import rearrange, repeat
 from torch import Tensor
 
 from hybrid_runtime.kernels.common.backend import runs_triton
 from hybrid_runtime.kernels.common.pdl import pdl, pdl_wait
 from hybrid_runtime.kernels.layers.activation import relu2_reference
-from hybrid_runtime.kernels.moe.align_block_size import Groups, align_block_size
+from hybrid_runtime.kernels.moe.align_block_size import ExpertBlocks, align_block_size
 
 
 def fused_moe_reference(
-    x: Tensor, weights: Tensor, experts: Tensor, up: Tensor, down: Tensor
+    x: Tensor, topk_weights: Tensor, topk_ids: Tensor, up: Tensor, down: Tensor
 ) -> Tensor:
     """Weighted sum over each token's experts of ``down[e] @ relu2(up[e] @ x)``.
 
     Args:
         x: [T, size].
-        weights: [T, top_k], usually fp32.
-        experts: integer [T, top_k], each 0 to count - 1.
-        up: [count, inner, size] in x's dtype.
-        down: [count, size, inner] in x's dtype.
+        topk_weights: [T, top_k], usually fp32.
+        topk_ids: integer [T, top_k], each 0 to num_experts - 1.
+        up: [num_experts, intermediate, size] in x's dtype.
+        down: [num_experts, size, intermediate] in x's dtype.
 
     Returns:
         [T, size] in x's dtype.
@@ -39,128 +40,157 @@ def fused_moe_reference(
     Raises:
         ValueError: shapes or dtypes that do not go together.
     """
-    _check(x, weights, experts, up, down)
-    (tokens, size), count, top_k = x.shape, up.shape[0], experts.shape[1]
-    chosen = experts.flatten()
-    if len(chosen) <= count:
-        # So few pairs that gathering their matrices is cheaper than visiting every expert.
-        lines = x[:, None].expand(tokens, top_k, size).reshape(len(chosen), size, 1)
-        inner = relu2_reference(up.index_select(0, chosen) @ lines)
-        outputs = down.index_select(0, chosen) @ inner
+    _check(x, topk_weights, topk_ids, up, down)
+    num_experts, top_k = up.shape[0], topk_ids.shape[1]
+    flat = topk_ids.flatten()
+    if len(flat) <= num_experts:
+        # So few that gathering their weights is cheaper than visiting every expert.
+        lines = repeat(x, "token size -> (token top_k) size 1", top_k=top_k)
+        inner = relu2_reference(up.index_select(0, flat) @ lines)
+        outputs = (down.index_select(0, flat) @ inner).squeeze(-1)
     else:
-        order = chosen.argsort(stable=True)
-        sizes = chosen.bincount(minlength=count).tolist()
+        sorted_token_ids = flat.argsort(stable=True)
+        tokens = flat.bincount(minlength=num_experts).tolist()
+        lines_of = x.index_select(0, sorted_token_ids // top_k).split(tokens)
         parts = [
-            F.linear(relu2_reference(F.linear(rows, up[i])), down[i])
-            for i, rows in enumerate(x.index_select(0, order // top_k).split(sizes))
-            if rows.shape[0]
+            F.linear(relu2_reference(F.linear(lines, up[expert])), down[expert])
+            for expert, lines in enumerate(lines_of)
+            if lines.shape[0]
         ]
-        outputs = x.new_empty((len(chosen), size)).index_copy_(0, order, torch.cat(parts))
-    return (outputs.view(tokens, top_k, size) * weights[..., None]).sum(1).to(x.dtype)
+        outputs = x.new_empty((len(flat), x.shape[1]))
+        outputs.index_copy_(0, sorted_token_ids, torch.cat(parts))
+    outputs = rearrange(outputs, "(token top_k) size -> token top_k size", top_k=top_k)
+    return (outputs * topk_weights[..., None]).sum(1).to(x.dtype)
 
 
-def _check(x: Tensor, weights: Tensor, experts: Tensor, up: Tensor, down: Tensor) -> None:
-    count, inner, size = up.shape
+def _check(x: Tensor, topk_weights: Tensor, topk_ids: Tensor, up: Tensor, down: Tensor) -> None:
+    num_experts, intermediate, size = up.shape
     if x.dim() != 2 or x.shape[1] != size:
         raise ValueError(f"x is {tuple(x.shape)}, must be [T, {size}] for up {tuple(up.shape)}")
-    if tuple(down.shape) != (count, size, inner):
-        raise ValueError(f"down is {tuple(down.shape)}, must be {(count, size, inner)}")
-    if experts.dim() != 2 or experts.shape[0] != x.shape[0] or weights.shape != experts.shape:
+    if tuple(down.shape) != (num_experts, size, intermediate):
         raise ValueError(
-            f"weights is {tuple(weights.shape)} and experts {tuple(experts.shape)}, must both be "
-            f"[{x.shape[0]}, top_k]"
+            f"down is {tuple(down.shape)}, must be {(num_experts, size, intermediate)}"
+        )
+    if topk_ids.dim() != 2 or topk_ids.shape[0] != x.shape[0]:
+        raise ValueError(f"topk_ids is {tuple(topk_ids.shape)}, must be [{x.shape[0]}, top_k]")
+    if topk_weights.shape != topk_ids.shape:
+        raise ValueError(
+            f"topk_weights is {tuple(topk_weights.shape)}, must have topk_ids' shape "
+            f"{tuple(topk_ids.shape)}"
         )
     if not x.dtype == up.dtype == down.dtype:
         raise ValueError(f"up is {up.dtype} and down {down.dtype}, must be x's {x.dtype}")
 
 
-@triton.jit(do_not_specialize=["bound"], do_not_specialize_on_alignment=["order", "tiles"])
-def _product_kernel(
+class LineStrides(NamedTuple):
+    """Strides of [tokens, dim]."""
+
+    token: int
+    dim: int
+
+
+class WeightStrides(NamedTuple):
+    """Strides of [num_experts, outputs, dim]."""
+
+    expert: int
+    output: int
+    dim: int
+
+
+@triton.jit(
+    do_not_specialize=["num_blocks"],
+    do_not_specialize_on_alignment=["sorted_token_ids", "blocks"],
+)
+def _fused_moe_kernel(
     x,
-    matrices,
-    order,
-    tiles,
+    weight,
+    sorted_token_ids,
+    blocks,
     out,
-    bound,
-    x_line,
-    x_dim,
-    matrix_expert,
-    matrix_row,
-    matrix_dim,
+    num_blocks,
+    x_stride,
+    weight_stride,
     dot_type: tl.constexpr,
-    ROWS: tl.constexpr,
-    SIZE: tl.constexpr,
-    SHARED: tl.constexpr,
-    SQUARED: tl.constexpr,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    TOP_K: tl.constexpr,
+    RELU2: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """out[pair] = matrices[expert of pair] @ x[pair // SHARED], then perhaps relu2; one program per
-    tile and BLOCK_N rows of the matrix."""
+    """out[id] = weight[expert of id] @ x[id // TOP_K] for each token id, then perhaps relu2; one
+    program per BLOCK_N of the N outputs and block of token ids."""
     pdl_wait(PDL, False)
-    tile = tl.program_id(1)
-    expert = tl.load(tiles + tile)
-    if expert < 0:
+    i_block = tl.program_id(1)
+    i_expert = tl.load(blocks + i_block)
+    if i_expert < 0:
         return
-    place = tl.load(tiles + bound + tile) + tl.arange(0, BLOCK_M)
-    inside = place < tl.load(tiles + 2 * bound + tile)
-    pair = tl.load(order + place, mask=inside, other=0)
-    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    k = tl.arange(0, BLOCK_K)
-    line = (pair // SHARED).to(tl.int64) * x_line
-    row = expert.to(tl.int64) * matrix_expert + n.to(tl.int64) * matrix_row
-    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for trip in range((SIZE + BLOCK_K - 1) // BLOCK_K):
-        at = trip * BLOCK_K + k
-        wanted = inside[:, None]
-        if SIZE % BLOCK_K != 0:
-            wanted = wanted & (at < SIZE)[None, :]
-        left = tl.load(x + line[:, None] + at[None, :] * x_dim, mask=wanted, other=0.0)
+    o_m = tl.load(blocks + num_blocks + i_block) + tl.arange(0, BLOCK_M)
+    m_m = o_m < tl.load(blocks + 2 * num_blocks + i_block)
+    b_id = tl.load(sorted_token_ids + o_m, mask=m_m, other=0)
+    o_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    o_x = (b_id // TOP_K).to(tl.int64) * x_stride.token
+    o_w = i_expert.to(tl.int64) * weight_stride.expert + o_n.to(tl.int64) * weight_stride.output
+    b_acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for i_k in range((K + BLOCK_K - 1) // BLOCK_K):
+        o_k = i_k * BLOCK_K + tl.arange(0, BLOCK_K)
+        m_x = m_m[:, None]
+        if K % BLOCK_K != 0:
+            m_x = m_x & (o_k < K)[None, :]
+        b_x = tl.load(x + o_x[:, None] + o_k[None, :] * x_stride.dim, mask=m_x, other=0.0)
         # A constant where it is always true, so that it costs nothing.
-        if (SIZE % BLOCK_K == 0) & (ROWS % BLOCK_N == 0):
-            exists = tl.full((BLOCK_N, BLOCK_K), True, tl.int1)
-        elif SIZE % BLOCK_K == 0:
-            exists = tl.broadcast_to((n < ROWS)[:, None], (BLOCK_N, BLOCK_K))
+        if (K % BLOCK_K == 0) & (N % BLOCK_N == 0):
+            m_w = tl.full((BLOCK_N, BLOCK_K), True, tl.int1)
+        elif K % BLOCK_K == 0:
+            m_w = tl.broadcast_to((o_n < N)[:, None], (BLOCK_N, BLOCK_K))
         else:
-            exists = (n < ROWS)[:, None] & (at < SIZE)[None, :]
-        right = matrices + row[:, None] + at[None, :] * matrix_dim
-        right = tl.load(right, mask=exists, other=0.0)
-        acc = tl.dot(left.to(dot_type), tl.trans(right.to(dot_type)), acc, input_precision="ieee")
-    if SQUARED:
-        acc = tl.where(acc < 0, 0.0, acc)  # unlike a maximum, keeps NaN
-        acc = acc * acc
-    written = out + pair.to(tl.int64)[:, None] * ROWS + n[None, :]
-    tl.store(written, acc.to(out.dtype.element_ty), mask=inside[:, None] & (n < ROWS)[None, :])
+            m_w = (o_n < N)[:, None] & (o_k < K)[None, :]
+        p_w = weight + o_w[:, None] + o_k[None, :] * weight_stride.dim
+        b_w = tl.load(p_w, mask=m_w, other=0.0)
+        b_acc = tl.dot(b_x.to(dot_type), tl.trans(b_w.to(dot_type)), b_acc, input_precision="ieee")
+    if RELU2:
+        b_acc = tl.where(b_acc < 0, 0.0, b_acc)  # unlike a maximum, keeps NaN
+        b_acc = b_acc * b_acc
+    p_out = out + b_id.to(tl.int64)[:, None] * N + o_n[None, :]
+    tl.store(p_out, b_acc.to(out.dtype.element_ty), mask=m_m[:, None] & (o_n < N)[None, :])
 
 
 @triton.jit
-def _sum_kernel(
+def _moe_sum_kernel(
     outputs,
-    weights,
+    topk_weights,
     out,
-    weights_token,
-    weights_choice,
+    weights_stride,
     SIZE: tl.constexpr,
     TOP_K: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """out[token] = sum over its pairs of weight * output, always in the same order."""
+    """out[token] = sum over its experts of weight * output, always in the same order."""
     pdl_wait(PDL)
-    token = tl.program_id(0).to(tl.int64)
-    n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    total = tl.zeros((BLOCK,), tl.float32)
+    i_token = tl.program_id(0).to(tl.int64)
+    o_d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    b_sum = tl.zeros((BLOCK,), tl.float32)
     for i in tl.static_range(TOP_K):
-        weight = tl.load(weights + token * weights_token + i * weights_choice).to(tl.float32)
-        line = outputs + (token * TOP_K + i) * SIZE
-        total += weight * tl.load(line + n, mask=n < SIZE, other=0.0)
-    tl.store(out + token * SIZE + n, total.to(out.dtype.element_ty), mask=n < SIZE)
+        p_weight = topk_weights + i_token * weights_stride.token + i * weights_stride.dim
+        b_weight = tl.load(p_weight).to(tl.float32)
+        p_output = outputs + (i_token * TOP_K + i) * SIZE + o_d
+        b_sum += b_weight * tl.load(p_output, mask=o_d < SIZE, other=0.0)
+    tl.store(out + i_token * SIZE + o_d, b_sum.to(out.dtype.element_ty), mask=o_d < SIZE)
 
 
-class Tiling(NamedTuple):
-    """Launch shape of the products: pairs, matrix rows and matrix columns of a tile."""
+class MoETiling(NamedTuple):
+    """Launch shape of the two products.
+
+    Attributes:
+        block_m: token ids per program.
+        block_n: outputs per program.
+        block_k: inputs per trip of its loop.
+        warps: per program.
+        stages: tiles on their way from memory.
+    """
 
     block_m: int
     block_n: int
@@ -169,33 +199,33 @@ class Tiling(NamedTuple):
     stages: int
 
 
-def moe_tiling(pairs: int, count: int, dtype: torch.dtype) -> Tiling:
-    """Launch shape by the pairs that an expert has on average."""
-    mean = pairs / count
+def moe_tiling(num_token_ids: int, num_experts: int, dtype: torch.dtype) -> MoETiling:
+    """Launch shape by the token ids that an expert has on average."""
+    mean = num_token_ids / num_experts
     if dtype == torch.float32:  # products without matrix units
-        return Tiling(16, 64, 32, 4, 3) if mean <= 12 else Tiling(64, 64, 32, 4, 3)
+        return MoETiling(16, 64, 32, 4, 3) if mean <= 12 else MoETiling(64, 64, 32, 4, 3)
     if mean <= 8:
-        return Tiling(16, 64, 128, 4, 4)
+        return MoETiling(16, 64, 128, 4, 4)
     if mean <= 24:
-        return Tiling(32, 64, 128, 4, 4)
+        return MoETiling(32, 64, 128, 4, 4)
     if mean <= 80:
-        return Tiling(64, 128, 64, 4, 4)
-    return Tiling(128, 128, 64, 8, 3)
+        return MoETiling(64, 128, 64, 4, 4)
+    return MoETiling(128, 128, 64, 8, 3)
 
 
 def fused_moe(
     x: Tensor,
-    weights: Tensor,
-    experts: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
     up: Tensor,
     down: Tensor,
-    tiling: Tiling | None = None,
+    tiling: MoETiling | None = None,
 ) -> Tensor:
     """`fused_moe_reference` where Triton runs (and not in fp64) by four launches, none of which
-    the host waits for: pairs into tiles, the two products, the sum.
+    the host waits for: token ids into blocks, the two products, the sum.
 
-    Between the products values have x's dtype, outputs of the pairs are summed in fp32. The same
-    tokens give the same bytes whatever the order of their pairs in a tile.
+    Values between the products have x's dtype; the experts' outputs are summed in fp32. The same
+    token gives the same bytes whatever the order of the token ids in a block.
 
     Args:
         tiling: launch shape; None = `moe_tiling`.
@@ -204,26 +234,27 @@ def fused_moe(
         ValueError: as the reference.
     """
     if not runs_triton(x) or x.dtype == torch.float64:
-        return fused_moe_reference(x, weights, experts, up, down)
-    _check(x, weights, experts, up, down)
-    (tokens, size), (count, inner, _), top_k = x.shape, up.shape, experts.shape[1]
-    pairs = tokens * top_k
+        return fused_moe_reference(x, topk_weights, topk_ids, up, down)
+    _check(x, topk_weights, topk_ids, up, down)
+    (tokens, size), (num_experts, intermediate, _) = x.shape, up.shape
+    top_k = topk_ids.shape[1]
+    num_token_ids = tokens * top_k
     out = torch.empty((tokens, size), dtype=x.dtype, device=x.device)
-    if pairs == 0:
+    if num_token_ids == 0:
         return out.zero_()
     if tiling is None:
-        tiling = moe_tiling(pairs, count, x.dtype)
-    groups = align_block_size(experts, count, tiling.block_m)
-    between = torch.empty((pairs, inner), dtype=x.dtype, device=x.device)
-    outputs = torch.empty((pairs, size), dtype=torch.float32, device=x.device)
-    _product(x, up, groups, between, top_k, True, tiling)
-    _product(between, down, groups, outputs, 1, False, tiling)
+        tiling = moe_tiling(num_token_ids, num_experts, x.dtype)
+    aligned = align_block_size(topk_ids, num_experts, tiling.block_m)
+    inner = torch.empty((num_token_ids, intermediate), dtype=x.dtype, device=x.device)
+    outputs = torch.empty((num_token_ids, size), dtype=torch.float32, device=x.device)
+    _grouped_product(x, up, aligned, inner, tiling, top_k=top_k, relu2=True)
+    _grouped_product(inner, down, aligned, outputs, tiling, top_k=1, relu2=False)
     block = min(triton.next_power_of_2(size), 512)
-    _sum_kernel[(tokens, triton.cdiv(size, block))](
-        outputs,
-        weights,
-        out,
-        *weights.stride(),
+    _moe_sum_kernel[(tokens, triton.cdiv(size, block))](
+        outputs=outputs,
+        topk_weights=topk_weights,
+        out=out,
+        weights_stride=LineStrides(*topk_weights.stride()),
         SIZE=size,
         TOP_K=top_k,
         BLOCK=block,
@@ -233,33 +264,33 @@ def fused_moe(
     return out
 
 
-def _product(
+def _grouped_product(
     x: Tensor,
-    matrices: Tensor,
-    groups: Groups,
+    weight: Tensor,
+    aligned: ExpertBlocks,
     out: Tensor,
-    shared: int,
-    squared: bool,
-    tiling: Tiling,
+    tiling: MoETiling,
+    top_k: int,
+    relu2: bool,
 ) -> None:
-    """out [pairs, rows]: line `pair // shared` of x times the matrix of the pair's expert."""
-    bound, rows = groups.tiles.shape[1], matrices.shape[1]
-    # Tiles of an expert follow each other, so that the later ones find its matrix in the L2 cache.
-    _product_kernel[(triton.cdiv(rows, tiling.block_n), bound)](
-        x,
-        matrices,
-        groups.order,
-        groups.tiles,
-        out,
-        bound,
-        *x.stride(),
-        *matrices.stride(),
+    """out [token ids, N]: line ``id // top_k`` of x times the weight of the token id's expert."""
+    num_blocks, n = aligned.blocks.shape[1], weight.shape[1]
+    # Blocks of an expert follow each other, so that the later ones find its weight in the L2 cache.
+    _fused_moe_kernel[(triton.cdiv(n, tiling.block_n), num_blocks)](
+        x=x,
+        weight=weight,
+        sorted_token_ids=aligned.sorted_token_ids,
+        blocks=aligned.blocks,
+        out=out,
+        num_blocks=num_blocks,
+        x_stride=LineStrides(*x.stride()),
+        weight_stride=WeightStrides(*weight.stride()),
         # The interpreter multiplies bf16 as if its bits were integers.
         dot_type=_TYPES[x.dtype] if x.is_cuda else tl.float32,
-        ROWS=rows,
-        SIZE=matrices.shape[2],
-        SHARED=shared,
-        SQUARED=squared,
+        N=n,
+        K=weight.shape[2],
+        TOP_K=top_k,
+        RELU2=relu2,
         BLOCK_M=tiling.block_m,
         BLOCK_N=tiling.block_n,
         BLOCK_K=tiling.block_k,

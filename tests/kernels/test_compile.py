@@ -228,10 +228,9 @@ def test_long_convolution_moves_8_bytes_at_once(changed: dict[str, Any], tmp_pat
 
 
 PRODUCT: dict[str, Any] = {
-    "dot_type": tl.bfloat16, "ROWS": 1856, "SIZE": 2688, "SHARED": 6, "SQUARED": True,
-    "x_dim": 1, "matrix_dim": 1,
+    "dot_type": tl.bfloat16, "N": 1856, "K": 2688, "TOP_K": 6, "RELU2": True,
 }  # fmt: skip
-DOWN = {"ROWS": 2688, "SIZE": 1856, "SHARED": 1, "SQUARED": False}
+DOWN = {"N": 2688, "K": 1856, "TOP_K": 1, "RELU2": False}
 
 
 @pytest.mark.parametrize("sizes", [{}, DOWN], ids=["up", "down"])
@@ -240,7 +239,7 @@ DOWN = {"ROWS": 2688, "SIZE": 1856, "SHARED": 1, "SQUARED": False}
 def test_expert_products_stream_their_matrices(
     dtype: torch.dtype, tokens: int, sizes: dict[str, Any], tmp_path: Path
 ) -> None:
-    kernel = fused_moe._product_kernel
+    kernel = fused_moe._fused_moe_kernel
     if not isinstance(kernel, JITFunction):
         pytest.skip("the interpreter is on")
     shape = fused_moe.moe_tiling(6 * tokens, 128, dtype)
@@ -250,9 +249,12 @@ def test_expert_products_stream_their_matrices(
     }  # fmt: skip
     half = "*fp16" if dtype == torch.float16 else "*bf16"
     type_ = "*fp32" if dtype == torch.float32 else half
-    types = dict.fromkeys(("x", "matrices"), type_) | dict.fromkeys(("order", "tiles"), "*i32")
-    types["out"] = "*fp32" if sizes else type_
-    strides = ("x", "matrices", "out", "x_line", "matrix_expert", "matrix_row")
+    types: dict[str, Any] = {
+        "x": type_, "weight": type_, "out": "*fp32" if sizes else type_,
+        "sorted_token_ids": "*i32", "blocks": "*i32", "x_stride": fused_moe.LineStrides("i32", 1),
+        "weight_stride": fused_moe.WeightStrides("i32", "i32", 1),
+    }  # fmt: skip
+    strides = ("x", "weight", "out", "x_stride", "weight_stride")
     options = {"num_warps": shape.warps, "num_stages": shape.stages}
     code = compiled(kernel, constants, strides, options, **types)
     text = code.asm["ptx"]
@@ -263,26 +265,33 @@ def test_expert_products_stream_their_matrices(
     assert ("wgmma.mma_async" in text) == (dtype != torch.float32 and shape.block_m >= 64)
 
 
-ROUTE: dict[str, Any] = {
-    "EXPERTS": 128, "GROUPS": 1, "KEPT": 1, "TOP_K": 6, "NORMALISE": True, "PRECISE": True,
-    "BLOCK_G": 1, "BLOCK_E": 128, "BLOCK_K": 8, "logits_expert": 1, "bias_expert": 1,
+TOPK: dict[str, Any] = {
+    "NUM_EXPERTS": 128, "NUM_GROUPS": 1, "TOPK_GROUP": 1, "TOP_K": 6, "RENORMALIZE": True,
+    "PRECISE": True, "BLOCK_G": 1, "BLOCK_E": 128, "BLOCK_K": 8, "bias_stride": 1,
 }  # fmt: skip
-ROUTE_GROUPS = {"EXPERTS": 96, "GROUPS": 8, "KEPT": 3, "BLOCK_G": 8, "BLOCK_E": 16}
-ROUTE_MANY = {"EXPERTS": 512, "BLOCK_E": 512, "TOP_K": 22, "BLOCK_K": 32, "NORMALISE": False}
-GROUP: dict[str, Any] = {"BLOCK_M": 16, "BINS": 128, "COUNTED": 128, "RANKED": 128, "LINES": 32}
-SUM: dict[str, Any] = {"SIZE": 2688, "TOP_K": 6, "BLOCK": 512, "weights_choice": 1}
+TOPK_GROUPS = {"NUM_EXPERTS": 96, "NUM_GROUPS": 8, "TOPK_GROUP": 3, "BLOCK_G": 8, "BLOCK_E": 16}
+TOPK_MANY = {
+    "NUM_EXPERTS": 512, "BLOCK_E": 512, "TOP_K": 22, "BLOCK_K": 32, "RENORMALIZE": False,
+}  # fmt: skip
+ALIGN: dict[str, Any] = {"BLOCK_SIZE": 16, "BINS": 128, "COUNTED": 128, "RANKED": 128, "LINES": 32}
+SUM: dict[str, Any] = {"SIZE": 2688, "TOP_K": 6, "BLOCK": 512}
 RELU2: dict[str, Any] = {"BLOCK": 1024, "x_dim": 1}
 
 
 @pytest.mark.parametrize(
     ("kernel", "constants", "warps", "access"),
     [
-        (topk._topk_kernel, ROUTE, 1, "ld.global"),
-        (topk._topk_kernel, ROUTE | ROUTE_GROUPS, 1, "ld.global"),
-        (topk._topk_kernel, ROUTE | ROUTE_MANY, 2, "ld.global"),
-        (align_block_size._group_kernel, GROUP, 4, "ld.global"),
-        (align_block_size._group_kernel, GROUP | {"BINS": 512, "COUNTED": 1024}, 4, "ld.global"),
-        (fused_moe._sum_kernel, SUM, 4, "ld.global.v4"),
+        (topk._topk_kernel, TOPK, 1, "ld.global"),
+        (topk._topk_kernel, TOPK | TOPK_GROUPS, 1, "ld.global"),
+        (topk._topk_kernel, TOPK | TOPK_MANY, 2, "ld.global"),
+        (align_block_size._align_block_size_kernel, ALIGN, 4, "ld.global"),
+        (
+            align_block_size._align_block_size_kernel,
+            ALIGN | {"BINS": 512, "COUNTED": 1024},
+            4,
+            "ld.global",
+        ),
+        (fused_moe._moe_sum_kernel, SUM, 4, "ld.global.v4"),
         (activation._relu2_kernel, RELU2, 4, "ld.global.v4"),
     ],
 )
@@ -291,12 +300,22 @@ def test_what_surrounds_the_experts(
 ) -> None:
     if not isinstance(kernel, JITFunction):
         pytest.skip("the interpreter is on")
-    types = dict.fromkeys(("logits", "bias", "weights", "outputs"), "*fp32")
-    types |= {"scale": "fp32", "experts": "*i64", "order": "*i32", "tiles": "*i32"}
-    multiples = ("logits", "bias", "experts", "outputs", "weights", "x", "out", "x_line", "size")
+    types: dict[str, Any] = dict.fromkeys(("logits", "bias", "topk_weights", "outputs"), "*fp32")
+    types |= {"scale": "fp32", "topk_ids": "*i64", "sorted_token_ids": "*i32"}
+    types |= {"logits_stride": topk.LogitsStrides("i32", 1), "blocks": "*i32"}
+    types |= {"weights_stride": fused_moe.LineStrides("i32", 1)}
+    multiples = (
+        "logits",
+        "bias",
+        "topk_ids",
+        "outputs",
+        "topk_weights",
+        "x",
+        "out",
+        "x_line",
+        "size",
+    )
     found = [name for name in multiples if name in kernel.arg_names and name not in constants]
-    if kernel is activation._relu2_kernel:
-        types["tiles"] = "i32"
     code = compiled(kernel, constants, found, {"num_warps": warps}, **types)
     assert spilled(code, tmp_path) == 0
     assert access in code.asm["ptx"]

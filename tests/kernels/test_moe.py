@@ -1,4 +1,5 @@
-"""Routing, expert and squared-ReLU kernels against their references and formulas in fp64."""
+"""Top-k routing, routed experts and squared ReLU: kernels against their references and formulas in
+fp64."""
 
 from __future__ import annotations
 
@@ -13,20 +14,25 @@ from helpers.interpreter import INTERPRETED, elsewhere, kernels, run_in_interpre
 from torch import Tensor
 
 from hybrid_runtime.kernels.layers.activation import relu2, relu2_reference
-from hybrid_runtime.kernels.moe import align_block_size as expert_groups
+from hybrid_runtime.kernels.moe import align_block_size as align
 from hybrid_runtime.kernels.moe.align_block_size import (
     align_block_size,
     align_block_size_reference,
-    max_tiles,
+    max_blocks,
 )
-from hybrid_runtime.kernels.moe.fused_moe import Tiling, fused_moe, fused_moe_reference, moe_tiling
+from hybrid_runtime.kernels.moe.fused_moe import (
+    MoETiling,
+    fused_moe,
+    fused_moe_reference,
+    moe_tiling,
+)
 from hybrid_runtime.kernels.moe.topk import topk, topk_reference
 from hybrid_runtime.models.config import NemotronHConfig
 from hybrid_runtime.models.moe import MoE
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
-SMALL = Tiling(16, 32, 32, 4, 2)
+SMALL = MoETiling(16, 32, 32, 4, 2)
 TOLERANCE = {torch.float64: 1e-13, torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
 
 
@@ -47,7 +53,7 @@ class Case:
     dtype: torch.dtype = torch.float32
     chosen: str = "random"  # or "same": one choice for all tokens; "last": none of the first half
     strided: bool = False
-    tiling: Tiling | None = SMALL
+    tiling: MoETiling | None = SMALL
 
 
 BASE = Case()
@@ -68,7 +74,7 @@ CASES = {
     "odd sizes": replace(BASE, size=37, inner=71),
     "whole tiles": replace(BASE, size=64, inner=32),
     "strided": replace(BASE, strided=True),
-    "tiles of 32": replace(BASE, tokens=40, tiling=Tiling(32, 16, 64, 4, 2)),
+    "tiles of 32": replace(BASE, tokens=40, tiling=MoETiling(32, 16, 64, 4, 2)),
     "default tiling": replace(BASE, tiling=None),
     "default tiling, many": replace(BASE, tokens=40, top_k=6, tiling=None),
 }
@@ -100,7 +106,7 @@ def choices(case: Case, generator: torch.Generator) -> Tensor:
 
 
 def inputs(case: Case) -> dict[str, Tensor]:
-    """x, weights, experts, up, down."""
+    """Arguments of `fused_moe`."""
     generator = torch.Generator().manual_seed(3)
     on_device = torch.Generator(DEVICE).manual_seed(3)
 
@@ -116,8 +122,8 @@ def inputs(case: Case) -> dict[str, Tensor]:
     fine = torch.promote_types(case.dtype, torch.float32)
     return {
         "x": x.to(DEVICE, case.dtype)[:, : case.size],
-        "weights": (weights if case.strided else weights.contiguous()).to(DEVICE, fine),
-        "experts": choices(case, generator),
+        "topk_weights": (weights if case.strided else weights.contiguous()).to(DEVICE, fine),
+        "topk_ids": choices(case, generator),
         "up": matrices(case.inner, case.size, pad),
         "down": matrices(case.size, case.inner, pad),
     }
@@ -127,16 +133,16 @@ def exact(given: dict[str, Tensor], fine: torch.dtype = torch.float64) -> Tensor
     """The formula, expert by expert."""
     x = given["x"].to(fine)
     total = torch.zeros_like(x)
-    for e in given["experts"].unique().tolist():
-        token, choice = (given["experts"] == e).nonzero(as_tuple=True)
+    for e in given["topk_ids"].unique().tolist():
+        token, choice = (given["topk_ids"] == e).nonzero(as_tuple=True)
         inner = (x[token] @ given["up"][e].to(fine).T).clamp(min=0) ** 2
         outputs = inner @ given["down"][e].to(fine).T
-        total.index_add_(0, token, outputs * given["weights"][token, choice].to(fine)[:, None])
+        total.index_add_(0, token, outputs * given["topk_weights"][token, choice].to(fine)[:, None])
     return total
 
 
 @pytest.mark.parametrize("case", params(CASES, {}))
-def test_expert_references(case: Case) -> None:
+def test_fused_moe_reference(case: Case) -> None:
     given = inputs(case)
     y = fused_moe_reference(**given)
     assert y.dtype == case.dtype
@@ -145,7 +151,7 @@ def test_expert_references(case: Case) -> None:
 
 @kernels
 @pytest.mark.parametrize("case", params(CASES, LARGE))
-def test_experts(case: Case) -> None:
+def test_fused_moe(case: Case) -> None:
     given = inputs(case)
     y = fused_moe(**given, tiling=case.tiling)
     assert y.dtype == case.dtype
@@ -165,17 +171,17 @@ def test_a_token_is_independent_of_its_company() -> None:
     given = inputs(replace(BASE, tokens=21, chosen="same"))
     y = fused_moe(**given, tiling=SMALL)
     order = torch.randperm(21, generator=torch.Generator().manual_seed(0)).to(DEVICE)
-    per_token = {name: given[name][order] for name in ("x", "weights", "experts")}
+    per_token = {name: given[name][order] for name in ("x", "topk_weights", "topk_ids")}
     per_token["x"][3:] = float("nan")
     other = fused_moe(**(given | per_token), tiling=SMALL)
     assert other[3:].isnan().all()
     torch.testing.assert_close(other[:3], y[order][:3], rtol=0 if GPU else 1e-6, atol=1e-6)
 
 
-GROUPINGS = {
-    "one pair": (1, 1, 8),
+ALIGNMENTS = {
+    "one token": (1, 1, 8),
     "decode": (4, 6, 128),
-    "most tiles": (8, 1, 8),
+    "most blocks": (8, 1, 8),
     "many": (150, 3, 5),
     "few experts": (90, 1, 1),
     "experts beyond a power of two": (11, 9, 65),
@@ -184,30 +190,32 @@ GROUPINGS = {
 
 @kernels
 @pytest.mark.parametrize("ranked", [True, False])
-@pytest.mark.parametrize("shape", params(GROUPINGS, {"super": (256, 22, 512)}))
-def test_groups(shape: tuple[int, ...], ranked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("shape", params(ALIGNMENTS, {"super": (256, 22, 512)}))
+def test_align_block_size(
+    shape: tuple[int, ...], ranked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if not ranked:
-        monkeypatch.setattr(expert_groups, "MAX_RANKED", 0)
+        monkeypatch.setattr(align, "MAX_RANKED", 0)
     tokens, top_k, count = shape
     for chosen in ("random", "same", "last") if count > 2 * top_k else ("random", "same"):
         case = Case(tokens, count, top_k, chosen=chosen)
-        experts = choices(case, torch.Generator().manual_seed(tokens))
-        for block_m in (16, 64):
-            order, tiles = align_block_size(experts, count, block_m)
-            want = align_block_size_reference(experts, count, block_m)
-            assert tiles.shape == (3, max_tiles(experts.numel(), count, block_m))
-            assert order.dtype == tiles.dtype == torch.int32
-            assert torch.equal(order, want.order)
-            assert torch.equal(tiles[0], want.tiles[0])
-            used = tiles[0] >= 0
-            assert torch.equal(tiles[:, used], want.tiles[:, used])
+        topk_ids = choices(case, torch.Generator().manual_seed(tokens))
+        for block_size in (16, 64):
+            sorted_token_ids, blocks = align_block_size(topk_ids, count, block_size)
+            want = align_block_size_reference(topk_ids, count, block_size)
+            assert blocks.shape == (3, max_blocks(topk_ids.numel(), count, block_size))
+            assert sorted_token_ids.dtype == blocks.dtype == torch.int32
+            assert torch.equal(sorted_token_ids, want.sorted_token_ids)
+            assert torch.equal(blocks[0], want.blocks[0])
+            used = blocks[0] >= 0
+            assert torch.equal(blocks[:, used], want.blocks[:, used])
 
 
-def test_most_tiles_is_the_most() -> None:
-    for pairs, count, block in ((1, 1, 16), (4, 5, 2), (9, 3, 4), (12, 3, 4), (7, 2, 3)):
-        sizes = itertools.product(range(pairs + 1), repeat=count)
-        needed = [sum(-(-n // block) for n in each) for each in sizes if sum(each) == pairs]
-        assert max_tiles(pairs, count, block) == max(needed)
+def test_most_blocks_is_the_most() -> None:
+    for ids, experts, block in ((1, 1, 16), (4, 5, 2), (9, 3, 4), (12, 3, 4), (7, 2, 3)):
+        sizes = itertools.product(range(ids + 1), repeat=experts)
+        needed = [sum(-(-n // block) for n in each) for each in sizes if sum(each) == ids]
+        assert max_blocks(ids, experts, block) == max(needed)
 
 
 @dataclass(frozen=True)
@@ -217,7 +225,7 @@ class Routing:
     top_k: int = 4
     groups: int = 1
     kept: int = 1
-    normalise: bool = True
+    renormalize: bool = True
     logits: str = "random"  # or "rounded": many ties; "equal"; "saturated"
     dtype: torch.dtype = torch.float32
     strided: bool = False
@@ -232,7 +240,7 @@ ROUTINGS = {
     "super": replace(ROUTE, count=512, top_k=22),
     "largest": replace(ROUTE, tokens=2, count=1024, top_k=32),
     "13 experts": replace(ROUTE, count=13),
-    "unnormalised": replace(ROUTE, normalise=False),
+    "without renormalising": replace(ROUTE, renormalize=False),
     "groups": replace(ROUTE, groups=4, kept=2),
     "one of 3 groups": replace(ROUTE, count=33, groups=3),
     "5 of 6 groups": replace(ROUTE, count=30, groups=6, kept=5, top_k=25),
@@ -263,10 +271,10 @@ def routing(case: Routing) -> dict[str, Any]:
         "logits": (logits if case.strided else logits.contiguous()).to(DEVICE, case.dtype),
         "bias": bias.to(DEVICE, torch.promote_types(case.dtype, torch.float32)),
         "top_k": case.top_k,
-        "groups": case.groups,
-        "kept_groups": case.kept,
-        "normalise": case.normalise,
-        "scale": 2.5,
+        "num_expert_group": case.groups,
+        "topk_group": case.kept,
+        "renormalize": case.renormalize,
+        "routed_scaling_factor": 2.5,
     }
 
 
@@ -275,7 +283,7 @@ def ranked(values: list[float], count: int) -> list[int]:
 
 
 @pytest.mark.parametrize("case", params(ROUTINGS, {}))
-def test_route_reference(case: Routing) -> None:
+def test_topk_reference(case: Routing) -> None:
     given = routing(case)
     scores = given["logits"].to(given["bias"].dtype).sigmoid()
     size = case.count // case.groups
@@ -289,35 +297,35 @@ def test_route_reference(case: Routing) -> None:
         kept = ranked(best, case.kept)
         line = [v if i // size in kept else float("-inf") for i, v in enumerate(line)]
         want.append(ranked(line, case.top_k))
-    weights, experts = topk_reference(**given)
-    assert experts.tolist() == want
-    found = scores.gather(1, experts).double()
-    if case.normalise:
+    topk_weights, topk_ids = topk_reference(**given)
+    assert topk_ids.tolist() == want
+    found = scores.gather(1, topk_ids).double()
+    if case.renormalize:
         found = found / found.sum(-1, keepdim=True)
-    torch.testing.assert_close(weights.double(), 2.5 * found, rtol=1e-6, atol=0)
+    torch.testing.assert_close(topk_weights.double(), 2.5 * found, rtol=1e-6, atol=0)
 
 
 @kernels
 @pytest.mark.parametrize("case", params(ROUTINGS, {"prefill": Routing(4096, 128, 6)}))
-def test_route(case: Routing) -> None:
+def test_topk(case: Routing) -> None:
     given = routing(case)
-    weights, experts = topk(**given)
+    topk_weights, topk_ids = topk(**given)
     want, chosen = topk_reference(**given)
-    assert weights.dtype == want.dtype
-    assert experts.dtype == chosen.dtype == torch.int64
-    assert torch.equal(experts, chosen)
-    torch.testing.assert_close(weights, want, rtol=1e-6, atol=1e-30)
+    assert topk_weights.dtype == want.dtype
+    assert topk_ids.dtype == chosen.dtype == torch.int64
+    assert torch.equal(topk_ids, chosen)
+    torch.testing.assert_close(topk_weights, want, rtol=1e-6, atol=1e-30)
 
 
 @kernels
-def test_route_of_nan_names_experts_that_exist() -> None:
+def test_topk_of_nan_names_experts_that_exist() -> None:
     given = routing(replace(ROUTE, count=13, top_k=6))
     given["logits"][2] = float("nan")
     given["logits"][3, 4] = float("nan")
-    _, experts = topk(**given)
-    assert ((experts >= 0) & (experts < 13)).all()
+    _, topk_ids = topk(**given)
+    assert ((topk_ids >= 0) & (topk_ids < 13)).all()
     given["logits"] = given["logits"].nan_to_num()
-    assert torch.equal(experts[:2], topk(**given)[1][:2])
+    assert torch.equal(topk_ids[:2], topk(**given)[1][:2])
 
 
 def test_impossible_routings_are_refused() -> None:
@@ -325,10 +333,10 @@ def test_impossible_routings_are_refused() -> None:
     for change, message in (
         ({"top_k": 17}, "top_k is 17, must be 1 to 16"),
         ({"top_k": 0}, "top_k is 0"),
-        ({"groups": 4, "top_k": 5}, "top_k is 5, must be 1 to 4"),
-        ({"groups": 3}, "must divide 16 experts"),
-        ({"kept_groups": 2}, "kept_groups is 2 of 1 groups"),
-        ({"groups": 16, "kept_groups": 8}, "must leave 2 of 16 experts"),
+        ({"num_expert_group": 4, "top_k": 5}, "top_k is 5, must be 1 to 4"),
+        ({"num_expert_group": 3}, "must divide 16 experts"),
+        ({"topk_group": 2}, "topk_group is 2, must be 1 to"),
+        ({"num_expert_group": 16, "topk_group": 8}, "must leave 2 of 16 experts"),
         ({"bias": given["bias"][:3]}, "bias"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -340,8 +348,8 @@ def test_wrong_experts_are_refused() -> None:
     for change, message in (
         ({"x": given["x"][:, :8]}, "x is"),
         ({"down": given["up"]}, "down is"),
-        ({"weights": given["weights"][:, :1]}, "weights is"),
-        ({"experts": given["experts"][:3]}, "experts"),
+        ({"topk_weights": given["topk_weights"][:, :1]}, "topk_weights is"),
+        ({"topk_ids": given["topk_ids"][:3]}, "topk_ids is"),
         ({"up": given["up"].half()}, "up is torch.float16"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -382,10 +390,12 @@ def test_layer(changes: dict[str, Any]) -> None:
     x = torch.randn(9, 40, device=DEVICE, generator=generator)
     logits = F.linear(x, layer.gate.weight)
     bias = layer.gate.e_score_correction_bias
-    weights, experts = topk_reference(logits, bias, 3, config.n_group, config.topk_group, True, 2.5)
+    topk_weights, topk_ids = topk_reference(
+        logits, bias, 3, config.n_group, config.topk_group, True, 2.5
+    )
     routed = x if layer.fc1_latent_proj is None else layer.fc1_latent_proj(x)
     up, down = layer.experts.up_proj, layer.experts.down_proj
-    routed = fused_moe_reference(routed, weights, experts, up, down)
+    routed = fused_moe_reference(routed, topk_weights, topk_ids, up, down)
     if layer.fc2_latent_proj is not None:
         routed = layer.fc2_latent_proj(routed)
     shared = layer.shared_experts
@@ -403,8 +413,8 @@ def test_nobody_waits_and_a_graph_replays(tokens: int) -> None:
     bias = torch.zeros(64, device=DEVICE)
 
     def run() -> Tensor:
-        weights, experts = topk(logits, bias, 6, 1, 1, True, 2.5)
-        return relu2(fused_moe(given["x"], weights, experts, given["up"], given["down"]))
+        topk_weights, topk_ids = topk(logits, bias, 6, 1, 1, True, 2.5)
+        return relu2(fused_moe(given["x"], topk_weights, topk_ids, given["up"], given["down"]))
 
     run()
     torch.cuda.synchronize()
@@ -422,7 +432,7 @@ def test_nobody_waits_and_a_graph_replays(tokens: int) -> None:
         assert torch.equal(y, run())
 
 
-def test_tiles_grow_with_the_pairs_of_an_expert() -> None:
+def test_blocks_grow_with_the_tokens_of_an_expert() -> None:
     for dtype in (torch.float32, torch.bfloat16):
         sizes = [moe_tiling(tokens * 6, 128, dtype).block_m for tokens in (1, 64, 512, 8192)]
         assert sizes == sorted(sizes)
