@@ -17,7 +17,7 @@ from hybrid_runtime.bench.machine import copy_bandwidth, machine
 from hybrid_runtime.engine import Engine, SamplingParams
 from hybrid_runtime.models.checkpoint import load_mtp, load_nemotron_h, resolve
 from hybrid_runtime.specdecode.drafter import DrafterName
-from hybrid_runtime.state.manager import Strategy
+from hybrid_runtime.state.checks import Strategy
 
 
 def generate(args: argparse.Namespace) -> None:

@@ -17,7 +17,7 @@ from rich.table import Table
 
 from hybrid_runtime.engine import Engine, EngineStats, SamplingParams
 from hybrid_runtime.engine.config import EngineOptions
-from hybrid_runtime.state.manager import Strategy
+from hybrid_runtime.state.checks import Strategy
 
 SHIPPED = Path(__file__).parent / "checkpoints" / "python-small"
 """The small checkpoint that comes with the package."""

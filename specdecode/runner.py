@@ -15,7 +15,6 @@ from hybrid_runtime.device.graphs import Graphs
 from hybrid_runtime.device.sync import Waits
 from hybrid_runtime.device.transfer import Readback
 from hybrid_runtime.kernels.replay.rounding import Rounding
-from hybrid_runtime.kernels.step.advance_replay import ReplayPositions
 from hybrid_runtime.kernels.step.commit_tokens import DraftInputs, commit_tokens
 from hybrid_runtime.kernels.step.prepare_inputs import StepInputs, prepare_inputs
 from hybrid_runtime.models.forward_batch import Caches, RowBatch, StatePositions
@@ -171,7 +170,7 @@ class SpecDecodeRunner:
         prompts need, with rows that touch nothing."""
         if self._graphs is None:
             return
-        self.manager.prepare()
+        self.manager.compile_flush()
         most = self.manager.max_requests
         nobody = torch.zeros((1, 1), dtype=torch.int32, device=self.manager.device)
         for length in (1, 8, 64, self._inputs.tokens.shape[0]):
@@ -286,11 +285,9 @@ class SpecDecodeRunner:
         self, rows: int, tokens: int, num_update_rows: int, max_scheduled: int, max_context: int
     ) -> Frame:
         inputs = self._inputs.first(rows, tokens)
-        state, replay, rounding = self.manager.positions, None, None
-        if self.manager.layout.replays:
-            replay = ReplayPositions(*(field[:rows] for field in self.manager.replay))
-            if self._stochastic:
-                rounding = Rounding(self.sequences.rounding_seed, layer=0)
+        state, rounding = self.manager.positions.first(rows), None
+        if self._stochastic:
+            rounding = Rounding(self.sequences.rounding_seed, layer=0)
         return Frame(
             batch=RowBatch(
                 slot=inputs.slot,
@@ -305,10 +302,10 @@ class SpecDecodeRunner:
             inputs=inputs,
             positions=StatePositions(
                 inputs.draft,
-                state.read_column[:rows],
-                state.read_offset[:rows],
-                state.write_column[:rows],
-                replay,
+                state.read_column,
+                state.read_offset,
+                state.write_column,
+                state.replay,
                 rounding,
             ),
             drafting=self._drafting.first(rows, tokens),

@@ -42,7 +42,7 @@ def main() -> None:
         computed = rng.integers(100, BLOCK - 100, n).astype(np.int32)
         scheduled = np.full(n, DRAFTS + 1, np.int32)
         draft = np.full(n, DRAFTS, np.int32)
-        retention = align.Retention(BLOCK)
+        retention = align.RetentionRule(BLOCK)
         held = (computed - 1) // BLOCK
 
         def post(

@@ -54,16 +54,15 @@ def step_bytes(
     channel = layout.conv_channels * window.dtype.itemsize
     read = layout.conv_width - 1
     layers = len(model.state_layers)
-    # Of the records one half is read and the other written: together their size.
-    moved = 2 if layout.replays else drafts + 2
     per_token = 2 * model.kv_shape[0] * model.kv_shape[1] * model.dtype.itemsize
     kv = len(model.kv_layers) * (rows * context + tokens)
     if head is not None:
         kv += len(head.kv_layers) * sum(rows * context + n for n in passes)
+    # Of the window cache one half is read and the other written: together their size.
     return StepBytes(
         weights=body,
         draft=draft,
-        state=rows * layers * (moved * ssm.nbytes + layout.record_bytes),
+        state=rows * layers * (layout.states_per_step * ssm.nbytes + layout.window_cache_bytes),
         window=rows * layers * (read + read + drafts) * channel,
         kv=kv * per_token,
     )

@@ -9,10 +9,10 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from hybrid_runtime.engine.scheduler import most_state_blocks, overshoot
+from hybrid_runtime.engine.scheduler import overshoot
 from hybrid_runtime.models.config import NemotronHConfig
+from hybrid_runtime.state.checks import Strategy
 from hybrid_runtime.state.layout import LayoutKind, StateLayout
-from hybrid_runtime.state.manager import Strategy
 
 Lengths = Literal["equal", "staggered"]
 STOCHASTIC = "-stochastic"
@@ -152,12 +152,11 @@ class Load:
         most = max(max(self.prompt_lengths(kind, block_size)) for kind in self.lengths)
         return most + max(self.osl, self.warmup_osl, self.profile_osl)
 
-    def blocks(self, block_size: int) -> tuple[int, int]:
+    def blocks(self, layout: StateLayout) -> tuple[int, int]:
         """KV and state blocks that this load needs, whatever the engine is made for."""
-        columns = -(-(self.longest(block_size) + overshoot(self.drafts, 1)) // block_size)
-        replays = self.state_layout == "replay" and self.drafts > 0
-        state = most_state_blocks(self.drafts, 1, replays)
-        return self.batch * columns, self.batch * state
+        block = layout.block_size
+        columns = -(-(self.longest(block) + overshoot(self.drafts, 1)) // block)
+        return self.batch * columns, self.batch * layout.block_budget(1).most
 
 
 def sweep(

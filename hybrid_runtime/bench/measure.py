@@ -16,8 +16,8 @@ from hybrid_runtime.bench.trace import profile_steady
 from hybrid_runtime.engine import Engine, EngineConfig
 from hybrid_runtime.models.mtp import MTPHead
 from hybrid_runtime.models.nemotron_h import NemotronH
+from hybrid_runtime.state.checks import Strategy
 from hybrid_runtime.state.layout import StateLayout
-from hybrid_runtime.state.manager import Strategy
 
 Row = dict[str, Any]
 
@@ -76,7 +76,7 @@ class Engines:
     @property
     def cache_bytes(self) -> int:
         """Of one engine: keys and values, and states."""
-        kv, state = self.load.blocks(self.layout.block_size)
+        kv, state = self.load.blocks(self.layout)
         shape = self.model.kv_shape
         layers = len(self.model.kv_layers) + (0 if self.head is None else len(self.head.kv_layers))
         per_token = 2 * shape[0] * shape[1] * self.model.dtype.itemsize * layers
@@ -111,7 +111,7 @@ class Engines:
             max_model_len=max(load.max_model_len, load.longest(block)),
             max_tokens_per_step=load.max_tokens_per_step,
             block_size=load.block_size,
-            num_blocks=load.blocks(block),
+            num_blocks=load.blocks(self.layout),
             ssm_dtype=load.state_dtype,
             stochastic_rounding=load.stochastic_rounding,
             synthetic_length=load.synthetic_length,

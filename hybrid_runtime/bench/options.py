@@ -14,8 +14,8 @@ from hybrid_runtime.bench.load import SSM_DTYPES, Lengths, Load, sweep
 from hybrid_runtime.bench.measure import Row, measure
 from hybrid_runtime.models.mtp import MTPHead
 from hybrid_runtime.models.nemotron_h import NemotronH
+from hybrid_runtime.state.checks import Strategy
 from hybrid_runtime.state.layout import LayoutKind
-from hybrid_runtime.state.manager import Strategy
 
 
 def add_options(parser: argparse.ArgumentParser, repeats: int) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from hybrid_runtime.device.sync import Waits
 from hybrid_runtime.device.transfer import Staging
+from hybrid_runtime.state.demand import BlockDemand
 
 Ints = NDArray[Any]
 
@@ -144,23 +145,38 @@ class BlockTable:
         self.device_table: Tensor = torch.full(
             (slots, columns), FREE, dtype=torch.int32, device=device
         )
-        # Per slot what `hold` was last asked for.
+        # The last demand of each slot.
         self._held = np.full((slots, 4), -1, np.int64)
         self._dirty = False
 
-    def hold(self, slots: Ints, first: Ints, fresh: Ints, last: Ints, kept: Ints) -> list[int]:
-        """Let each slot own its columns `fresh .. last` and what it has of `first .. kept`, and
-        nothing else; the blocks newly taken. Slots that change nothing cost nothing."""
-        wanted = np.stack([first, fresh, last, kept], 1)
+    def can_allocate(self, slots: Ints, demand: BlockDemand) -> bool:
+        """Whether there are enough free blocks for `allocate`."""
+        wanted = np.stack(demand, 1)
+        changed = (self._held[slots] != wanted).any(1).nonzero()[0]
+        count = 0
+        for i in changed:
+            first, fresh, last, kept = wanted[i]
+            row = self._view[slots[i]]
+            count += int((row[fresh : last + 1] == FREE).sum())
+            count += self._always is not None and row[self._always] == FREE
+            dropped = row[self._dropped(slots[i], first, kept)]
+            count -= self.pool.sole(dropped.tolist())
+        return count <= self.pool.free
+
+    def allocate(self, slots: Ints, demand: BlockDemand) -> list[int]:
+        """Let each slot own the columns of its row of `demand`, and nothing else; the blocks newly
+        taken. Slots whose demand is the last one again cost nothing."""
+        wanted = np.stack(demand, 1)
         changed = (self._held[slots] != wanted).any(1).nonzero()[0]
         taken: list[int] = []
         # What one slot gives back another one may need.
         for i in changed:
-            for column in self._dropped(slots[i], first[i], kept[i]):
+            for column in self._dropped(slots[i], wanted[i, 0], wanted[i, 3]):
                 self._drop(int(slots[i]), int(column))
         for i in changed:
+            _, fresh, last, _ = wanted[i]
             row = self._view[slots[i]]
-            missing = list(fresh[i] + np.flatnonzero(row[fresh[i] : last[i] + 1] == FREE))
+            missing = list(fresh + np.flatnonzero(row[fresh : last + 1] == FREE))
             if self._always is not None and row[self._always] == FREE:
                 missing.append(self._always)
             for column in missing:
@@ -170,18 +186,11 @@ class BlockTable:
         self._dirty |= bool(taken)
         return taken
 
-    def missing(self, slots: Ints, first: Ints, fresh: Ints, last: Ints, kept: Ints) -> int:
-        """By how many blocks, at most, `hold` would leave the pool with fewer free ones."""
-        wanted = np.stack([first, fresh, last, kept], 1)
-        changed = (self._held[slots] != wanted).any(1).nonzero()[0]
-        count = 0
-        for i in changed:
-            row = self._view[slots[i]]
-            count += int((row[fresh[i] : last[i] + 1] == FREE).sum())
-            count += self._always is not None and row[self._always] == FREE
-            dropped = row[self._dropped(slots[i], first[i], kept[i])]
-            count -= self.pool.sole(dropped.tolist())
-        return count
+    def free(self, slot: int) -> None:
+        """Give all blocks of a slot back."""
+        for column in np.flatnonzero(self._view[slot] != FREE):
+            self._drop(slot, int(column))
+        self._held[slot] = -1
 
     def _dropped(self, slot: int, first: int, kept: int) -> Ints:
         """Columns that a slot owns and need not keep."""
@@ -199,12 +208,6 @@ class BlockTable:
             self.pool.share(block)
             self._view[slot, column] = block
         self._dirty |= bool(blocks)
-
-    def clear(self, slot: int) -> None:
-        """Give all blocks of a slot back."""
-        for column in np.flatnonzero(self._view[slot] != FREE):
-            self._drop(slot, int(column))
-        self._held[slot] = -1
 
     def upload(self) -> None:
         """Make the host's changes visible to launches that come after."""

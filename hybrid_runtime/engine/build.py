@@ -24,7 +24,7 @@ from hybrid_runtime.specdecode.drafter import make_drafter
 from hybrid_runtime.specdecode.runner import SpecDecodeRunner
 from hybrid_runtime.specdecode.sequences import Sequences
 from hybrid_runtime.state.layout import StateLayout
-from hybrid_runtime.state.layouts.flush import Foldable
+from hybrid_runtime.state.layouts.flush import FlushInputs
 from hybrid_runtime.state.manager import HybridStateManager
 
 
@@ -82,11 +82,11 @@ def bind_states(
     """Show the manager the state blocks; nothing happens for a model without Mamba layers."""
     if not memory.states:
         return
-    foldable = None
+    flush_inputs = None
     if memory.window_cache is not None:
         seed = sequences.rounding_seed if config.stochastic_rounding else None
-        foldable = Foldable(memory.window_cache, model.A_log, seed)
-    manager.bind(memory.states, memory.state.device_table, foldable=foldable)
+        flush_inputs = FlushInputs(memory.window_cache, model.A_log, seed)
+    manager.bind(memory.states, memory.state.device_table, flush_inputs=flush_inputs)
 
 
 def prefix_cache(config: EngineConfig, memory: Memory, block_size: int) -> PrefixCache:

@@ -10,8 +10,8 @@ import torch
 
 from hybrid_runtime.models.config import NemotronHConfig
 from hybrid_runtime.specdecode.drafter import DrafterName
+from hybrid_runtime.state.checks import Strategy
 from hybrid_runtime.state.layout import ConvLayout, LayoutKind, StateLayout
-from hybrid_runtime.state.manager import Strategy
 
 RetentionPolicy = Literal["all", "prompt"] | int
 _SSM_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -151,9 +151,7 @@ class EngineConfig:
             block_size=self.block_size,
             kind=self.state_layout if self.num_draft else "columns",
         )
-        if self.stochastic_rounding and (
-            layout.ssm_dtype == torch.float32 or layout.kind != "replay"
-        ):
+        if self.stochastic_rounding and not layout.rounds_stochastically:
             raise ValueError(
                 f"stochastic_rounding is True with ssm_dtype={layout.ssm_dtype} and "
                 f"state_layout={layout.kind!r}; it must be False unless states are float16 or "

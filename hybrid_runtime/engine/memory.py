@@ -12,7 +12,6 @@ from hybrid_runtime.device.sync import Waits
 from hybrid_runtime.engine.block_pool import BlockPool, BlockTable
 from hybrid_runtime.engine.offload.tier import HostTier
 from hybrid_runtime.engine.prefix_cache import KEYS, STATE
-from hybrid_runtime.engine.scheduler import most_state_blocks
 from hybrid_runtime.kernels.replay.window_cache import WindowCache
 from hybrid_runtime.models.forward_batch import Caches
 from hybrid_runtime.models.nemotron_h import NemotronH
@@ -21,8 +20,13 @@ from hybrid_runtime.state.layout import StateLayout
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """kv, state: who owns which blocks. states: layer to (window, SSM) blocks as the layout has
-    them. caches: all of it as models take it. records: those of all layers, stacked (replay)."""
+    """All blocks of one engine.
+
+    kv, state: which request owns which blocks.
+    states: layer to (window, SSM) blocks as the layout stores them.
+    caches: all of it as models take it.
+    window_cache: of all layers, stacked; None in layouts without one.
+    """
 
     kv: BlockTable
     state: BlockTable
@@ -44,24 +48,19 @@ class Memory:
     ) -> Memory:
         """Memory for `slots` requests of up to `max_length` tokens.
 
-        head: the draft head, whose keys and values need room too, or None. num_blocks: KV and state
-        blocks; None = enough for all requests at full length. depth: steps that may be queued.
+        head: the draft head, whose keys and values need room too, or None.
+        num_blocks: KV blocks and state blocks; None: enough for all requests at full length.
+        depth: steps that may be queued, and two.
+        waits: where waits for block tables on their way are counted.
         """
         device, dtype, block = model.device, model.dtype, layout.block_size
-        drafts, columns = layout.num_speculative_tokens, -(-max_length // block)
+        columns, row = -(-max_length // block), layout.table_row(max_length)
         if num_blocks is None:
-            spare = most_state_blocks(drafts, depth - 2, layout.replays)
-            num_blocks = (slots * columns, slots * (3 if layout.replays else drafts + 4) + spare)
+            budget = layout.block_budget(depth - 2)
+            num_blocks = slots * columns, slots * budget.typical + budget.most
         kv = BlockTable(slots, columns, BlockPool(num_blocks[0]), device, depth, waits)
-        # Behind the columns of snapshots lies the live state, or room for states of guesses.
         state = BlockTable(
-            slots,
-            columns + 1 + (0 if layout.replays else drafts),
-            BlockPool(num_blocks[1]),
-            device,
-            depth,
-            waits,
-            always=columns if layout.replays else None,
+            slots, row.columns, BlockPool(num_blocks[1]), device, depth, waits, row.always
         )
 
         def cache(shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
@@ -72,7 +71,9 @@ class Memory:
         if head is not None:
             keys |= {layer: cache(head.kv_shape) for layer in head.kv_layers}
         states = {layer: layout.allocate(state.pool.size, device) for layer in model.state_layers}
-        window_cache = _records(model, layout, slots) if layout.replays else None
+        window_cache = layout.allocate_window_cache(
+            len(model.state_layers), slots, model.config.n_groups, dtype, device
+        )
         caches = Caches(
             kv=keys,
             states={i: (layout.positions_first(w), s) for i, (w, s) in states.items()},
@@ -92,15 +93,3 @@ class Memory:
         }
         counts = dict(zip((KEYS, STATE), num_blocks, strict=True))
         return HostTier({name: g for name, g in groups.items() if g}, counts)
-
-
-def _records(model: NemotronH, layout: StateLayout, slots: int) -> WindowCache:
-    return WindowCache.allocate(
-        len(model.state_layers),
-        slots,
-        layout.num_speculative_tokens,
-        layout.ssm_shape,
-        model.config.n_groups,
-        model.dtype,
-        model.device,
-    )

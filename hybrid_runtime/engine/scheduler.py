@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from hybrid_runtime.engine.block_pool import BlockTable
 from hybrid_runtime.engine.prefix_cache import PrefixCache
 from hybrid_runtime.engine.request import Hit, Request
+from hybrid_runtime.state.demand import BlockDemand
 from hybrid_runtime.state.manager import HybridStateManager
 from hybrid_runtime.state.rows import StepRows
 from hybrid_runtime.state.step import Snapshot
@@ -67,6 +68,7 @@ class Scheduler:
         self.block_size = manager.layout.block_size
         self.num_draft = manager.num_speculative_tokens
         self.steps_ahead, self.cache = steps_ahead, cache
+        self._state_budget = manager.layout.block_budget(steps_ahead)
         self.preemptions = 0
         self.max_tokens_per_step, self.max_length = max_tokens_per_step, max_length
         self.waiting: deque[Request] = deque()
@@ -77,9 +79,7 @@ class Scheduler:
         """The most KV blocks and state blocks that such a request can own at once."""
         longest = min(prompt_tokens + max_tokens, self.max_length)
         longest += overshoot(self.num_draft, self.steps_ahead)
-        return -(-longest // self.block_size), most_state_blocks(
-            self.num_draft, self.steps_ahead, self.manager.layout.replays
-        )
+        return -(-longest // self.block_size), self._state_budget.most
 
     def add(self, request: Request) -> None:
         """Queue a request; `ValueError` at once for one that can never run."""
@@ -153,7 +153,7 @@ class Scheduler:
         if self.manager.holds(request.slot):
             self.manager.release(request.slot)
         for table in (self.kv, self.state):
-            table.clear(request.slot)
+            table.free(request.slot)
         self._slots.append(request.slot)
         request.slot = -1
 
@@ -173,7 +173,7 @@ class Scheduler:
         keys += self.kv.pool.unowned(hit.keys) + sum(map(self._owed, self.running))
         # Those admitted a moment ago have not taken theirs yet.
         unborn = sum(not r.queued and r.computed == r.hit.tokens for r in self.running)
-        state = (2 if self.manager.layout.replays else self.num_draft + 2) * (1 + unborn)
+        state = self._state_budget.admission * (1 + unborn)
         if hit.state is not None:
             state += self.state.pool.unowned([hit.state])
         return keys <= self.kv.pool.free and state <= self.state.pool.free
@@ -210,7 +210,7 @@ class Scheduler:
                 np.array([draft for _, _, draft in chosen], np.int32),
             )
             requests = [r for r, _, _ in chosen]
-            if self._hand_out(rows, np.array([r.computed for r in requests], np.int32)):
+            if self._allocate(rows, np.array([r.computed for r in requests], np.int32)):
                 return Schedule.of(requests, rows, num_decoding)
             if len(self.running) == 1:
                 raise RuntimeError("a request needs more blocks than its bound, which add() checks")
@@ -250,52 +250,30 @@ class Scheduler:
         boundary = end // block * block
         return (boundary if boundary > start else end) - start
 
-    def _hand_out(self, rows: StepRows, known: NDArray[np.int32]) -> bool:
+    def _allocate(self, rows: StepRows, known: NDArray[np.int32]) -> bool:
         """Give a step's rows their blocks; False, and nothing happens, where there are too few.
-        known: tokens computed as far as results have been read, by row."""
-        first, last = self.manager.columns_needed(rows)
-        # A row that runs through several blocks at once reads the column that it ran in last, and
-        # those between stay empty.
-        if self.manager.layout.replays:
-            begins = last - (rows.draft > 0)
-            kept = np.maximum(last, rows.computed_max // self.block_size)
-        else:
-            last = last - self.num_draft + rows.draft  # a row without guesses writes one column
-            begins = (rows.computed_min + rows.scheduled - 1) // self.block_size - 1
-            kept = last
-        # A snapshot that the host has not been told of yet, and will file, lies no deeper than the
-        # last one that a step could still fold guesses beyond.
-        unread = np.maximum(known - self.num_draft, 0) // self.block_size
-        first = np.where(last < 0, unread, np.minimum(first, unread))
-        state = rows.slot, first, np.maximum(first, begins), last, kept
-        # The drafter's own passes look K - 1 tokens further than the step.
-        end = rows.computed_max + rows.scheduled + max(self.num_draft - 1, 0)
-        end = (end - 1) // self.block_size
-        zero = np.zeros(len(rows), np.int64)
-        keys = rows.slot, zero, zero, end, end
-        for table, wanted in ((self.kv, keys), (self.state, state)):
-            if table.missing(*wanted) > table.pool.free:
-                return False
-        fresh = self.state.hold(*state)
-        taken = self.kv.hold(*keys)
+        known: tokens computed as far as results have been read, `[rows]`."""
+        state = self.manager.block_demand(rows, known)
+        kv = self._kv_demand(rows)
+        if not self.kv.can_allocate(rows.slot, kv):
+            return False
+        if not self.state.can_allocate(rows.slot, state):
+            return False
+        new_state = self.state.allocate(rows.slot, state)
+        new_kv = self.kv.allocate(rows.slot, kv)
         if self.cache is not None:
-            self.cache.reused(taken, fresh)
+            self.cache.reused(new_kv, new_state)
         self.kv.upload()
         self.state.upload()
         return True
 
-
-def most_state_blocks(num_draft: int, steps_ahead: int, replays: bool) -> int:
-    """State blocks that one request can own at once.
-
-    Replay: the live state, a snapshot that is read, one that waits to be filed, and one or two that
-    may be stored. Columns: the running column and drafts, one column below for a snapshot's copy,
-    one that waits to be filed, one for the step in which the running column has moved on but the
-    previous one is still read, and one where guesses in flight leave open which column it is.
-    """
-    if replays:
-        return 4 + (steps_ahead > 0)
-    return num_draft + 4 + (steps_ahead > 0 and num_draft > 0)
+    def _kv_demand(self, rows: StepRows) -> BlockDemand:
+        """All blocks up to where the drafter looks: its own passes reach K - 1 tokens further than
+        the step."""
+        end = rows.computed_max + rows.scheduled + max(self.num_draft - 1, 0)
+        last = (end - 1) // self.block_size
+        zero = np.zeros(len(rows), np.int64)
+        return BlockDemand(zero, zero, last, last)
 
 
 def overshoot(num_draft: int, steps_ahead: int) -> int:

@@ -2,20 +2,24 @@
 
 from hybrid_runtime.device.sync import allowed, sync_guard
 from hybrid_runtime.state.align import can_skip_mamba_postprocess
+from hybrid_runtime.state.checks import Strategy
+from hybrid_runtime.state.demand import BlockDemand
 from hybrid_runtime.state.layout import StateLayout
-from hybrid_runtime.state.layouts.flush import Foldable
-from hybrid_runtime.state.manager import HybridStateManager, Strategy
+from hybrid_runtime.state.layouts.flush import FlushInputs
+from hybrid_runtime.state.manager import HybridStateManager
 from hybrid_runtime.state.rows import StepRows
 from hybrid_runtime.state.stats import Stats
-from hybrid_runtime.state.step import Snapshot, Step
+from hybrid_runtime.state.step import Snapshot, Step, StepPositions
 
 __all__ = [
-    "Foldable",
+    "BlockDemand",
+    "FlushInputs",
     "HybridStateManager",
     "Snapshot",
     "StateLayout",
     "Stats",
     "Step",
+    "StepPositions",
     "StepRows",
     "Strategy",
     "allowed",

@@ -21,7 +21,7 @@ NEVER = np.iinfo(np.int32).max
 """Position that no sequence reaches: what `next_retained` answers when nothing is retained."""
 
 
-class Retention(NamedTuple):
+class RetentionRule(NamedTuple):
     """Boundaries whose snapshot somebody keeps: multiples of `every` (0 = none), and two positions.
 
     Each `[rows]` in tokens, or one int for all rows, which is cheaper; a position of 0 stands for
@@ -66,7 +66,7 @@ def running_column(end: Ints, block_size: int) -> Ints:
     return blocks_below(end - 1, block_size)
 
 
-def next_retained(position: Ints, retention: Retention) -> Ints:
+def next_retained(position: Ints, retention: RetentionRule) -> Ints:
     """First retained boundary at or after `position` (tokens, >= 1); `NEVER`: there is none."""
     every, *pins = retention
     if isinstance(every, int) and every > 0:
@@ -80,7 +80,7 @@ def next_retained(position: Ints, retention: Retention) -> Ints:
     return found
 
 
-def last_retained(position: Ints, retention: Retention) -> Ints:
+def last_retained(position: Ints, retention: RetentionRule) -> Ints:
     """Last retained boundary at or before `position` (tokens, >= 0); 0: there is none."""
     every, *pins = retention
     step = np.maximum(every, 1)
@@ -91,7 +91,7 @@ def last_retained(position: Ints, retention: Retention) -> Ints:
 
 
 def postcopy_candidates(
-    certain_min: Ints, certain_max: Ints, draft: Ints, retention: Retention
+    certain_min: Ints, certain_max: Ints, draft: Ints, retention: RetentionRule
 ) -> Bools:
     """Rows for which some accepted count could make `postcopy` act, from bounds on R.
 
@@ -127,12 +127,17 @@ def can_skip_mamba_postprocess(
     draft = np.array([len(drafts.get(i, ())) for i in ids], np.int64)
     computed = np.array([requests[i].num_computed_tokens for i in ids], np.int64)
     certain = computed + scheduled - draft
-    everything = Retention(mamba_block_size)
+    everything = RetentionRule(mamba_block_size)
     return not postcopy_candidates(certain, certain, draft, everything).any()
 
 
 def postcopy(
-    certain: Ints, draft: Ints, accepted: Ints, column: Ints, block_size: int, retention: Retention
+    certain: Ints,
+    draft: Ints,
+    accepted: Ints,
+    column: Ints,
+    block_size: int,
+    retention: RetentionRule,
 ) -> Move:
     """After a step: the copy that puts the boundary's state where a prefix hit will look for it.
 
@@ -177,11 +182,15 @@ def precopy(held: Ints, offset: Ints, column: Ints, reads_offset: Bools) -> Move
 
 
 def columns_held(
-    held_min: Ints, column_min: Ints, column_max: Ints, num_speculative_tokens: int
+    held_min: Ints, column_min: Ints, column_max: Ints, draft: Ints | int
 ) -> tuple[Ints, Ints]:
-    """First and last column that a request must own until the step that reads them has finished."""
-    below = np.where(held_min >= 0, np.minimum(held_min, column_min - 1), column_min - 1)
-    return np.maximum(below, 0), column_max + num_speculative_tokens
+    """First and last column that a request must own until the step that reads them has finished.
+
+    held_min: lowest column that its state may lie in, -1: it has none yet.
+    column_min, column_max: bounds on the running column.
+    """
+    below = np.maximum(column_min - 1, 0)
+    return np.where(held_min >= 0, np.minimum(held_min, below), below), column_max + draft
 
 
 class Stored(NamedTuple):
@@ -199,7 +208,7 @@ def replay_snapshot(
     certain: Ints,
     draft: Ints,
     block_size: int,
-    retention: Retention,
+    retention: RetentionRule,
 ) -> Stored:
     """What a step of the replay layout leaves behind, from exact counts.
 
@@ -230,7 +239,7 @@ def replay_candidates(
     certain_max: Ints,
     draft: Ints,
     last_draft: Ints,
-    retention: Retention,
+    retention: RetentionRule,
 ) -> Bools:
     """Rows for which `replay_snapshot` may find an extra write, from bounds and `first_stored`.
 

@@ -1,15 +1,20 @@
-"""Checks on what a runner hands over, and the address table of the tensors that it binds."""
+"""Checks on what a runner hands over: each raises `ValueError` that names the argument, what it was
+and what it must be."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from hybrid_runtime.kernels.step.state_table import StateTable
 from hybrid_runtime.state.layout import StateLayout
+from hybrid_runtime.state.layouts.flush import FlushInputs
+from hybrid_runtime.state.rows import StepRows
+from hybrid_runtime.state.slot_table import SlotTable
 
 Strategy = Literal["blocking", "defer", "always", "auto"]
 
@@ -23,7 +28,7 @@ def check_options(
     steps_in_flight: int,
     readback: bool,
 ) -> None:
-    """Raise `ValueError` for a manager that cannot be."""
+    """Refuse a manager that cannot be."""
     if strategy not in get_args(Strategy):
         raise ValueError(f"strategy is {strategy!r}; it must be one of {get_args(Strategy)}")
     if max_requests < 1:
@@ -44,27 +49,16 @@ def check_options(
         raise ValueError(f"readback is False; strategy {strategy!r} decides on counts it reads")
 
 
-def bind_states(
+def check_states(
     layout: StateLayout,
-    max_requests: int,
-    device: torch.device,
     states: Mapping[int, tuple[Tensor, Tensor]],
-    tables: Sequence[Tensor],
     groups: Mapping[int, int] | None,
-) -> StateTable:
-    """`StateTable` over all layers; `ValueError` names whatever does not fit the layout."""
+    num_groups: int,
+    device: torch.device,
+) -> None:
+    """Refuse states that don't have the layout's components, and unknown groups."""
     if not states:
         raise ValueError("states is empty; it must hold one (window, ssm) pair per Mamba layer")
-    for i, table in enumerate(tables):
-        if table.dtype != torch.int32 or table.dim() != 2 or table.shape[0] < max_requests:
-            raise ValueError(
-                f"block_tables[{i}] is {table.dtype} {tuple(table.shape)}; it must be int32 "
-                f"[>= {max_requests}, columns], one row per slot"
-            )
-        if table.stride(1) != 1:
-            raise ValueError(f"block_tables[{i}] has strides {table.stride()}; rows must be dense")
-        _check_device(f"block_tables[{i}]", table, device)
-    windows, ssm, chosen = [], [], []
     for layer, pair in states.items():
         if not isinstance(pair, tuple) or len(pair) != 2:
             got = f"a {type(pair).__name__}"
@@ -80,12 +74,37 @@ def bind_states(
             if not tensor[0].is_contiguous():
                 raise ValueError(f"{name} has strides {tensor.stride()}; blocks must be dense")
         group = 0 if groups is None else groups.get(layer, -1)
-        if not 0 <= group < len(tables):
-            raise ValueError(f"groups[{layer}] is {group}; it must be in 0..{len(tables) - 1}")
-        windows.append(layout.positions_first(pair[0]))
-        ssm.append(pair[1])
-        chosen.append(tables[group])
-    return StateTable.build(windows, ssm, chosen, layout.conv_width - 1)
+        if not 0 <= group < num_groups:
+            raise ValueError(f"groups[{layer}] is {group}; it must be in 0..{num_groups - 1}")
+
+
+def check_tables(tables: Sequence[Tensor], max_requests: int, device: torch.device) -> None:
+    """Refuse block tables that are not dense int32 rows, one per slot."""
+    for i, table in enumerate(tables):
+        if table.dtype != torch.int32 or table.dim() != 2 or table.shape[0] < max_requests:
+            raise ValueError(
+                f"block_tables[{i}] is {table.dtype} {tuple(table.shape)}; it must be int32 "
+                f"[>= {max_requests}, columns], one row per slot"
+            )
+        if table.stride(1) != 1:
+            raise ValueError(f"block_tables[{i}] has strides {table.stride()}; rows must be dense")
+        _check_device(f"block_tables[{i}]", table, device)
+
+
+def check_flush_inputs(inputs: FlushInputs, layout: StateLayout, layers: int, slots: int) -> None:
+    """Refuse what does not fit so many layers and slots of this layout."""
+    heads, drafts = layout.ssm_shape[0], layout.num_speculative_tokens
+    for name, tensor, must in (
+        ("window_cache.dt", inputs.window_cache.dt, [layers, 2, slots, drafts, heads]),
+        ("A_log", inputs.A_log, [layers, heads]),
+    ):
+        if list(tensor.shape) != must:
+            raise ValueError(f"flush_inputs.{name} is {list(tensor.shape)}; it must be {must}")
+    seed = inputs.seed
+    if seed is not None and (seed.dtype != torch.int32 or seed.shape[0] < slots):
+        raise ValueError(
+            f"flush_inputs.seed is {seed.dtype} {list(seed.shape)}; it must be int32 [>= {slots}]"
+        )
 
 
 def _check_device(name: str, tensor: Tensor, device: torch.device) -> None:
@@ -94,10 +113,90 @@ def _check_device(name: str, tensor: Tensor, device: torch.device) -> None:
 
 
 def check_counts(counts: Tensor, rows: int, device: torch.device) -> None:
-    """Accepted counts must be contiguous int32 `[>= rows]` on the manager's device."""
+    """Refuse accepted counts that are not contiguous int32 `[>= rows]` on the manager's device."""
     fits = counts.dtype == torch.int32 and counts.dim() == 1 and counts.shape[0] >= rows
     if not fits or not counts.is_contiguous() or counts.device.type != device.type:
         raise ValueError(
             f"num_accepted is {counts.dtype} {tuple(counts.shape)} on {counts.device}; "
             f"it must be contiguous int32 [>= {rows}] on {device}"
         )
+
+
+def check_rows(rows: StepRows, max_requests: int, num_speculative_tokens: int) -> None:
+    """Refuse rows that no step can have, whatever its slots hold."""
+    n = len(rows)
+    for name in ("slot", "computed_min", "computed_max", "scheduled", "draft", "reads_offset"):
+        value: Any = getattr(rows, name)
+        if value is not None and value.shape != (n,):
+            raise ValueError(
+                f"rows.{name} has shape {value.shape}; it must be [{n}] like rows.slot"
+            )
+    if n > max_requests:
+        raise ValueError(f"rows has {n} rows; at most max_requests ({max_requests}) fit")
+    if not n:
+        return
+    slot, draft, scheduled = rows.slot, rows.draft, rows.scheduled
+    bad = (draft < 0) | (draft > num_speculative_tokens) | (draft >= scheduled)
+    bad |= (rows.computed_min < 0) | (rows.computed_max < rows.computed_min)
+    bad |= (slot < -1) | (slot >= max_requests)
+    if bad.any():
+        _explain_rows(rows, max_requests, num_speculative_tokens)
+    used = np.bincount(slot + 1)
+    if used[1:].max(initial=0) > 1:
+        twice = int(used[1:].argmax())
+        raise ValueError(f"rows.slot has slot {twice} twice; once is the most")
+
+
+def _explain_rows(rows: StepRows, max_requests: int, num_speculative_tokens: int) -> None:
+    slot, draft, live = rows.slot, rows.draft, rows.slot >= 0
+    for name, bad, must in (
+        ("slot", (slot >= max_requests) | (slot < -1), f"in -1..{max_requests - 1}"),
+        ("computed_min", live & (rows.computed_min < 0), "at least 0"),
+        ("computed_max", live & (rows.computed_max < rows.computed_min), ">= computed_min"),
+        ("scheduled", live & (rows.scheduled < 1), "at least 1"),
+        (
+            "draft",
+            live & ((draft < 0) | (draft > num_speculative_tokens)),
+            f"in 0..{num_speculative_tokens}",
+        ),
+        ("draft", live & (draft >= rows.scheduled), "smaller than rows.scheduled"),
+    ):
+        if bad.any():
+            i = int(bad.argmax())
+            raise ValueError(f"rows.{name}[{i}] is {getattr(rows, name)[i]}; it must be {must}")
+
+
+class Refusal(NamedTuple):
+    """Rows that no step may have.
+
+    bad: bool `[rows]`. values: what they have, `[rows]`. name: of these values, behind "rows.".
+    must: what they must be.
+    """
+
+    bad: NDArray[np.bool_]
+    values: NDArray[Any]
+    name: str
+    must: str
+
+
+def refuse(
+    slot_table: SlotTable, rows: StepRows, known: NDArray[np.int32], *refusals: Refusal
+) -> None:
+    """Raise for the first refusal with a bad row, padded ones aside; rows whose slots hold no
+    request or an unfinished step come first."""
+    gone = ~slot_table.live.take(rows.slot, mode="wrap")
+    busy = known[:, SlotTable.OPEN_STEP] >= 0
+    bad = gone | busy
+    for refusal in refusals:
+        bad |= refusal.bad
+    live = rows.slot >= 0
+    if not (bad & live if rows.padded else bad).any():
+        return
+    for which, values, name, must in (
+        Refusal(gone, rows.slot, "slot", "a slot that has been admitted"),
+        Refusal(busy, rows.slot, "slot", "a slot whose last step has ended"),
+        *refusals,
+    ):
+        if (which & live).any():
+            i = int((which & live).argmax())
+            raise ValueError(f"rows.{name}[{i}] is {values[i]}; it must be {must}")

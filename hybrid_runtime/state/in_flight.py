@@ -22,13 +22,13 @@ class InFlightSteps:
         self,
         slot_table: SlotTable,
         readback: Readback | None,
-        rule: LayoutPolicy,
+        policy: LayoutPolicy,
         block_size: int,
         debug: bool,
     ) -> None:
         self._slot_table = slot_table
         self._readback = readback
-        self._policy = rule
+        self._policy = policy
         self._block_size = block_size
         self._debug = debug
         self._open: list[Step] = []
@@ -48,7 +48,8 @@ class InFlightSteps:
                     return step
         return None
 
-    def add(self, step: Step) -> None:
+    def append(self, step: Step) -> None:
+        """A step was begun."""
         self._open.append(step)
 
     def make_room(self, most: int) -> None:
@@ -113,7 +114,9 @@ class InFlightSteps:
                     f" in step {step.number}; the exact count is {computed[i]}"
                 )
         certain = computed + rows.scheduled - rows.draft
-        boundary, complete, copied = self._policy.settle(step, computed, certain, accepted, current)
+        boundary, complete, copied = self._policy.outcome(
+            step, computed, certain, accepted, current
+        )
         final = certain + np.maximum(accepted, 1) - 1
         dead = current & (accepted == 0) & (rows.draft > 0)
         complete = complete & current & ~dead
@@ -134,7 +137,7 @@ class InFlightSteps:
         self._shed()
         step.accepted = accepted
         for slot in rows.slot[dead]:
-            slot_table.drop(int(slot))
+            slot_table.release(int(slot))
 
     def abandon(self, step: Step) -> None:
         step.ended = True

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
+
+from hybrid_runtime.kernels.replay.window_cache import WindowCache
 
 ConvLayout = Literal["SD", "DS"]
 LayoutKind = Literal["columns", "replay"]
@@ -17,13 +19,41 @@ ALIGNMENT = 16
 """Bytes: every component starts on this boundary, so that copies may use 16-byte accesses."""
 
 
+class TableRow(NamedTuple):
+    """A request's row of the block table of states.
+
+    columns: width of the row.
+    always: column that the request owns from its first step to its end; None: there is none.
+    """
+
+    columns: int
+    always: int | None
+
+
+class BlockBudget(NamedTuple):
+    """State blocks that one request needs.
+
+    admission: must be free to admit it.
+    typical: owns while it decodes, a snapshot that is read and one that is written included.
+    most: can own at once.
+    """
+
+    admission: int
+    typical: int
+    most: int
+
+
 @dataclass(frozen=True, slots=True)
 class Component:
-    """One typed part of a layer's state and the rule by which it rolls back.
+    """One typed part of a layer's state.
 
-    `rollback` is "window" (the state after j drafts starts j positions later in the same block),
-    "column" (it lies j columns further) or "records" (it follows from records of the drafts, in the
-    replay layout); a component without a known rule is refused.
+    name: as error messages call it.
+    shape: of one block, in elements.
+    dtype: of its elements.
+    rollback: the rule by which it rolls back to the state after j guesses: "window" (it starts j
+        positions later in the same block), "column" (it lies j columns further) or "window_cache"
+        (it follows from the inputs cached in `WindowCache`). A component without a known rule is
+        refused.
     """
 
     name: str
@@ -35,7 +65,7 @@ class Component:
         if self.rollback not in ("window", "column", "window_cache"):
             raise ValueError(
                 f"component {self.name!r}: rollback is {self.rollback!r}; "
-                "it must be 'window' or 'column', or 'records' in the replay layout"
+                "it must be 'window', 'column' or 'window_cache'"
             )
         if not self.shape or min(self.shape) < 1:
             raise ValueError(f"component {self.name!r}: shape is {self.shape}; all must be >= 1")
@@ -47,14 +77,19 @@ class Component:
 
 @dataclass(frozen=True, slots=True)
 class StateLayout:
-    """One Mamba-2 layer: a convolution window and an SSM matrix per block.
+    """One Mamba-2 layer: a convolution window and an SSM state per block.
 
-    kind "columns": a request holds a state for every guess that may be accepted, each in a column
-    of its own. "replay": it holds one live state, in the last column of its block table, and what
-    its last step's guesses would change is recorded; the columns below hold snapshots.
-    The window holds `conv_width - 1 + num_speculative_tokens` inputs of `conv_channels`, stored
-    `[positions, channels]` ("SD") or `[channels, positions]` ("DS"); the SSM state is
-    `[heads, head_dim, state_size]`. `block_size` is in tokens.
+    conv_channels, conv_width: of the convolution. A window holds the inputs of
+        `conv_width - 1 + num_speculative_tokens` positions.
+    ssm_shape: (heads, head_dim, state_size).
+    num_speculative_tokens: most guesses of a step (K).
+    block_size: tokens per block, more than K.
+    conv_dtype, ssm_dtype: float32, bfloat16 or float16.
+    conv_layout: windows are stored `[positions, channels]` ("SD") or `[channels, positions]`
+        ("DS").
+    kind: "columns" keeps a state for every guess that may be accepted, each in a column of its own.
+        "replay" keeps one live state in the last column of the block table, and the inputs of the
+        last step's guesses in a `WindowCache`; the columns below hold snapshots.
     """
 
     conv_channels: int
@@ -133,6 +168,7 @@ class StateLayout:
 
     @property
     def replays(self) -> bool:
+        """For `state` alone: outside it nobody asks which layout it is."""
         return self.kind == "replay"
 
     @property
@@ -158,7 +194,7 @@ class StateLayout:
         return sum(-(-c.nbytes // ALIGNMENT) * ALIGNMENT for c in self.components)
 
     @property
-    def record_bytes(self) -> int:
+    def window_cache_bytes(self) -> int:
         """Bytes of one layer's `WindowCache` of one request; 0 in the columns layout.
 
         Of each guess x and B in the window's dtype and dt in fp32, twice, since halves take turns.
@@ -174,9 +210,54 @@ class StateLayout:
 
     def bytes_per_request(self, num_layers: int, snapshots: int = 0) -> int:
         """Device bytes that a running request holds: its running state, what its guesses need (a
-        column each, or records), and `snapshots` columns."""
+        column each, or the window cache), and `snapshots` columns."""
         guesses = 0 if self.replays else self.num_speculative_tokens
-        return num_layers * ((1 + guesses + snapshots) * self.page_bytes + self.record_bytes)
+        return num_layers * ((1 + guesses + snapshots) * self.page_bytes + self.window_cache_bytes)
+
+    @property
+    def states_per_step(self) -> int:
+        """SSM states that a verify step reads and writes per row and layer."""
+        return 2 if self.replays else 2 + self.num_speculative_tokens
+
+    @property
+    def rounds_stochastically(self) -> bool:
+        """Whether verify passes can round states stochastically: the states are narrower than fp32,
+        and the layout writes each of them once."""
+        return self.replays and self.ssm_dtype != torch.float32
+
+    def table_row(self, max_length: int) -> TableRow:
+        """Row of the block table for requests of up to `max_length` tokens."""
+        columns = -(-max_length // self.block_size)
+        if self.replays:
+            return TableRow(columns + 1, always=columns)  # the live state behind the snapshots
+        return TableRow(columns + 1 + self.num_speculative_tokens, always=None)
+
+    def block_budget(self, steps_ahead: int) -> BlockBudget:
+        """Blocks per request with so many steps queued before the first one's results are read.
+
+        The most, replay: the live state, a snapshot that is read, one that waits to be filed, and
+        one or two that may be stored. Columns: the running column and the guesses', one below it
+        for a snapshot's copy, one that waits to be filed, one for the step in which the running
+        column has moved on but the previous one is still read, and one where guesses in flight
+        leave open which column it is.
+        """
+        k = self.num_speculative_tokens
+        if self.replays:
+            return BlockBudget(admission=2, typical=3, most=4 + (steps_ahead > 0))
+        return BlockBudget(k + 2, k + 4, most=k + 4 + (steps_ahead > 0 and k > 0))
+
+    def allocate_window_cache(
+        self, num_layers: int, slots: int, groups: int, dtype: torch.dtype, device: torch.device
+    ) -> WindowCache | None:
+        """Inputs of the last step's guesses, all layers stacked; None in the columns layout.
+
+        groups: of B. dtype: of the activations.
+        """
+        if not self.replays:
+            return None
+        return WindowCache.allocate(
+            num_layers, slots, self.num_speculative_tokens, self.ssm_shape, groups, dtype, device
+        )
 
     def allocate(self, num_blocks: int, device: torch.device | str) -> tuple[Tensor, Tensor]:
         """Zeroed blocks of one layer: views (window `[blocks, *]`, ssm `[blocks, H, P, N]`)."""

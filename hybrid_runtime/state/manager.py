@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,42 +13,49 @@ from torch import Tensor
 from hybrid_runtime.device.sync import Waits, allowed
 from hybrid_runtime.device.transfer import Readback, Staging
 from hybrid_runtime.kernels.step import entry as fields
-from hybrid_runtime.kernels.step.advance_columns import Positions
-from hybrid_runtime.kernels.step.advance_replay import ReplayPositions
 from hybrid_runtime.kernels.step.block_fill import fill_blocks
 from hybrid_runtime.kernels.step.state_table import StateTable
-from hybrid_runtime.state import align
-from hybrid_runtime.state.checks import Strategy, bind_states, check_counts, check_options
+from hybrid_runtime.state.align import Ints
+from hybrid_runtime.state.checks import (
+    Strategy,
+    check_counts,
+    check_flush_inputs,
+    check_options,
+    check_rows,
+    check_states,
+    check_tables,
+)
+from hybrid_runtime.state.demand import BlockDemand
 from hybrid_runtime.state.in_flight import InFlightSteps
 from hybrid_runtime.state.layout import StateLayout
 from hybrid_runtime.state.layouts.base import LayoutPolicy
-from hybrid_runtime.state.layouts.columns import Columns
-from hybrid_runtime.state.layouts.flush import Flusher, Foldable
-from hybrid_runtime.state.layouts.pack import pack_unfinished
-from hybrid_runtime.state.layouts.replay import Replaying
+from hybrid_runtime.state.layouts.columns import ColumnsPolicy
+from hybrid_runtime.state.layouts.flush import FlushInputs
+from hybrid_runtime.state.layouts.pack import StepPlan, pack_unfinished
+from hybrid_runtime.state.layouts.replay import ReplayPolicy
 from hybrid_runtime.state.rows import StepRows
+from hybrid_runtime.state.saved_upload import SavedUpload
 from hybrid_runtime.state.slot_table import SlotTable
 from hybrid_runtime.state.stats import Stats
-from hybrid_runtime.state.steady import Steady
-from hybrid_runtime.state.step import Snapshot, Step
-
-__all__ = ["HybridStateManager", "Strategy"]
+from hybrid_runtime.state.step import Snapshot, Step, StepPositions
 
 
 class HybridStateManager:
-    """State of every request's Mamba layers, by slot and column; README shows how to plug it in.
+    """State of every request's Mamba layers, by slot and column.
 
+    layout: of the states.
+    max_requests: slots.
+    num_speculative_tokens: most guesses of a step, as in `layout`.
     strategy: "blocking" waits for the accepted counts in each step and decides on the host; "defer"
-    does so only when a block boundary may be crossed; "always" lets a kernel decide for all rows;
-    "auto" launches that kernel for the rows that may cross one and for no others. Where
-    `layout.kind` is "replay" no state is copied: the runner's verify pass folds and stores. Besides
-    the small launch of each `begin_step` there is then only that of `flush`, and strategies
-    differ in their waits only.
+        does so only when a block boundary may be crossed; "always" lets a kernel decide for all
+        rows; "auto" launches that kernel for the rows that may cross one and for no others. In the
+        replay layout no state is copied, because the runner's verify pass folds and stores:
+        strategies differ in their waits only.
     in_place: the runner's kernels read and write one column, so states are moved there before the
-    forward pass; otherwise kernels take separate read and write positions and nothing is moved.
+        forward pass; otherwise kernels take separate read and write positions, and none are moved.
     steps_in_flight: steps that may be outstanding (begun, results not yet read) beyond the current.
     readback: whether accepted counts are copied to the host; a runner that fetches them itself
-    hands them in through `resolve`.
+        hands them in through `resolve`.
     """
 
     def __init__(
@@ -63,117 +69,88 @@ class HybridStateManager:
         steps_in_flight: int = 2,
         readback: bool = True,
         debug: bool = False,
-        nvtx: bool = False,
     ) -> None:
         check_options(
-            layout,
-            max_requests,
-            num_speculative_tokens,
-            strategy,
-            in_place,
-            steps_in_flight,
+            layout, max_requests, num_speculative_tokens, strategy, in_place, steps_in_flight,
             readback,
-        )
-        self.layout = layout
-        self.max_requests = max_requests
+        )  # fmt: skip
+        self.layout, self.max_requests = layout, max_requests
         self.num_speculative_tokens = num_speculative_tokens
-        self.device = torch.device(device)
-        self.strategy = strategy
-        self.in_place = in_place
-        self.debug = debug
-        self._nvtx = nvtx
-        self._waits = Waits()
-        self._stats = Stats()
-        self._slot_table = SlotTable(max_requests, layout.block_size)
+        self.device = device = torch.device(device)
+        self.strategy, self.in_place, self.debug = strategy, in_place, debug
         self._steps_in_flight = steps_in_flight
+        self._waits, self._stats = Waits(), Stats()
+        self._slot_table = table = SlotTable(max_requests, layout.block_size)
         depth = steps_in_flight + 2
-        n = max_requests
         # A step takes at most four buffers: its own, and one each where it ended out of turn, lost
         # rows, or had its copies decided on the host; its own must outlive its results.
-        self._staging = Staging(2 * n, fields.ENTRY_FIELDS, 4 * depth, self.device, self._waits)
-        trace = partial(_range, nvtx)
+        self._staging = Staging(
+            2 * max_requests, fields.ENTRY_FIELDS, 4 * depth, device, self._waits
+        )
         self._policy: LayoutPolicy = (
-            Replaying(layout, self._slot_table, n, self.device)
+            ReplayPolicy(layout, table, device, self._waits, depth)
             if layout.replays
-            else Columns(
-                layout,
-                self._slot_table,
-                n,
-                self.device,
-                in_place,
-                self._staging,
-                self._stats,
-                trace,
-            )
+            else ColumnsPolicy(layout, table, device, in_place, self._staging, self._stats)
         )
-        self._steady = Steady(self._slot_table, self._policy, layout.block_size)
+        self._saved = SavedUpload(table, self._policy, layout.block_size)
+        counts = Readback(max_requests, steps_in_flight + 1, device, self._waits)
         self._in_flight = InFlightSteps(
-            self._slot_table,
-            Readback(n, steps_in_flight + 1, self.device, self._waits) if readback else None,
-            self._policy,
-            layout.block_size,
-            debug,
+            table, counts if readback else None, self._policy, layout.block_size, debug
         )
-        self._slots, self._positions = self._policy.slots, self._policy.outputs
         self._placed = [
-            torch.full((4, n), -1, dtype=torch.int32, device=self.device) for _ in range(depth)
+            torch.full((4, max_requests), -1, dtype=torch.int32, device=device)
+            for _ in range(depth)
         ]
-        self._no_counts = torch.ones(n, dtype=torch.int32, device=self.device)
+        self._no_counts = torch.ones(max_requests, dtype=torch.int32, device=device)
         # The last ended step, whose counts the next launch of `advance` folds in.
         self._pending: tuple[Step, Tensor] | None = None
         self._next = 0
         self._states: StateTable | None = None
-        self._flusher: Flusher | None = None
 
     @property
     def computed(self) -> Tensor:
         """Exact tokens computed before the step begun last, int32 `[max_requests]` by slot, on the
         device. Its address never changes."""
-        return self._slots.computed
+        computed: Tensor = self._policy.slots.computed
+        return computed
 
     @property
-    def positions(self) -> Positions:
-        """What every step's `read_column`, `read_offset` and `write_column` are: views of these
-        can be captured in a graph before any step has begun."""
+    def positions(self) -> StepPositions:
+        """What every step's `positions` are: views of these can be captured in a graph before any
+        step has begun."""
         return self._policy.positions
-
-    @property
-    def replay(self) -> ReplayPositions:
-        """In the replay layout, what the step begun last does to the state of each row: int32
-        `[max_requests]`, never moving."""
-        if not isinstance(self._policy, Replaying):
-            raise ValueError(f"layout.kind is {self.layout.kind!r}; it must be 'replay'")
-        return self._policy.outputs
 
     def bind(
         self,
         states: Mapping[int, tuple[Tensor, Tensor]],
         block_tables: Tensor | Sequence[Tensor],
         groups: Mapping[int, int] | None = None,
-        foldable: Foldable | None = None,
+        flush_inputs: FlushInputs | None = None,
     ) -> None:
         """Tell the manager, once, where the state lives.
 
         states: {layer: (window blocks, ssm blocks)} with the layout's component shapes behind a
-        leading block dimension. block_tables: int32 `[max_requests, columns]`, one per cache group.
-        groups: {layer: index into block_tables}; None puts all layers into group 0. foldable: what
-        `flush` folds (replay layout); without it, it stores nothing.
+            leading block dimension.
+        block_tables: int32 `[max_requests, columns]`, one per cache group.
+        groups: {layer: index into block_tables}; None puts all layers into group 0.
+        flush_inputs: what `flush` reads in the replay layout; without it, it stores nothing.
         """
         if self._states is not None:
             raise ValueError("states are bound already; a manager is bound once")
         tables = [block_tables] if isinstance(block_tables, Tensor) else list(block_tables)
-        if foldable is not None:
-            foldable.check(self.layout, len(states), self.max_requests)
-        self._states = bind_states(
-            self.layout, self.max_requests, self.device, states, tables, groups
+        check_tables(tables, self.max_requests, self.device)
+        check_states(self.layout, states, groups, len(tables), self.device)
+        if flush_inputs is not None:
+            check_flush_inputs(flush_inputs, self.layout, len(states), self.max_requests)
+        self._states = StateTable.build(
+            [self.layout.positions_first(window) for window, _ in states.values()],
+            [ssm for _, ssm in states.values()],
+            [tables[0 if groups is None else groups[layer]] for layer in states],
+            self.layout.conv_width - 1,
         )
-        self._policy.bind(self._states, min(t.shape[1] for t in tables))
-        if isinstance(self._policy, Replaying):
-            self._flusher = Flusher(
-                self._states, foldable, self._policy.slots.turn, self._policy.columns - 1,
-                self._slot_table, self._in_flight, self.layout.block_size,
-                self._steps_in_flight + 2, self._waits,
-            )  # fmt: skip
+        self._policy.bind(self._states, min(t.shape[1] for t in tables), flush_inputs)
+
+    # -- requests --------------------------------------------------------------------------------
 
     def admit(self, slot: int, computed: int = 0, hit_column: int | None = None) -> int:
         """Start a request in `slot`; its generation.
@@ -184,37 +161,30 @@ class HybridStateManager:
         columns = self._policy.columns
         if hit_column is not None and columns and hit_column >= columns:
             raise ValueError(f"hit_column is {hit_column}; the block table has {columns}")
-        self._steady.catch_up()
-        return self._slot_table.take(slot, computed, hit_column)
+        return self._slot_table.admit(slot, computed, hit_column)
 
     def retain(self, slot: int, every: int, positions: tuple[int, ...] = ()) -> None:
         """Keep only snapshots at multiples of `every` tokens (0: none) and at up to 2 positions;
         all are multiples of the block size."""
-        self._steady.catch_up()
         self._slot_table.retain(slot, every, positions)
 
     def release(self, slot: int) -> None:
         """Finish, abort or preempt the request in `slot`; results still in flight are dropped."""
-        self._steady.catch_up()
-        self._slot_table.drop(slot)
+        self._slot_table.release(slot)
 
     def holds(self, slot: int) -> bool:
         """Whether a request lives in `slot`; an abandoned step leaves none in its slots."""
         return bool(self._slot_table.live[slot])
 
-    def columns_needed(self, rows: StepRows) -> tuple[align.Ints, align.Ints]:
-        """First and last column, `[rows]` each, that a request must own for this step.
+    def block_demand(self, rows: StepRows, known: Ints | None = None) -> BlockDemand:
+        """Which blocks of states the requests of `rows` must own before the step begins.
 
-        In the replay layout these are columns of snapshots, which this step may write or read (0,
-        -1: none); the live column, the last of the table, must be owned always. Between a column
-        that is read and the first that is written nothing need be owned.
-
-        With several steps in flight a snapshot that the host has not been told of yet may lie
-        below `first`: whoever files snapshots frees a column only once the results that could
-        publish it have been read.
+        known: tokens computed as of the last results that the runner has read, `[rows]`: columns
+        whose snapshots it may still file are kept. None: it files none, or keeps them itself.
         """
-        self._steady.catch_up()
-        return self._policy.needed(rows)
+        return self._policy.block_demand(rows, known)
+
+    # -- a step ----------------------------------------------------------------------------------
 
     def begin_step(self, rows: StepRows) -> Step:
         """Place a step's rows, before the forward pass: one small launch, one host-to-device copy
@@ -224,30 +194,29 @@ class HybridStateManager:
         """
         self._bound()
         self._in_flight.make_room(self._steps_in_flight)
-        last = None if self._pending is None else self._pending[0]
         placed = self._placed[self._next % len(self._placed)]
-        again = self._steady.repeats(rows, last)
-        if again is not None:
-            # From the entries that the device has.
-            like, candidates = again
-            self._advance(like.entries, len(rows), len(rows), placed, self._positions)
-            step = like.again(self._next, rows, placed, candidates)
-            self._steady.postpone(step)
-            return self._begun(step)
-        self._steady.catch_up()
-        rows.check(self.max_requests, self.num_speculative_tokens)
+        saved = self._saved.match(rows, None if self._pending is None else self._pending[0])
+        if saved is not None:
+            like, plan = saved
+            self._advance(like.entries, len(rows), len(rows), placed, self._policy.outputs)
+            step = like.repeated(self._next, rows, placed, plan.candidates)
+            self._saved.repeated(step)
+            return self._begun(step, plan)
+        check_rows(rows, self.max_requests, self.num_speculative_tokens)
         index, packed = self._staging.take()
         plan, lines = self._policy.pack(packed, rows)
         entries = self._staging.upload(index, lines)
         self._stats.uploads += 1
-        self._advance(entries, lines, len(rows), placed, self._positions)
-        self._policy.before(entries, plan)
-        step = Step.of(self._next, rows, self._policy.positions, entries, packed, placed)
-        step.candidates = plan.candidates
-        self._slot_table.begin(rows, plan.held, step.number)
+        self._advance(entries, lines, len(rows), placed, self._policy.outputs)
+        self._policy.launch_precopy(entries, plan)
+        own = packed[: len(rows)]
+        step = Step(
+            self._next, rows, own[:, fields.GENERATION], own[:, fields.EVERY : fields.SECOND + 1],
+            self._policy.positions, entries, packed, placed, plan.candidates,
+        )  # fmt: skip
         if not self.in_place:
-            self._steady.remember(step, lines)
-        return self._begun(step)
+            self._saved.keep(step, lines)
+        return self._begun(step, plan)
 
     def end_step(self, step: Step, num_accepted: Tensor) -> None:
         """Take the sampler's counts, on the device; in the columns layout, copy boundary states
@@ -257,32 +226,39 @@ class HybridStateManager:
         unchanged until the launches of the next `begin_step` are queued.
         """
         self._bound()
-        n = len(step.rows)
         if step.ended:
             raise ValueError(f"step is {step.number}, which has ended; a step ends once")
-        check_counts(num_accepted, n, self.device)
-        candidates, current = step.candidates, None
-        if not self._steady.covers(step):
-            self._steady.catch_up()
-            if self._pending is not None:
-                self._finish_pending()
-            current = step.current(self._slot_table.generation, self._slot_table.live)
-            if not current.all():
-                candidates = candidates[current[candidates]]
+        check_counts(num_accepted, len(step.rows), self.device)
+        if self._pending is not None:
+            self._finish_pending()
+        current = step.current(self._slot_table.generation, self._slot_table.live)
+        candidates, gone = step.candidates, None
+        if not current.all():
+            candidates, gone = candidates[current[candidates]], current
         on_host = self.strategy == "blocking" or (self.strategy == "defer" and len(candidates) > 0)
         if on_host:
             self._in_flight.check_turn(step)
-        if self._in_flight.start(step, num_accepted[:n]):
+        if self._in_flight.start(step, num_accepted[: len(step.rows)]):
             self._stats.readbacks += 1
         step.ended = True
         if on_host:
             self._in_flight.settle_until(step, f"{self.strategy}: the host decides on the counts")
-        gone = None if current is None or current.all() else current
         every_row = self.strategy == "always"
-        self._policy.after(step, num_accepted, candidates, gone, on_host, every_row)
-        if current is not None:
-            self._slot_table.end(step.rows.slot, current)
+        self._policy.launch_postcopy(step, num_accepted, candidates, gone, on_host, every_row)
+        self._slot_table.end_step(step.rows.slot, current)
         self._pending = (step, num_accepted)
+
+    def abandon(self, step: Step) -> None:
+        """Give up a step whose forward pass or drafter failed: its requests are released, because
+        their state or guesses may be half written; all others are untouched."""
+        if step.accepted is not None:
+            raise ValueError(f"step is {step.number}, whose results have been read; it is over")
+        current = step.current(self._slot_table.generation, self._slot_table.live)
+        for slot in step.rows.slot[current]:
+            self._slot_table.release(int(slot))
+        self._in_flight.abandon(step)
+
+    # -- results ---------------------------------------------------------------------------------
 
     def accepted(self, step: Step) -> NDArray[np.int32]:
         """Accepted counts of an ended step, int32 `[rows]`; waits only if still in flight."""
@@ -301,7 +277,7 @@ class HybridStateManager:
 
     def published(self, step: Step) -> list[Snapshot]:
         """Snapshots that this step left in retained columns, their bytes ordered before any launch
-        that comes later on this stream. Rows released meanwhile are not among them."""
+        that comes later on this stream. Those of rows released meanwhile are left out."""
         self.accepted(step)
         return [s for s in step.published if self._slot_table.holds(s.slot, s.generation)]
 
@@ -314,35 +290,22 @@ class HybridStateManager:
         are for launches that come after both.
         """
         self._slot_table.require_live(slot)
-        return None if self._flusher is None else self._flusher.find(slot)
+        return self._policy.last_snapshot(slot, self._in_flight.next_step(slot))
 
     def flush(self, snapshots: Sequence[Snapshot]) -> None:
         """Store last snapshots, just found, in one launch, or none if queued steps store them all.
         The states of those in the live column are overwritten: release their slots next."""
-        if self._flusher is not None:
-            count = self._flusher.fold(snapshots)
-            self._stats.rows_flushed += count
-            self._stats.flush_launches += count > 0
+        count = self._policy.flush(snapshots)
+        self._stats.rows_flushed += count
+        self._stats.flush_launches += count > 0
 
-    def prepare(self) -> None:
+    def compile_flush(self) -> None:
         """Compile now what `flush` would compile when it is first needed."""
-        if self._flusher is not None:
-            self._flusher.prepare()
-
-    def abandon(self, step: Step) -> None:
-        """Give up a step whose forward pass or drafter failed: its requests are released, because
-        their state or guesses may be half written; all others are untouched."""
-        if step.accepted is not None:
-            raise ValueError(f"step is {step.number}, whose results have been read; it is over")
-        self._steady.catch_up()
-        current = step.current(self._slot_table.generation, self._slot_table.live)
-        for slot in step.rows.slot[current]:
-            self._slot_table.drop(int(slot))
-        self._in_flight.abandon(step)
+        self._policy.compile_flush()
 
     def fill(self, blocks: Tensor, value: float = 0.0) -> None:
-        """Set whole blocks (int `[n]`, device) to one value. Nothing needs it: no kernel reads what
-        was not written, and freed blocks full of NaN show who does."""
+        """Set whole blocks (int `[n]`, device) to one value, in all layers. Nothing needs it: no
+        kernel reads what was not written. Freed blocks full of NaN show a reader that does."""
         fill_blocks(self._bound(), blocks, value)
 
     def stats(self) -> Stats:
@@ -353,8 +316,11 @@ class HybridStateManager:
         stats.bytes_copied = stats.rows_copied * (self._bound().bytes_per_move())
         return stats
 
-    def _begun(self, step: Step) -> Step:
-        self._in_flight.add(step)
+    # -- inside ----------------------------------------------------------------------------------
+
+    def _begun(self, step: Step, plan: StepPlan) -> Step:
+        self._slot_table.begin_step(step.rows, plan.held, step.number)
+        self._in_flight.append(step)
         self._next += 1
         self._stats.steps += 1
         self._stats.skipped += step.skipped
@@ -362,20 +328,14 @@ class HybridStateManager:
         return step
 
     def _advance(
-        self,
-        entries: Tensor,
-        lines: int,
-        num_rows: int,
-        placed: Tensor,
-        outputs: tuple[Tensor, ...],
+        self, entries: Tensor, lines: int, num_rows: int, placed: Tensor, outputs: Any
     ) -> None:
         """Fold the pending step's counts in and place `num_rows` rows, in one launch."""
         if self._pending is None:
             previous, counts = placed, self._no_counts
         else:
             previous, counts = self._pending[0].placed, self._pending[1]
-        with _range(self._nvtx, "advance"):
-            self._policy.advance(entries, lines, num_rows, previous, counts, placed, outputs)
+        self._policy.advance(entries, lines, num_rows, previous, counts, placed, outputs)
         self._pending = None
 
     def _finish_pending(self) -> None:
@@ -385,7 +345,7 @@ class HybridStateManager:
         lines = pack_unfinished(packed, self._slot_table, 0)
         entries = self._staging.upload(index, lines)
         self._stats.uploads += 1
-        # Not into `_positions`: the runner may still be about to read the youngest step's.
+        # Not into the step's outputs: the runner may still be about to read the youngest step's.
         self._advance(entries, lines, 0, self._pending[0].placed, self._policy.nowhere)
         self._slot_table.unfinished[:] = -1
 
@@ -393,7 +353,3 @@ class HybridStateManager:
         if self._states is None:
             raise ValueError("states are not bound; call bind() before the first step")
         return self._states
-
-
-def _range(nvtx: bool, name: str) -> AbstractContextManager[None]:
-    return torch.cuda.nvtx.range(f"hybrid_runtime.{name}") if nvtx else nullcontext()

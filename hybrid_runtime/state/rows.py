@@ -1,9 +1,8 @@
-"""What the host knows of a step before it runs: one row per request, and its checks."""
+"""What the host knows of a step before it runs: one row per request."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -58,45 +57,3 @@ class StepRows:
     def exact_counts(self) -> bool:
         """Both bounds are one array, as `exact` makes them."""
         return self.computed_min is self.computed_max
-
-    def check(self, max_requests: int, num_speculative_tokens: int) -> None:
-        """Raise `ValueError` for rows that no step can have."""
-        n = len(self.slot)
-        for name in ("slot", "computed_min", "computed_max", "scheduled", "draft", "reads_offset"):
-            value: Any = getattr(self, name)
-            if value is not None and value.shape != (n,):
-                raise ValueError(
-                    f"rows.{name} has shape {value.shape}; it must be [{n}] like rows.slot"
-                )
-        if n > max_requests:
-            raise ValueError(f"rows has {n} rows; at most max_requests ({max_requests}) fit")
-        if not n:
-            return
-        slot, draft, scheduled = self.slot, self.draft, self.scheduled
-        bad = (draft < 0) | (draft > num_speculative_tokens) | (draft >= scheduled)
-        bad |= (self.computed_min < 0) | (self.computed_max < self.computed_min)
-        bad |= (slot < -1) | (slot >= max_requests)
-        if bad.any():
-            self._explain(max_requests, num_speculative_tokens)
-        used = np.bincount(slot + 1)
-        if used[1:].max(initial=0) > 1:
-            twice = int(used[1:].argmax())
-            raise ValueError(f"rows.slot has slot {twice} twice; once is the most")
-
-    def _explain(self, max_requests: int, num_speculative_tokens: int) -> None:
-        live = self.slot >= 0
-        for name, bad, must in (
-            ("slot", (self.slot >= max_requests) | (self.slot < -1), f"in -1..{max_requests - 1}"),
-            ("computed_min", live & (self.computed_min < 0), "at least 0"),
-            ("computed_max", live & (self.computed_max < self.computed_min), ">= computed_min"),
-            ("scheduled", live & (self.scheduled < 1), "at least 1"),
-            (
-                "draft",
-                live & ((self.draft < 0) | (self.draft > num_speculative_tokens)),
-                f"in 0..{num_speculative_tokens}",
-            ),
-            ("draft", live & (self.draft >= self.scheduled), "smaller than rows.scheduled"),
-        ):
-            if bad.any():
-                i = int(bad.argmax())
-                raise ValueError(f"rows.{name}[{i}] is {getattr(self, name)[i]}; it must be {must}")

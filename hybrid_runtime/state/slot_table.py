@@ -14,8 +14,11 @@ NONE = -1
 
 
 class Held(NamedTuple):
-    """Where a begun step leaves its state, by row or for all: bounds on the column, and at least
-    how many tokens it covers."""
+    """Where a begun step leaves its states, `[rows]` or one value for all.
+
+    column_min, column_max: bounds on the column.
+    covered: at least so many tokens are in the state.
+    """
 
     column_min: NDArray[Any] | int
     column_max: NDArray[Any] | int
@@ -26,18 +29,22 @@ class SlotTable:
     """Arrays by slot, `[max_requests]`.
 
     lines: int32 `[max_requests, ENTRY_FIELDS]`, each slot's line of the table that the device gets
-    (see kernels.advance), so that packing a step is one gather. Views of its columns:
-    generation: bumped at each release, so that a late result cannot reach the slot's next tenant.
-    unfinished: row in the last ended step whose counts the device has still to fold in, or -1.
-
+        (see kernels.step.entry), so that packing a step is one gather.
+    generation: view of `lines`: bumped at each release, so that a late result cannot reach the
+        slot's next tenant.
+    unfinished: view of `lines`: row in the last ended step whose counts the device has still to
+        fold in, or -1.
     known: int32 `[max_requests, KNOWN_FIELDS]`, what only the host uses, likewise gathered and
-    scattered once a step: bounds on the column that the last begun step ran in (-1: none yet), its
-    drafts, its number while it has not ended (-1: it has), and at least how many tokens its state
-    covers. In the replay layout the column is that of the boundary at which the last step may have
-    left its state (-1: none, it is in the live column).
+        scattered once a step. HELD_MIN, HELD_MAX: bounds on the column that the last begun step ran
+        in, -1 if there was none; in the replay layout that of the boundary at which the step may
+        have left its state, -1 if the state is in the live column. LAST_DRAFT: the step's guesses.
+        OPEN_STEP: its number while it has not ended, -1 if it has. COVERED: at least so many tokens
+        are in its state.
+    live: a request lives in the slot.
     computed: exact tokens computed after the last settled step.
-    covered: exact tokens in the state after it, fewer where guesses are still records (replay).
-    stored: tokens in the last snapshot of a settled step, 0 = none.
+    covered: exact tokens in the state after it, fewer where guesses are still to be folded
+        (replay).
+    stored: tokens in the last snapshot of a settled step, 0 if there is none.
     version: changes with every admission, release and change of retention.
     """
 
@@ -45,6 +52,7 @@ class SlotTable:
     KNOWN_FIELDS = 5
 
     def __init__(self, max_requests: int, block_size: int) -> None:
+        self.max_requests = max_requests
         self.lines = np.zeros((max_requests, fields.ENTRY_FIELDS), np.int32)
         self.lines[:, fields.SLOT] = np.arange(max_requests)
         self.lines[:, fields.READS_OFFSET] = 1
@@ -61,8 +69,8 @@ class SlotTable:
         self.version = 0
         self._block_size = block_size
 
-    def take(self, slot: int, computed: int, column: int | None) -> int:
-        """Admit a request; the slot's generation."""
+    def admit(self, slot: int, computed: int, column: int | None) -> int:
+        """Let a request live in a free slot; the slot's generation."""
         self._check(slot)
         if self.live[slot]:
             raise ValueError(f"slot is {slot}, which is in use; it must be released first")
@@ -87,7 +95,8 @@ class SlotTable:
         self.version += 1
         return int(self.generation[slot])
 
-    def drop(self, slot: int) -> None:
+    def release(self, slot: int) -> None:
+        """End the request in `slot`."""
         self.require_live(slot)
         self.live[slot] = False
         self.generation[slot] += 1
@@ -96,16 +105,16 @@ class SlotTable:
         self.version += 1
 
     def holds(self, slot: int, generation: int) -> bool:
-        """That request still lives in `slot`."""
+        """Whether the request of `generation` still lives in `slot`."""
         return bool(self.live[slot]) and int(self.generation[slot]) == generation
 
     @property
     def uniform(self) -> bool:
-        """Every live slot has the rule it was admitted with: each boundary is retained."""
+        """Whether all requests have the rule that they were admitted with: retain each boundary."""
         return not self._special
 
-    def begin(self, rows: StepRows, held: Held, number: int) -> None:
-        """Book a begun step: every earlier count has been folded in or listed to be."""
+    def begin_step(self, rows: StepRows, held: Held, number: int) -> None:
+        """Book a begun step, whose launch folds in the counts of all steps that have ended."""
         self.unfinished[:] = NONE
         known = np.empty((len(rows), self.KNOWN_FIELDS), np.int32)
         known[:, self.HELD_MIN], known[:, self.HELD_MAX], known[:, self.COVERED] = held
@@ -119,7 +128,7 @@ class SlotTable:
             self.lines[slot, fields.ADMIT] = 0
             self._admitted = [s for s in self._admitted if self.lines[s, fields.ADMIT]]
 
-    def end(self, slot: NDArray[np.int32], current: NDArray[np.bool_]) -> None:
+    def end_step(self, slot: NDArray[np.int32], current: NDArray[np.bool_]) -> None:
         """Book an ended step: the next launch folds in the counts of its `current` rows."""
         row = np.flatnonzero(current)
         slot = slot[row]

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from hybrid_runtime.kernels.step import entry as fields
-from hybrid_runtime.kernels.step.advance_columns import Positions
+from hybrid_runtime.kernels.step.advance_replay import ReplayPositions
 from hybrid_runtime.state.rows import StepRows
 
 
 class Snapshot(NamedTuple):
-    """A state whose bytes are written: the first `boundary` tokens of (slot, generation)."""
+    """A state whose bytes are written.
+
+    slot, generation: the request that it belongs to.
+    boundary: tokens in the state, a multiple of the block size.
+    column: column of the request's block table that holds it.
+    """
 
     slot: int
     generation: int
@@ -23,80 +27,98 @@ class Snapshot(NamedTuple):
     column: int
 
 
+class StepPositions(NamedTuple):
+    """Where the rows of the step begun last read and write their states.
+
+    Device tensors, int32 `[max_requests]` by row, at addresses that never change. Columns are -1 in
+    rows that do not run.
+
+    read_column: column that a row starts from; -1: from the zero state, nothing is read.
+    read_offset: where the state starts there: so many columns further (SSM state), so many inputs
+        into the window. In the replay layout the SSM state lies in `read_column` itself, and so
+        many guesses are folded into it.
+    write_column: the running column. In the columns layout the state after R + j tokens goes to
+        column `write_column + j` and the window to `write_column`; in the replay layout the state
+        after R tokens goes to `write_column`.
+    replay: what a verify pass of the replay layout folds and stores; None in the columns layout.
+    """
+
+    read_column: Tensor
+    read_offset: Tensor
+    write_column: Tensor
+    replay: ReplayPositions | None = None
+
+    def first(self, rows: int) -> StepPositions:
+        """Views of the first `rows` rows."""
+        replay = self.replay
+        return StepPositions(
+            self.read_column[:rows],
+            self.read_offset[:rows],
+            self.write_column[:rows],
+            None if replay is None else ReplayPositions(*(field[:rows] for field in replay)),
+        )
+
+
 @dataclass(slots=True, eq=False)
 class Step:
-    """Handle of a step. Device tensors are int32 `[max_requests]` at addresses that never change,
-    columns -1 in rows that are not running; they are valid until the next `begin_step`.
+    """Handle of a step.
 
-    read_column, read_offset: where each row's state is read (column -1: zero state, read nothing).
-    write_column: running column; the state after R + j tokens goes to column + j, the window to it.
-    In the replay layout the offset is that of the window and the number of records to fold, and
-    the write column gets the state after R tokens; see `HybridStateManager.replay`.
+    number: of the step, counted from 0.
+    rows: as they were given to `begin_step`.
+    generation: int32 `[rows]`, of the requests that held the slots when it began.
+    retention: int32 `[rows, 3]`, which boundaries were retained then: `every` and two positions.
+    positions: where its rows read and write; valid until the next `begin_step`.
+    entries, packed: its lines as `kernels.step` reads them, on the device and on the host.
+    placed: int32 `[4, max_requests]`, where the device has put its rows.
+    candidates: rows for which a copy of a state could not be ruled out.
+    ended: `end_step` has been called, or the step was abandoned.
+    accepted: int32 `[rows]`, accepted counts; None until the host knows them.
+    copied: rows whose state was copied; None until then.
+    published: snapshots that the step has left; empty until then.
     """
 
     number: int
     rows: StepRows
     generation: NDArray[np.int32]
     retention: NDArray[np.int32]
-    read_column: Tensor
-    read_offset: Tensor
-    write_column: Tensor
+    positions: StepPositions
     entries: Tensor
     packed: NDArray[np.int32]
     placed: Tensor
-    candidates: NDArray[np.intp] = field(default_factory=lambda: np.empty(0, np.intp))
+    candidates: NDArray[np.intp]
     ended: bool = False
     accepted: NDArray[np.int32] | None = None
     copied: NDArray[np.intp] | None = None
     published: list[Snapshot] = field(default_factory=list)
 
     @property
+    def read_column(self) -> Tensor:
+        """See `StepPositions`."""
+        return self.positions.read_column
+
+    @property
+    def read_offset(self) -> Tensor:
+        """See `StepPositions`."""
+        return self.positions.read_offset
+
+    @property
+    def write_column(self) -> Tensor:
+        """See `StepPositions`."""
+        return self.positions.write_column
+
+    @property
     def skipped(self) -> bool:
         """No counts can make this step copy a state."""
         return len(self.candidates) == 0
 
-    @classmethod
-    def of(
-        cls,
-        number: int,
-        rows: StepRows,
-        positions: Positions,
-        entries: Tensor,
-        packed: NDArray[np.int32],
-        placed: Tensor,
-    ) -> Step:
-        """A step whose rows stand in the first lines of `packed`, on the device `entries`."""
-        lines = packed[: len(rows)]
-        return cls(
-            number=number,
-            rows=rows,
-            generation=lines[:, fields.GENERATION],
-            retention=lines[:, fields.EVERY : fields.SECOND + 1],
-            read_column=positions.read_column,
-            read_offset=positions.read_offset,
-            write_column=positions.write_column,
-            entries=entries,
-            packed=packed,
-            placed=placed,
-        )
-
-    def again(
+    def repeated(
         self, number: int, rows: StepRows, placed: Tensor, candidates: NDArray[np.intp]
     ) -> Step:
-        """A step that differs from this one in nothing but its counts."""
-        return Step(
-            number=number,
-            rows=rows,
-            generation=self.generation,
-            retention=self.retention,
-            read_column=self.read_column,
-            read_offset=self.read_offset,
-            write_column=self.write_column,
-            entries=self.entries,
-            packed=self.packed,
-            placed=placed,
-            candidates=candidates,
-        )
+        """A step of the same requests, whose packed lines are those of this one."""
+        return replace(
+            self, number=number, rows=rows, placed=placed, candidates=candidates, ended=False,
+            accepted=None, copied=None, published=[],
+        )  # fmt: skip
 
     def current(self, generation: NDArray[np.int32], live: NDArray[np.bool_]) -> NDArray[np.bool_]:
         """Rows `[rows]` whose request still holds its slot."""

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from hybrid_runtime.state.layout import LayoutKind, StateLayout
-from hybrid_runtime.state.layouts.flush import Foldable
+from hybrid_runtime.state.layouts.flush import FlushInputs
 from hybrid_runtime.state.manager import HybridStateManager
 from hybrid_runtime.state.rows import StepRows
 from hybrid_runtime.state.step import Snapshot, Step
@@ -75,6 +75,7 @@ class HashRunner:
     """Model runner around one `HybridStateManager`, with block pools, for `groups` cache groups."""
 
     kind: LayoutKind = "columns"
+    always_owned: frozenset[int] = frozenset()
 
     def __init__(
         self,
@@ -128,7 +129,7 @@ class HashRunner:
             for _ in range(groups)
         ]
         self.group_of = {i: i % groups for i in range(layers)}
-        self.manager.bind(self.states, self.tables, self.group_of, self._foldable())
+        self.manager.bind(self.states, self.tables, self.group_of, self._flush_inputs())
         self.free = list(range(count - 1, -1, -1))
         self.users = [0] * count
         self.requests: dict[int, Request] = {}
@@ -138,7 +139,7 @@ class HashRunner:
         everything = torch.arange(count, device=device)
         self.manager.fill(everything, float("nan"))
 
-    def _foldable(self) -> Foldable | None:
+    def _flush_inputs(self) -> FlushInputs | None:
         return None
 
     # -- requests and blocks ---------------------------------------------------------------------
@@ -225,18 +226,22 @@ class HashRunner:
         self._own(request, group, column, block)
 
     def _hand_out(self, rows: StepRows) -> None:
-        first, last = self.manager.columns_needed(rows)
-        for slot, low, high in zip(rows.slot, first, last, strict=True):
+        """Own exactly what the manager demands, the snapshots that may still be filed, and the
+        column that is always owned."""
+        demand = self.manager.block_demand(rows)
+        for slot, first, fresh, last, kept in zip(rows.slot, *demand, strict=True):
             if slot < 0:
+                assert (first, fresh, last, kept) == (0, 0, -1, -1)
                 continue
             request = self.requests[int(slot)]
-            keep = min([low, *self._unread(request)])
+            needed = {int(c) for c in range(fresh, last + 1)}
+            needed |= self.always_owned
+            keep = needed | {*range(first, kept + 1)} | set(self._unread(request))
             for group, blocks in enumerate(request.blocks):
-                for column in [c for c in blocks if c < keep]:
+                for column in set(blocks) - keep:
                     self._disown(request, group, column)
-                for column in range(int(low), int(high) + 1):
-                    if column not in blocks:
-                        self._new(request, group, column)
+                for column in sorted(needed - set(blocks)):
+                    self._new(request, group, column)
 
     def _unread(self, request: Request) -> list[int]:
         """Columns of snapshots that results on their way may publish: not to be freed before."""

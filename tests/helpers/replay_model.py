@@ -10,9 +10,8 @@ from typing import Any
 import torch
 from helpers.hash_model import PRIME, HashRunner, Kept, Open, Request, prefix_hash
 
-from hybrid_runtime.kernels.replay.window_cache import WindowCache
-from hybrid_runtime.state.layouts.flush import Foldable
-from hybrid_runtime.state.rows import StepRows
+from hybrid_runtime.kernels.replay.naive import WindowCache
+from hybrid_runtime.state.layouts.flush import FlushInputs
 
 POISON = -1000
 """Record that nobody wrote."""
@@ -29,6 +28,7 @@ class ReplayRunner(HashRunner):
         # [turn, slot, K] guessed tokens.
         self.window_cache = [[[POISON] * self.num_draft for _ in range(slots)] for _ in range(2)]
         self.live = self.tables[0].shape[1] - 1
+        self.always_owned = frozenset([self.live])
         self.copies = self.direct = 0
         self.last_stored = self.last_folded = 0
 
@@ -37,14 +37,14 @@ class ReplayRunner(HashRunner):
         for window_cache in self.window_cache:
             window_cache[slot] = [POISON] * self.num_draft
 
-    def _foldable(self) -> Foldable:
+    def _flush_inputs(self) -> FlushInputs:
         """As far as the host's arithmetic asks: hashes are never folded by a kernel."""
         layers, slots = len(self.states), self.manager.max_requests
         shape = self.layout.ssm_shape
         window_cache = WindowCache.allocate(
             layers, slots, self.num_draft, shape, 1, torch.float32, "cpu"
         )
-        return Foldable(window_cache, torch.zeros(layers, shape[0]))
+        return FlushInputs(window_cache, torch.zeros(layers, shape[0]))
 
     def release(self, slot: int) -> None:
         """What its last guesses reached is known, and whole if a queued step stores it."""
@@ -86,20 +86,6 @@ class ReplayRunner(HashRunner):
         self.release(slot)
         self._admit(new, column)
 
-    def _hand_out(self, rows: StepRows) -> None:
-        first, last = self.manager.columns_needed(rows)
-        for slot, low, high in zip(rows.slot, first, last, strict=True):
-            if slot < 0:
-                assert (low, high) == (0, -1)
-                continue
-            request = self.requests[int(slot)]
-            wanted = {self.live, *range(int(low), int(high) + 1)}
-            for group, blocks in enumerate(request.blocks):
-                for column in set(blocks) - wanted - set(self._unread(request)):
-                    self._disown(request, group, column)
-                for column in sorted(wanted - set(blocks)):
-                    self._new(request, group, column)
-
     def _may_leave(self, request: Request, certain: int, most: int) -> set[int]:
         end = request.computed + certain
         passed = {*range(request.covered + 1, request.computed + 1), end}
@@ -124,11 +110,13 @@ class ReplayRunner(HashRunner):
         return certain // self.layout.block_size - 1 if direct else self.live, taken
 
     def forward(self, opened: Open) -> None:
-        step, positions = opened.step, self.manager.replay
-        assert step.read_column is positions.read_column
-        assert step.read_offset is positions.fold
-        assert step.write_column is positions.write_column
-        rows = torch.stack(list(positions)).T.tolist()
+        step, positions = opened.step, self.manager.positions
+        replay = positions.replay
+        assert replay is not None
+        assert step.read_column is replay.read_column
+        assert step.read_offset is replay.fold
+        assert step.write_column is replay.write_column
+        rows = torch.stack(list(replay)).T.tolist()
         idle = [-1, 0, 0, -1, -1, 0, 0]
         for i, request in enumerate(opened.requests):
             if request is None:

@@ -22,7 +22,7 @@ from hybrid_runtime.kernels.step.advance_replay import (
     advance_replay_reference,
 )
 from hybrid_runtime.state import align
-from hybrid_runtime.state.align import Retention
+from hybrid_runtime.state.align import RetentionRule
 
 DEVICE = "cuda" if CUDA else "cpu"
 
@@ -30,9 +30,9 @@ DEVICE = "cuda" if CUDA else "cpu"
 # What is stored
 
 
-def rules(block: int) -> list[Retention]:
-    periods = [Retention(block), Retention(2 * block), Retention(0)]
-    return [*periods, Retention(0, 2 * block, block), Retention(3 * block, block)]
+def rules(block: int) -> list[RetentionRule]:
+    periods = [RetentionRule(block), RetentionRule(2 * block), RetentionRule(0)]
+    return [*periods, RetentionRule(0, 2 * block, block), RetentionRule(3 * block, block)]
 
 
 def steps(block: int, most: int) -> np.ndarray:
@@ -156,40 +156,6 @@ def entries_of(
     for i, (row, slot) in enumerate(left, start=rows):
         lines[i, fields.SLOT], lines[i, fields.PREVIOUS] = slot, row
     return torch.from_numpy(lines).to(DEVICE), rows + len(left), rows
-
-
-@pytest.mark.parametrize("rule", rules(4), ids=str)
-def test_kernel_stores_what_align_says(rule: Retention) -> None:
-    """All small steps at once; the reference where kernels don't run."""
-    block, live = 4, 99
-    covered, guesses, fold, s, d = steps(block, 3).T
-    n = len(covered)
-    device = Device(n)
-    previous = np.zeros((4, n), np.int32)
-    previous[fields.CERTAIN], previous[fields.PLACED_DRAFT] = covered, guesses
-    lines = np.zeros((n, fields.ENTRY_FIELDS), np.int32)
-    lines[:, fields.SLOT] = lines[:, fields.PREVIOUS] = np.arange(n)
-    lines[:, fields.SCHEDULED], lines[:, fields.DRAFT] = s, d
-    lines[:, fields.EVERY], lines[:, fields.FIRST], lines[:, fields.SECOND] = rule
-    entries, finished, accepted = (
-        torch.from_numpy(v.astype(np.int32)).to(DEVICE) for v in (lines, previous, fold + 1)
-    )
-    advance_replay(
-        entries, n, n, device.slots, finished, accepted, device.placed[0], device.positions,
-        block, live,
-    )  # fmt: skip
-    computed, certain = covered + fold, covered + fold + s - d
-    stored = align.replay_snapshot(covered, computed, certain, d, block, rule)
-    direct = (stored.boundary == certain) & ~stored.extra
-    wanted = {
-        "fold": fold,
-        "certain": certain,
-        "write_column": np.where(direct, stored.boundary // block - 1, live),
-        "snapshot_column": np.where(stored.extra, stored.boundary // block - 1, -1),
-        "snapshot_after": np.where(stored.extra, stored.after, 0),
-    }
-    for name, value in wanted.items():
-        assert (getattr(device.positions, name).cpu().numpy() == value).all(), name
 
 
 @kernels

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybrid_runtime.state import align
-from hybrid_runtime.state.align import Retention
+from hybrid_runtime.state.align import RetentionRule
 
-NOBODY = Retention(0)
+NOBODY = RetentionRule(0)
 
 
 def cases(block: int, most: int) -> np.ndarray:
@@ -49,7 +49,7 @@ def test_postcopy_is_what_a_prefix_hit_needs(block: int, most: int) -> None:
                 np.array(a),
                 np.array(column),
                 block,
-                Retention(block),
+                RetentionRule(block),
             )
             final = certain + a - 1
             crossed = [b for b in range(certain, final + 1) if b % block == 0]
@@ -78,7 +78,12 @@ def test_predicate_is_sound_and_tight(block: int, most: int) -> None:
         return
     n, s, d = cases(block, most).T
     certain, column = n + s - d, align.running_column(n + s, block)
-    for kept in (Retention(block), Retention(2 * block), Retention(0, 2 * block, block), NOBODY):
+    for kept in (
+        RetentionRule(block),
+        RetentionRule(2 * block),
+        RetentionRule(0, 2 * block, block),
+        NOBODY,
+    ):
         acts = np.zeros(len(n), bool)
         for a in range(1, most + 2):
             move = align.postcopy(certain, d, np.minimum(a, d + 1), column, block, kept)
@@ -93,7 +98,7 @@ def test_predicate_is_sound_and_tight(block: int, most: int) -> None:
 def test_interval_rules_out_only_what_no_count_can_reach(
     low: int, spread: int, draft: int, block: int, rule: tuple[int, int, int]
 ) -> None:
-    kept = Retention(*(r * block for r in rule))
+    kept = RetentionRule(*(r * block for r in rule))
     exact = [
         bool(align.postcopy_candidates(np.array([r]), np.array([r]), np.array([draft]), kept)[0])
         for r in range(low, low + spread + 1)
@@ -111,7 +116,7 @@ def test_interval_rules_out_only_what_no_count_can_reach(
 def test_next_retained_is_the_first_that_is_kept(
     position: int, block: int, every: int, pins: list[int]
 ) -> None:
-    kept = Retention(every * block, *(np.array([p * block]) for p in [*pins, 0, 0][:2]))
+    kept = RetentionRule(every * block, *(np.array([p * block]) for p in [*pins, 0, 0][:2]))
     found = [b for b in range(position, 500) if b % block == 0 and kept.keeps(np.array([b]))[0]]
     assert align.next_retained(np.array([position]), kept)[0] == (
         found[0] if found else align.NEVER
@@ -185,7 +190,7 @@ def test_the_duck_typed_front_agrees_with_the_postprocess(
             final = n + s - d + a - 1
             acts |= bool(d) and final // block * block >= certain
             move = align.postcopy(
-                certain, np.array(d), np.array(a), column, block, Retention(block)
+                certain, np.array(d), np.array(a), column, block, RetentionRule(block)
             )
             assert not (move.acts and skips)
     assert skips == (not acts)

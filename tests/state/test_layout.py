@@ -95,7 +95,9 @@ def test_bad_layouts_are_refused(changes: dict[str, Any], message: str) -> None:
 
 def test_a_component_without_a_rule_is_refused() -> None:
     rule: Any = "none"
-    with pytest.raises(ValueError, match="rollback is 'none'; it must be 'window' or 'column'"):
+    with pytest.raises(
+        ValueError, match="rollback is 'none'; it must be 'window', 'column' or 'window_cache'"
+    ):
         Component("history", (4,), torch.float32, rule)
     with pytest.raises(ValueError, match="shape is"):
         Component("history", (4, 0), torch.float32, "window")

@@ -45,7 +45,7 @@ def started(*slots: int, prompt: int = 5, **options: Any) -> HybridStateManager:
 def snapshot(made: HybridStateManager) -> list[Any]:
     """Everything that a refused call must leave as it was."""
     slot_table, stats = made._slot_table, made.stats()
-    device = [t.clone() for t in (*made._slots, *made._positions)]
+    device = [t.clone() for t in (*made._policy.slots, *made._policy.outputs)]
     host: list[NDArray[Any]] = [
         slot_table.live.copy(),
         slot_table.known.copy(),
@@ -140,7 +140,7 @@ def test_bad_rows_are_refused_and_change_nothing(
         made.end_step(step, counts(1, 1))
         computed += 1
     if steady:
-        made.columns_needed(rows())
+        made.block_demand(rows())
     made._in_flight.make_room(0)  # results that were on their way may arrive meanwhile
     before = snapshot(made)
     with pytest.raises(ValueError, match=message):

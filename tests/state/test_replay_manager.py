@@ -11,7 +11,7 @@ from helpers.replay_model import ReplayRunner
 from hybrid_runtime.kernels.replay.window_cache import WindowCache
 from hybrid_runtime.state import HybridStateManager, StateLayout, StepRows
 from hybrid_runtime.state.layout import Component
-from hybrid_runtime.state.layouts.flush import Foldable
+from hybrid_runtime.state.layouts.flush import FlushInputs
 
 K, SLOTS, COLUMNS, BLOCK = 3, 4, 6, 8
 LIVE = COLUMNS - 1
@@ -30,14 +30,14 @@ def run(
 ) -> dict[str, list[int]]:
     """One step of slots 0 .., and where its rows were placed."""
     step = made.begin_step(StepRows.exact(range(len(n)), n, s, d))
-    found = {k: v.tolist()[: len(n)] for k, v in made.replay._asdict().items()}
+    found = {k: v.tolist()[: len(n)] for k, v in made._policy.outputs._asdict().items()}
     made.end_step(step, torch.tensor(a, dtype=torch.int32))
     return found
 
 
 def needed(made: HybridStateManager, n: int, s: int, d: int) -> tuple[int, int]:
-    first, last = made.columns_needed(StepRows.exact([0], [n], [s], [d]))
-    return int(first[0]), int(last[0])
+    demand = made.block_demand(StepRows.exact([0], [n], [s], [d]))
+    return int(demand.first[0]), int(demand.last[0])
 
 
 # refused
@@ -49,9 +49,6 @@ def test_unknown_kinds_and_in_place_runners_are_refused() -> None:
         StateLayout(2, 4, (1, 1, 4), K, BLOCK, kind=kind)
     with pytest.raises(ValueError, match="in_place is True; it must be False in the replay"):
         HybridStateManager(LAYOUT, SLOTS, K, "cpu", in_place=True)
-    columns = HybridStateManager(StateLayout(2, 4, (1, 1, 4), K, BLOCK), SLOTS, K, "cpu")
-    with pytest.raises(ValueError, match=r"layout.kind is 'columns'; it must be 'replay'"):
-        _ = columns.replay
 
 
 def test_a_chunk_after_guesses_is_refused_and_changes_nothing() -> None:
@@ -60,11 +57,11 @@ def test_a_chunk_after_guesses_is_refused_and_changes_nothing() -> None:
     made.admit(0)
     run(made, [0], [5], [0], [1])
     run(made, [5], [4], [3], [1])
-    held = [t.clone() for t in (*made.replay, *made._slots)]
+    held = [t.clone() for t in (*made._policy.outputs, *made._policy.slots)]
     for s, d in ((2, 0), (5, 3)):
         with pytest.raises(ValueError, match=rf"rows.scheduled\[0\] is {s}; it must be draft \+ 1"):
             made.begin_step(StepRows.exact([0], [6], [s], [d]))
-    for now, then in zip((*made.replay, *made._slots), held, strict=True):
+    for now, then in zip((*made._policy.outputs, *made._policy.slots), held, strict=True):
         assert torch.equal(now, then)
     run(made, [6], [1], [0], [1])
     run(made, [7], [4], [0], [1])  # nothing is recorded any more
@@ -158,8 +155,8 @@ def test_columns_are_asked_for_while_a_boundary_may_be_stored_or_is_read() -> No
     assert needed(made, 18, 4, 3) == (0, -1)
     made.retain(0, 16)
     assert needed(made, 18, 14, 0)[1] == 3
-    first, last = made.columns_needed(StepRows.exact([-1], [0], [1], [0]))
-    assert (first[0], last[0]) == (0, -1)
+    nothing = made.block_demand(StepRows.exact([-1], [0], [1], [0]))
+    assert [int(column[0]) for column in nothing] == [0, 0, -1, -1]
 
 
 def test_a_row_killed_in_flight_is_never_run_again() -> None:
@@ -206,26 +203,26 @@ def test_a_released_request_leaves_what_its_last_guesses_reached(depth: int) -> 
     assert bool(runs.last_stored) == (depth == 1)
 
 
-def test_foldable_must_fit_the_layout() -> None:
+def test_flush_inputs_must_fit_the_layout() -> None:
     made = HybridStateManager(LAYOUT, SLOTS, K, "cpu")
     table = torch.zeros(SLOTS, COLUMNS, dtype=torch.int32)
     window_cache = WindowCache.allocate(1, SLOTS, K, (1, 1, 4), 1, torch.float32, "cpu")
-    for foldable, message in (
+    for inputs, message in (
         (
-            Foldable(window_cache.layer(0), torch.zeros(1, 1)),
-            r"foldable.records.dt is \[2, 4, 3, 1\]",
+            FlushInputs(window_cache.layer(0), torch.zeros(1, 1)),
+            r"flush_inputs.window_cache.dt is \[2, 4, 3, 1\]",
         ),
         (
-            Foldable(window_cache, torch.zeros(2, 1)),
-            r"foldable.A_log is \[2, 1\]; it must be \[1, 1\]",
+            FlushInputs(window_cache, torch.zeros(2, 1)),
+            r"flush_inputs.A_log is \[2, 1\]; it must be \[1, 1\]",
         ),
         (
-            Foldable(window_cache, torch.zeros(1, 1), table[0, :2]),
-            r"foldable.seed is torch.int32 \[2\]",
+            FlushInputs(window_cache, torch.zeros(1, 1), table[0, :2]),
+            r"flush_inputs.seed is torch.int32 \[2\]",
         ),
     ):
         with pytest.raises(ValueError, match=message):
-            made.bind({0: LAYOUT.allocate(9, "cpu")}, table, foldable=foldable)
+            made.bind({0: LAYOUT.allocate(9, "cpu")}, table, flush_inputs=inputs)
     made.bind({0: LAYOUT.allocate(9, "cpu")}, table)
     with pytest.raises(ValueError, match="slot is 2, which holds no request"):
         made.last_snapshot(2)
@@ -305,7 +302,7 @@ def test_a_request_needs_less_than_half_the_bytes() -> None:
     }
     ratio = {k: layout.bytes_per_request(40, snapshots=1) for k, layout in sizes.items()}
     assert 0.4 < ratio["replay"] / ratio["columns"] < 0.45
-    assert sizes["columns"].record_bytes == 0
-    assert sizes["replay"].record_bytes == 2 * 3 * ((128 * 64 + 8 * 128) * 2 + 128 * 4)
+    assert sizes["columns"].window_cache_bytes == 0
+    assert sizes["replay"].window_cache_bytes == 2 * 3 * ((128 * 64 + 8 * 128) * 2 + 128 * 4)
     assert [c.rollback for c in sizes["replay"].components] == ["window", "window_cache"]
     assert Component("ssm", (1,), torch.float32, "window_cache").nbytes == 4

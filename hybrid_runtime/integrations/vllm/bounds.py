@@ -108,12 +108,12 @@ class Bounds:
 
     def _retention(
         self, prompt: NDArray[Any], certain: NDArray[Any]
-    ) -> tuple[align.Retention | None, NDArray[np.int32]]:
+    ) -> tuple[align.RetentionRule | None, NDArray[np.int32]]:
         """The rule for this step's rows (None: nothing is kept), and its positions by row."""
         if self.retained is None or (prompt < certain).all():
-            return align.Retention(self.every) if self.every else None, _NO_POSITIONS
+            return align.RetentionRule(self.every) if self.every else None, _NO_POSITIONS
         first = np.where(prompt % self.block_size == 0, prompt, 0).astype(np.int32)
-        return align.Retention(self.every, first), first
+        return align.RetentionRule(self.every, first), first
 
     def distrust(self, slots: NDArray[Any]) -> None:
         """Steps of these slots were not planned here, or not as announced."""

@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from hybrid_runtime.kernels.step.advance_columns import Positions, SlotState
-from hybrid_runtime.kernels.step.advance_replay import ReplaySlots
 from hybrid_runtime.kernels.step.state_table import StateTable
 from hybrid_runtime.state import align
-from hybrid_runtime.state.layouts.pack import Plan
+from hybrid_runtime.state.demand import BlockDemand
+from hybrid_runtime.state.layouts.flush import FlushInputs
+from hybrid_runtime.state.layouts.pack import StepPlan
 from hybrid_runtime.state.rows import StepRows
-from hybrid_runtime.state.slot_table import Held
-from hybrid_runtime.state.step import Step
+from hybrid_runtime.state.step import Snapshot, Step, StepPositions
 
 NO_ROWS: NDArray[np.intp] = np.empty(0, np.intp)
 
 
-class Settled(NamedTuple):
-    """Of a step with known counts, `[rows]`: the boundary that it passed, whether its snapshot is
-    complete, and whether that took a copy."""
+class Outcome(NamedTuple):
+    """What a step with known counts has left, `[rows]`.
+
+    boundary: the block boundary that it passed or ended on, in tokens.
+    complete: the snapshot there is in its column.
+    copied: that took a copy of a state.
+    """
 
     boundary: align.Ints
     complete: align.Bools
@@ -30,51 +34,43 @@ class Settled(NamedTuple):
 
 
 class LayoutPolicy(Protocol):
-    """One per manager. All tensors are on its device, int32, at addresses that never change."""
+    """One per manager, made by `layouts.make_policy`."""
 
     @property
-    def slots(self) -> SlotState | ReplaySlots:
-        """Exact state by slot."""
+    def slots(self) -> Any:
+        """Exact state by slot: a NamedTuple of int32 `[max_requests]`, the first `computed`."""
 
     @property
-    def outputs(self) -> tuple[Tensor, ...]:
-        """What a placed step's kernels read, by row."""
+    def outputs(self) -> Any:
+        """What the launch that places a step writes: a NamedTuple of int32 `[max_requests]`."""
 
     @property
-    def nowhere(self) -> tuple[Tensor, ...]:
+    def nowhere(self) -> Any:
         """Stand-ins for `outputs` where no row is placed."""
 
     @property
-    def positions(self) -> Positions:
-        """The outputs that every layout has."""
+    def positions(self) -> StepPositions:
+        """`outputs` as kernels read them."""
 
     @property
     def columns(self) -> int:
         """Width of the narrowest block table; 0 before `bind`."""
 
-    def bind(self, states: StateTable, columns: int) -> None:
-        """Take the state memory."""
+    def bind(self, states: StateTable, columns: int, flush_inputs: FlushInputs | None) -> None:
+        """Take the memory of the states and, if it can be flushed, what that reads."""
 
-    def needed(self, rows: StepRows) -> tuple[align.Ints, align.Ints]:
-        """First and last column, `[rows]`, that each request must own for this step."""
+    def block_demand(self, rows: StepRows, known: align.Ints | None) -> BlockDemand:
+        """See `HybridStateManager.block_demand`."""
 
-    def held(self, rows: StepRows) -> Held:
-        """Where this step leaves its rows' states."""
+    def pack(self, packed: NDArray[np.int32], rows: StepRows) -> tuple[StepPlan, int]:
+        """Fill `packed` with a step's lines; its plan, and how many lines.
 
-    def pack(self, packed: NDArray[np.int32], rows: StepRows) -> tuple[Plan, int]:
-        """Fill `packed` for this step; the plan and the lines used. Raises `ValueError` for rows
-        that contradict their slots; nothing but `packed` has changed then."""
+        Raises `ValueError` for rows that contradict their slots; only `packed` has changed then.
+        """
 
-    def repeat(
-        self,
-        rows: StepRows,
-        last: StepRows,
-        end_min: align.Ints,
-        end_max: align.Ints,
-        kept: align.Retention,
-    ) -> NDArray[np.intp] | None:
-        """Candidates of `rows`, which follow on the like rows `last` and end in these bounds; None
-        where something has to be sent or refused."""
+    def repeat(self, rows: StepRows, last: StepRows, kept: align.RetentionRule) -> StepPlan | None:
+        """The plan of `rows`, which differ from those of the last step, `last`, in their counts
+        only; None if other lines must be packed for them, or they must be refused."""
 
     def advance(
         self,
@@ -84,14 +80,14 @@ class LayoutPolicy(Protocol):
         previous: Tensor,
         accepted: Tensor,
         placed: Tensor,
-        outputs: tuple[Tensor, ...],
+        outputs: Any,
     ) -> None:
         """Fold the previous step's counts in and place this one, in one launch."""
 
-    def before(self, entries: Tensor, plan: Plan) -> None:
-        """What must be launched between `advance` and the forward pass."""
+    def launch_precopy(self, entries: Tensor, plan: StepPlan) -> None:
+        """Move the states that must move before the forward pass."""
 
-    def after(
+    def launch_postcopy(
         self,
         step: Step,
         accepted: Tensor,
@@ -100,16 +96,31 @@ class LayoutPolicy(Protocol):
         decided: bool,
         every_row: bool,
     ) -> None:
-        """What must be launched once the counts are there. `current`: rows whose requests still
-        hold their slots (None: all); `decided`: the host has read the counts already;
-        `every_row`: candidates or not."""
+        """Copy boundary states once the counts are there.
 
-    def settle(
+        accepted: int32 `[rows]` or longer, on the device.
+        candidates: rows that may need a copy.
+        current: `[rows]`, whose requests still hold their slots; None: all do.
+        decided: the host knows the counts, and `step.copied` are the rows.
+        every_row: launch for all rows, candidates or not.
+        """
+
+    def outcome(
         self,
         step: Step,
         computed: align.Ints,
         certain: align.Ints,
         accepted: NDArray[np.int32],
         current: NDArray[np.bool_],
-    ) -> Settled:
-        """What the step has left, from exact counts; rows that are not `current` mean nothing."""
+    ) -> Outcome:
+        """What the step has left, from exact counts; meaningless in rows that are not `current`."""
+
+    def last_snapshot(self, slot: int, step: Step | None) -> Snapshot | None:
+        """See `HybridStateManager.last_snapshot`; `step`: the oldest one outstanding that has a row
+        of the request, None if none has."""
+
+    def flush(self, snapshots: Sequence[Snapshot]) -> int:
+        """Store those that no step stores; how many."""
+
+    def compile_flush(self) -> None:
+        """Compile what `flush` launches."""

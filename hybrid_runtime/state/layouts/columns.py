@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -16,78 +15,73 @@ from hybrid_runtime.kernels.step.advance_columns import Positions, SlotState, ad
 from hybrid_runtime.kernels.step.state_copy import compile_moves, postcopy, precopy
 from hybrid_runtime.kernels.step.state_table import StateTable
 from hybrid_runtime.state import align
+from hybrid_runtime.state.demand import BlockDemand
 from hybrid_runtime.state.layout import StateLayout
-from hybrid_runtime.state.layouts.base import NO_ROWS, Settled
-from hybrid_runtime.state.layouts.pack import Plan, pack_step
+from hybrid_runtime.state.layouts.base import NO_ROWS, Outcome
+from hybrid_runtime.state.layouts.flush import FlushInputs
+from hybrid_runtime.state.layouts.pack import StepPlan, pack_step, unfiled_column
 from hybrid_runtime.state.rows import StepRows
 from hybrid_runtime.state.slot_table import Held, SlotTable
 from hybrid_runtime.state.stats import Stats
-from hybrid_runtime.state.step import Step
+from hybrid_runtime.state.step import Snapshot, Step, StepPositions
 
 
-class Columns:
+class ColumnsPolicy:
     """`LayoutPolicy` that copies accepted states to where the next step or a hit looks for them."""
 
     def __init__(
         self,
         layout: StateLayout,
         slot_table: SlotTable,
-        max_requests: int,
         device: torch.device,
         in_place: bool,
         staging: Staging,
         stats: Stats,
-        trace: Callable[[str], AbstractContextManager[None]],
     ) -> None:
+        n = slot_table.max_requests
+
         def ints(*shape: int) -> Tensor:
             return torch.full(shape, -1, dtype=torch.int32, device=device)
 
-        n = max_requests
-        self.layout, self.in_place, self._max_requests = layout, in_place, n
+        self.layout, self.in_place, self.columns = layout, in_place, 0
         self.slots = SlotState(ints(n), ints(n), ints(n))
-        self.outputs = self.positions = Positions(ints(n), ints(n), ints(n))
+        self.outputs = Positions(ints(n), ints(n), ints(n))
         self.nowhere = Positions(ints(n), ints(n), ints(n))
-        self.columns = 0
+        self.positions = StepPositions(*self.outputs)
         self._moves = ints(3, n)
-        self._slot_table, self._staging, self._stats, self._trace = (
-            slot_table,
-            staging,
-            stats,
-            trace,
-        )
+        self._slot_table, self._staging, self._stats = slot_table, staging, stats
         self._states: StateTable | None = None
 
-    def bind(self, states: StateTable, columns: int) -> None:
+    def bind(self, states: StateTable, columns: int, flush_inputs: FlushInputs | None) -> None:
         self._states, self.columns = states, columns
         if states.addresses.is_cuda:
-            compile_moves(states, self._max_requests, self.layout.block_size, self.in_place)
+            slots = self._slot_table.max_requests
+            compile_moves(states, slots, self.layout.block_size, self.in_place)
 
-    def needed(self, rows: StepRows) -> tuple[align.Ints, align.Ints]:
-        held = np.where(rows.slot >= 0, self._slot_table.known[rows.slot, SlotTable.HELD_MIN], -1)
-        low, high, _ = self.held(rows)
-        return align.columns_held(
-            held, np.asarray(low), np.asarray(high), self.layout.num_speculative_tokens
-        )
+    def block_demand(self, rows: StepRows, known: align.Ints | None) -> BlockDemand:
+        """A row may write the column below its running one (a snapshot's copy), the running one,
+        and one per guess. A row that runs through several blocks at once reads the column that it
+        ran in last, and those between stay empty."""
+        low, high = self._columns(rows)
+        booked = self._slot_table.known.take(rows.slot, axis=0, mode="wrap")
+        first, last = align.columns_held(booked[:, SlotTable.HELD_MIN], low, high, rows.draft)
+        fresh = np.maximum(low - 1, 0)
+        read = booked[:, SlotTable.HELD_MAX] + booked[:, SlotTable.LAST_DRAFT]
+        kept = np.maximum(last, read)
+        if known is not None:
+            first = np.minimum(first, unfiled_column(known, self.layout))
+        if rows.padded:
+            live = rows.slot >= 0
+            first, fresh = first * live, fresh * live
+            last, kept = np.where(live, last, -1), np.where(live, kept, -1)
+        return BlockDemand(first, fresh, last, kept)
 
-    def held(self, rows: StepRows) -> Held:
-        block = self.layout.block_size
-        return Held(
-            align.running_column(rows.computed_min + rows.scheduled, block),
-            align.running_column(rows.computed_max + rows.scheduled, block),
-            0,
-        )
-
-    def pack(self, packed: NDArray[np.int32], rows: StepRows) -> tuple[Plan, int]:
+    def pack(self, packed: NDArray[np.int32], rows: StepRows) -> tuple[StepPlan, int]:
         return pack_step(packed, self._slot_table, rows, self.layout, self.columns, self.in_place)
 
-    def repeat(
-        self,
-        rows: StepRows,
-        last: StepRows,
-        end_min: align.Ints,
-        end_max: align.Ints,
-        kept: align.Retention,
-    ) -> NDArray[np.intp] | None:
+    def repeat(self, rows: StepRows, last: StepRows, kept: align.RetentionRule) -> StepPlan | None:
+        end_min = rows.computed_min + rows.scheduled
+        end_max = end_min if rows.exact_counts else rows.computed_max + rows.scheduled
         most = (self.columns - self.layout.num_speculative_tokens) * self.layout.block_size
         if end_max.max() > most:
             return None
@@ -95,7 +89,7 @@ class Columns:
         certain_min = certain_max if end_min is end_max else end_min - rows.draft
         if align.postcopy_candidates(certain_min, certain_max, rows.draft, kept).any():
             return None
-        return NO_ROWS
+        return StepPlan(Held(*self._columns(rows), 0), NO_ROWS, NO_ROWS)
 
     def advance(
         self,
@@ -105,7 +99,7 @@ class Columns:
         previous: Tensor,
         accepted: Tensor,
         placed: Tensor,
-        outputs: tuple[Tensor, ...],
+        outputs: Positions,
     ) -> None:
         advance(
             entries,
@@ -115,20 +109,19 @@ class Columns:
             previous,
             accepted,
             placed,
-            Positions._make(outputs),
+            outputs,
             self._moves,
             self.layout.block_size,
             self.in_place,
         )
 
-    def before(self, entries: Tensor, plan: Plan) -> None:
+    def launch_precopy(self, entries: Tensor, plan: StepPlan) -> None:
         if len(plan.moving):
             assert self._states is not None
-            with self._trace("precopy"):
-                precopy(self._states, entries, self._moves, len(plan.moving))
+            precopy(self._states, entries, self._moves, len(plan.moving))
             self._stats.copy_launches += 1
 
-    def after(
+    def launch_postcopy(
         self,
         step: Step,
         accepted: Tensor,
@@ -147,33 +140,47 @@ class Columns:
             self._relist(step, candidates, current)
         assert self._states is not None
         block = self.layout.block_size
-        with self._trace("postcopy"):
-            postcopy(self._states, step.entries, step.placed, accepted, count, every_row, block)
+        postcopy(self._states, step.entries, step.placed, accepted, count, every_row, block)
         self._stats.copy_launches += 1
 
-    def settle(
+    def outcome(
         self,
         step: Step,
         computed: align.Ints,
         certain: align.Ints,
         accepted: NDArray[np.int32],
         current: NDArray[np.bool_],
-    ) -> Settled:
+    ) -> Outcome:
         rows, block = step.rows, self.layout.block_size
-        kept = align.Retention(*step.retention.T)
+        kept = align.RetentionRule(*step.retention.T)
         column = align.running_column(computed + rows.scheduled, block)
         move = align.postcopy(certain, rows.draft, accepted, column, block, kept)
         boundary = (certain + np.maximum(accepted, 1) - 1) // block * block
         complete = (boundary >= certain) & kept.keeps(boundary)
-        return Settled(boundary, complete, move.acts)
+        return Outcome(boundary, complete, move.acts)
+
+    def last_snapshot(self, slot: int, step: Step | None) -> Snapshot | None:
+        return None
+
+    def flush(self, snapshots: Sequence[Snapshot]) -> int:
+        return 0
+
+    def compile_flush(self) -> None:
+        """Nothing is flushed: each step stores its own snapshots."""
+
+    def _columns(self, rows: StepRows) -> tuple[align.Ints, align.Ints]:
+        """Bounds on the running column of each row."""
+        block = self.layout.block_size
+        low = align.running_column(rows.computed_min + rows.scheduled, block)
+        if rows.exact_counts:
+            return low, low
+        return low, align.running_column(rows.computed_max + rows.scheduled, block)
 
     def _relist(
         self, step: Step, candidates: NDArray[np.intp], current: NDArray[np.bool_] | None
     ) -> None:
-        """Send a step's entries again, with other candidates and without rows that have gone.
-
-        The block table of a gone row may belong to the slot's next tenant by now.
-        """
+        """Send a step's lines again, with other candidates and without rows whose requests have
+        gone: the block table of such a row may belong to the slot's next tenant by now."""
         index, packed = self._staging.take()
         n = len(step.rows)
         packed[:n] = step.packed[:n]

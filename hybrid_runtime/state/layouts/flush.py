@@ -1,7 +1,8 @@
 """Last snapshots of requests that leave their slots, in the replay layout.
 
-The guesses that a request's last step accepted are only records. A boundary among them would be
-stored by the step that folds them; when none comes, they are folded in here.
+The guesses that a request's last step accepted are not in its state yet: their inputs wait in the
+window cache. The step that folds them stores a boundary among them; if no step comes, they are
+folded in here.
 """
 
 from __future__ import annotations
@@ -22,52 +23,37 @@ from hybrid_runtime.kernels.step import entry as fields
 from hybrid_runtime.kernels.step.advance_replay import ReplayPositions
 from hybrid_runtime.kernels.step.state_table import StateTable
 from hybrid_runtime.state import align
-from hybrid_runtime.state.in_flight import InFlightSteps
-from hybrid_runtime.state.layout import StateLayout
 from hybrid_runtime.state.slot_table import SlotTable
-from hybrid_runtime.state.step import Snapshot
+from hybrid_runtime.state.step import Snapshot, Step
 
 
-class Foldable(NamedTuple):
-    """What folding takes besides the states: all layers' records, `[layers, 2, slots, K, ..]`,
-    their A_log `[layers, H]`, and where states are rounded by chance the seeds, int32 `[slots]`.
-    Layers stand in the order of the states that are bound."""
+class FlushInputs(NamedTuple):
+    """What `flush` reads besides the states, layers in the order of the states that are bound.
+
+    window_cache: of all layers, `[layers, 2, slots, K, ..]`.
+    A_log: `[layers, H]`.
+    seed: int32 `[slots]`, of each slot's stochastic rounding; None: states are rounded to nearest.
+    """
 
     window_cache: WindowCache
     A_log: Tensor
     seed: Tensor | None = None
 
-    def check(self, layout: StateLayout, layers: int, slots: int) -> None:
-        """Raise `ValueError` for what does not fit so many layers and slots of this layout."""
-        heads, drafts = layout.ssm_shape[0], layout.num_speculative_tokens
-        dt, rates, seed = self.window_cache.dt, self.A_log, self.seed
-        for name, tensor, must in (
-            ("records.dt", dt, [layers, 2, slots, drafts, heads]),
-            ("A_log", rates, [layers, heads]),
-        ):
-            if list(tensor.shape) != must:
-                raise ValueError(f"foldable.{name} is {list(tensor.shape)}; it must be {must}")
-        if seed is not None and (seed.dtype != torch.int32 or seed.shape[0] < slots):
-            raise ValueError(
-                f"foldable.seed is {seed.dtype} {list(seed.shape)}; it must be int32 [>= {slots}]"
-            )
-
 
 class Flusher:
     """Finds last snapshots from exact counts, and folds those that no step is going to store.
 
-    They are folded inside the live block: it is done with, so that nothing has to be taken from
-    elsewhere when blocks may be scarce.
+    A snapshot is folded into the live block. The request needs that no longer, so no block has to
+    be allocated when blocks may be scarce.
     """
 
     def __init__(
         self,
         table: StateTable,
-        source: Foldable | None,
+        source: FlushInputs | None,
         turn: Tensor,
         live_column: int,
         slot_table: SlotTable,
-        in_flight: InFlightSteps,
         block_size: int,
         depth: int,
         waits: Waits,
@@ -75,24 +61,26 @@ class Flusher:
         slots, device = len(turn), turn.device
         self._table, self._source = table, source
         self._turn, self._live = turn, live_column
-        self._slot_table, self._in_flight, self._block_size = slot_table, in_flight, block_size
+        self._slot_table, self._block_size = slot_table, block_size
         self._slot = torch.arange(slots, dtype=torch.int32, device=device)
         self._read = torch.full_like(self._slot, live_column)
-        # Rows, then by slot: records to fold and tokens in the state after them.
+        # By row: slots. By slot: guesses to fold, and tokens in the state after them.
         self._staging = Staging(3, slots, depth, device, waits)
 
-    def find(self, slot: int) -> Snapshot | None:
+    def find(self, slot: int, step: Step | None) -> Snapshot | None:
         """The snapshot that the counts known of `slot` lead to; else the last one that was stored,
-        which a strategy that settles early may not have told of yet; None: there is neither."""
+        of which a strategy that reads counts early may not have told yet; None: there is neither.
+
+        step: the oldest outstanding one that has a row of the request; None: there is none.
+        """
         slot_table, at = self._slot_table, [slot]
-        step = self._in_flight.next_step(slot)
         covered, computed = slot_table.covered[at], slot_table.computed[at]
         certain, draft = computed, computed * 0
         if step is not None:
             row = np.flatnonzero(step.rows.slot == slot)
             draft = step.rows.draft[row]
             certain = computed + step.rows.scheduled[row] - draft
-        kept = align.Retention(*slot_table.lines[at, fields.EVERY : fields.SECOND + 1].T)
+        kept = align.RetentionRule(*slot_table.lines[at, fields.EVERY : fields.SECOND + 1].T)
         stored = align.replay_snapshot(covered, computed, certain, draft, self._block_size, kept)
         boundary = int(stored.boundary[0])
         column = self._live if step is None else boundary // self._block_size - 1
@@ -112,7 +100,7 @@ class Flusher:
             self._launch(self._source, index, 1)
 
     def fold(self, snapshots: Sequence[Snapshot]) -> int:
-        """Make those of them whole that are to lie in the live column, in one launch; how many."""
+        """Fold those that belong in the live column, in one launch; how many."""
         rows = [s for s in snapshots if s.column == self._live]
         if not rows or self._source is None:
             return 0
@@ -124,7 +112,7 @@ class Flusher:
         self._launch(self._source, index, len(rows))
         return len(rows)
 
-    def _launch(self, source: Foldable, index: int, count: int) -> None:
+    def _launch(self, source: FlushInputs, index: int, count: int) -> None:
         listed, fold, certain = self._staging.upload(index, 3)
         positions = ReplayPositions(
             read_column=self._read,

@@ -10,14 +10,19 @@ from numpy.typing import NDArray
 
 from hybrid_runtime.kernels.step import entry as fields
 from hybrid_runtime.state import align
+from hybrid_runtime.state.checks import Refusal, refuse
 from hybrid_runtime.state.layout import StateLayout
 from hybrid_runtime.state.rows import StepRows
 from hybrid_runtime.state.slot_table import Held, SlotTable
 
 
-class Plan(NamedTuple):
-    """held: where the rows' states are left. candidates: rows for which a copy of a state cannot be
-    ruled out. moving: the same for the copy before the step (in-place runners)."""
+class StepPlan(NamedTuple):
+    """What the host decides before a step.
+
+    held: where the step leaves its rows' states.
+    candidates: rows for which a copy of a state cannot be ruled out.
+    moving: the same for the copy before the forward pass (in-place runners).
+    """
 
     held: Held
     candidates: NDArray[np.intp]
@@ -31,7 +36,7 @@ def pack_step(
     layout: StateLayout,
     columns: int,
     in_place: bool,
-) -> tuple[Plan, int]:
+) -> tuple[StepPlan, int]:
     """Fill `packed` `[lines, ENTRY_FIELDS]` with this step's rows and candidates, then with the
     slots of the pending step that are not among them; the plan, and the number of lines used.
 
@@ -49,9 +54,9 @@ def pack_step(
         slot_table, rows, known, column_max, end_max, columns, layout.num_speculative_tokens
     )
 
-    kept = align.Retention(layout.block_size)
+    kept = align.RetentionRule(layout.block_size)
     if not slot_table.uniform:
-        kept = align.Retention(*entry[:, fields.EVERY : fields.SECOND + 1].T)
+        kept = align.RetentionRule(*entry[:, fields.EVERY : fields.SECOND + 1].T)
     may_act = align.postcopy_candidates(
         end_min - rows.draft, end_max - rows.draft, rows.draft, kept
     )
@@ -73,7 +78,7 @@ def pack_step(
         packed[: len(candidates), fields.CANDIDATE] = candidates
     if len(moving):
         packed[: len(moving), fields.PRECANDIDATE] = moving
-    return Plan(Held(column_min, column_max, 0), candidates, moving), pack_unfinished(
+    return StepPlan(Held(column_min, column_max, 0), candidates, moving), pack_unfinished(
         packed, slot_table, n
     )
 
@@ -108,6 +113,15 @@ def pack_unfinished(packed: NDArray[np.int32], slot_table: SlotTable, start: int
     return stop
 
 
+def unfiled_column(known: align.Ints, layout: StateLayout) -> align.Ints:
+    """Lowest column with a snapshot that the runner may still file, from the tokens computed as of
+    the results that it has read, `known`: it lies no deeper than the last one that a step could
+    still fold guesses beyond."""
+    return align.blocks_below(
+        np.maximum(known - layout.num_speculative_tokens, 0), layout.block_size
+    )
+
+
 def _check_slots(
     slot_table: SlotTable,
     rows: StepRows,
@@ -129,35 +143,3 @@ def _check_slots(
         Refusal(far, end_max, "computed_max + rows.scheduled", fits),
         Refusal(mixed, rows.scheduled, "scheduled", must),
     )
-
-
-class Refusal(NamedTuple):
-    """Rows that no step may have, and what to say of the first one's value."""
-
-    bad: NDArray[np.bool_]
-    values: NDArray[Any]
-    name: str
-    must: str
-
-
-def refuse(
-    slot_table: SlotTable, rows: StepRows, known: NDArray[np.int32], *refusals: Refusal
-) -> None:
-    """Raise `ValueError` for the first refusal with a bad row, padded ones aside; rows whose slots
-    hold no request or an unfinished step come first."""
-    gone = ~slot_table.live.take(rows.slot, mode="wrap")
-    busy = known[:, SlotTable.OPEN_STEP] >= 0
-    bad = gone | busy
-    for refusal in refusals:
-        bad |= refusal.bad
-    live = rows.slot >= 0
-    if not (bad & live if rows.padded else bad).any():
-        return
-    for which, values, name, must in (
-        Refusal(gone, rows.slot, "slot", "a slot that has been admitted"),
-        Refusal(busy, rows.slot, "slot", "a slot whose last step has ended"),
-        *refusals,
-    ):
-        if (which & live).any():
-            i = int((which & live).argmax())
-            raise ValueError(f"rows.{name}[{i}] is {values[i]}; it must be {must}")

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from hybrid_runtime.device.sync import Waits
 from hybrid_runtime.kernels.step import entry as fields
-from hybrid_runtime.kernels.step.advance_columns import Positions
 from hybrid_runtime.kernels.step.advance_replay import (
     IDLE,
     ReplayPositions,
@@ -17,61 +19,87 @@ from hybrid_runtime.kernels.step.advance_replay import (
 )
 from hybrid_runtime.kernels.step.state_table import StateTable
 from hybrid_runtime.state import align
+from hybrid_runtime.state.checks import Refusal, refuse
+from hybrid_runtime.state.demand import BlockDemand
 from hybrid_runtime.state.layout import StateLayout
-from hybrid_runtime.state.layouts.base import NO_ROWS, Settled
-from hybrid_runtime.state.layouts.pack import Plan, Refusal, pack_rows, pack_unfinished, refuse
+from hybrid_runtime.state.layouts.base import NO_ROWS, Outcome
+from hybrid_runtime.state.layouts.flush import Flusher, FlushInputs
+from hybrid_runtime.state.layouts.pack import (
+    StepPlan,
+    pack_rows,
+    pack_unfinished,
+    unfiled_column,
+)
 from hybrid_runtime.state.rows import StepRows
 from hybrid_runtime.state.slot_table import Held, SlotTable
-from hybrid_runtime.state.step import Step
+from hybrid_runtime.state.step import Snapshot, Step, StepPositions
 
 
-class Replaying:
+class ReplayPolicy:
     """`LayoutPolicy` by which the forward pass itself folds, stores and writes. Besides it there
     are only the launch that places a step (`advance`) and, for requests that end, `Flusher`'s.
 
     The last column of a block table is the live one and always owned; the others hold snapshots. A
-    row reads the state as its last step left it, in the live column or, if that step ended on a
-    retained boundary without guesses, in the boundary's; `fold` recorded guesses and the row's own
-    certain tokens go into it. Nobody can write what he reads: a snapshot's column is written once.
+    row starts from the state as its last step left it: in the live column, or in a boundary's if
+    that step ended on a retained one without guesses. Accepted guesses (`fold` of them, from the
+    window cache) and the row's own certain tokens go into it. No row can write what another one
+    reads, because a snapshot's column is written once.
     """
 
     def __init__(
-        self, layout: StateLayout, slot_table: SlotTable, max_requests: int, device: torch.device
+        self,
+        layout: StateLayout,
+        slot_table: SlotTable,
+        device: torch.device,
+        waits: Waits,
+        depth: int,
     ) -> None:
         def ints(value: int) -> Tensor:
-            return torch.full((max_requests,), value, dtype=torch.int32, device=device)
+            shape = (slot_table.max_requests,)
+            return torch.full(shape, value, dtype=torch.int32, device=device)
 
-        self.layout = layout
+        self.layout, self.columns = layout, 0
         self.slots = ReplaySlots(ints(-1), ints(-1), ints(0), ints(0))
-        self.outputs = ReplayPositions(*(ints(value) for value in IDLE))
+        self.outputs = out = ReplayPositions(*(ints(value) for value in IDLE))
         self.nowhere = ReplayPositions(*(ints(value) for value in IDLE))
-        self.positions = Positions(
-            self.outputs.read_column, self.outputs.fold, self.outputs.write_column
-        )
-        self.columns = 0
-        self._slot_table = slot_table
+        self.positions = StepPositions(out.read_column, out.fold, out.write_column, out)
+        self._slot_table, self._waits, self._depth = slot_table, waits, depth
+        self._flusher: Flusher | None = None
 
     @property
     def _live(self) -> int:
         return self.columns - 1
 
-    def bind(self, states: StateTable, columns: int) -> None:
+    def bind(self, states: StateTable, columns: int, flush_inputs: FlushInputs | None) -> None:
         self.columns = columns
+        self._flusher = Flusher(
+            states, flush_inputs, self.slots.turn, self._live, self._slot_table,
+            self.layout.block_size, self._depth, self._waits,
+        )  # fmt: skip
 
-    def needed(self, rows: StepRows) -> tuple[align.Ints, align.Ints]:
-        """The snapshot columns that this step may write or read (0, -1: none); the live column is
-        needed besides."""
-        known = self._slot_table.known.take(rows.slot, axis=0, mode="wrap")
-        low = self._first_stored(rows, known)
+    def block_demand(self, rows: StepRows, known: align.Ints | None) -> BlockDemand:
+        """The snapshots that a row may write or read; the live column comes besides."""
+        booked = self._slot_table.known.take(rows.slot, axis=0, mode="wrap")
+        low = self._first_stored(rows, booked)
         first, last = self._span(low, _certain(rows.computed_max, rows), self._kept(rows))
-        held_min, held_max = known[:, SlotTable.HELD_MIN], known[:, SlotTable.HELD_MAX]
+        held_min, held_max = booked[:, SlotTable.HELD_MIN], booked[:, SlotTable.HELD_MAX]
         held = (held_max >= 0) & (held_max < self._live)
         first = np.where(held & ((last < 0) | (held_min < first)), held_min, first)
         last = np.where(held & (held_max > last), held_max, last)
-        padded = rows.slot < 0
-        return np.where(padded, 0, first), np.where(padded, -1, last)
+        kept = last
+        if known is not None:
+            unfiled = unfiled_column(known, self.layout)
+            first = np.where(last < 0, unfiled, np.minimum(first, unfiled))
+            kept = np.maximum(last, align.blocks_below(rows.computed_max, self.layout.block_size))
+        # A row without guesses stores one snapshot, where it ends; one with guesses up to two.
+        fresh = np.maximum(first, last - (rows.draft > 0))
+        if rows.padded:
+            live = rows.slot >= 0
+            first, fresh = first * live, fresh * live
+            last, kept = np.where(live, last, -1), np.where(live, kept, -1)
+        return BlockDemand(first, fresh, last, kept)
 
-    def held(self, rows: StepRows) -> Held:
+    def _held(self, rows: StepRows) -> Held:
         certain = _certain(rows.computed_min, rows)
         if (rows.draft > 0).all():
             return Held(-1, -1, certain)
@@ -79,8 +107,7 @@ class Replaying:
         direct = (rows.draft == 0) & (last >= 0)
         return Held(np.where(direct, first, -1), np.where(direct, last, -1), certain)
 
-    def pack(self, packed: NDArray[np.int32], rows: StepRows) -> tuple[Plan, int]:
-        """Fill `packed`: lines of this step's rows, then of the pending step's other slots."""
+    def pack(self, packed: NDArray[np.int32], rows: StepRows) -> tuple[StepPlan, int]:
         known = pack_rows(packed, self._slot_table, rows)
         last_draft, low = known[:, SlotTable.LAST_DRAFT], self._first_stored(rows, known)
         high, kept = _certain(rows.computed_max, rows), self._kept(rows)
@@ -106,26 +133,20 @@ class Replaying:
         )
         if rows.padded:
             may_store &= rows.slot >= 0
-        plan = Plan(self.held(rows), may_store.nonzero()[0], NO_ROWS)
+        plan = StepPlan(self._held(rows), may_store.nonzero()[0], NO_ROWS)
         return plan, pack_unfinished(packed, self._slot_table, len(rows))
 
-    def repeat(
-        self,
-        rows: StepRows,
-        last: StepRows,
-        end_min: align.Ints,
-        end_max: align.Ints,
-        kept: align.Retention,
-    ) -> NDArray[np.intp] | None:
+    def repeat(self, rows: StepRows, last: StepRows, kept: align.RetentionRule) -> StepPlan | None:
+        certain_min = _certain(rows.computed_min, rows)
+        high = certain_min if rows.exact_counts else _certain(rows.computed_max, rows)
         covered = np.maximum(_certain(last.computed_min, last), rows.computed_min - rows.draft)
-        low = align.first_stored(covered, end_min - rows.draft, rows.draft)
-        high = end_max - rows.draft
+        low = align.first_stored(covered, certain_min, rows.draft)
         if self._far(low, high, kept).any():
             return None
         may_store = align.replay_candidates(
             low, rows.computed_max, high, rows.draft, rows.draft, kept
         )
-        return may_store.nonzero()[0]
+        return StepPlan(self._held(rows), may_store.nonzero()[0], NO_ROWS)
 
     def advance(
         self,
@@ -135,7 +156,7 @@ class Replaying:
         previous: Tensor,
         accepted: Tensor,
         placed: Tensor,
-        outputs: tuple[Tensor, ...],
+        outputs: ReplayPositions,
     ) -> None:
         advance_replay(
             entries,
@@ -145,15 +166,15 @@ class Replaying:
             previous,
             accepted,
             placed,
-            ReplayPositions._make(outputs),
+            outputs,
             self.layout.block_size,
             self._live,
         )
 
-    def before(self, entries: Tensor, plan: Plan) -> None:
+    def launch_precopy(self, entries: Tensor, plan: StepPlan) -> None:
         """Nothing: kernels take separate read and write columns."""
 
-    def after(
+    def launch_postcopy(
         self,
         step: Step,
         accepted: Tensor,
@@ -164,27 +185,37 @@ class Replaying:
     ) -> None:
         """Nothing: the next step folds what was accepted."""
 
-    def settle(
+    def outcome(
         self,
         step: Step,
         computed: align.Ints,
         certain: align.Ints,
         accepted: NDArray[np.int32],
         current: NDArray[np.bool_],
-    ) -> Settled:
+    ) -> Outcome:
         slot, draft, covered = step.rows.slot, step.rows.draft, self._slot_table.covered
-        kept = align.Retention(*step.retention.T)
+        kept = align.RetentionRule(*step.retention.T)
         block = self.layout.block_size
         stored = align.replay_snapshot(covered[slot], computed, certain, draft, block, kept)
         covered[slot[current]] = certain[current]
         dead = (accepted == 0) & (draft > 0)
-        return Settled(stored.boundary, stored.boundary > 0, stored.extra & ~dead)
+        return Outcome(stored.boundary, stored.boundary > 0, stored.extra & ~dead)
 
-    def _kept(self, rows: StepRows) -> align.Retention:
+    def last_snapshot(self, slot: int, step: Step | None) -> Snapshot | None:
+        return None if self._flusher is None else self._flusher.find(slot, step)
+
+    def flush(self, snapshots: Sequence[Snapshot]) -> int:
+        return 0 if self._flusher is None else self._flusher.fold(snapshots)
+
+    def compile_flush(self) -> None:
+        if self._flusher is not None:
+            self._flusher.prepare()
+
+    def _kept(self, rows: StepRows) -> align.RetentionRule:
         if self._slot_table.uniform:
-            return align.Retention(self.layout.block_size)
+            return align.RetentionRule(self.layout.block_size)
         lines = self._slot_table.lines.take(rows.slot, axis=0, mode="wrap")
-        return align.Retention(*lines[:, fields.EVERY : fields.SECOND + 1].T)
+        return align.RetentionRule(*lines[:, fields.EVERY : fields.SECOND + 1].T)
 
     def _first_stored(self, rows: StepRows, known: NDArray[np.int32]) -> align.Ints:
         last_draft = known[:, SlotTable.LAST_DRAFT]
@@ -192,14 +223,14 @@ class Replaying:
         return align.first_stored(covered, _certain(rows.computed_min, rows), last_draft)
 
     def _span(
-        self, low: align.Ints, high: align.Ints, kept: align.Retention
+        self, low: align.Ints, high: align.Ints, kept: align.RetentionRule
     ) -> tuple[align.Ints, align.Ints]:
         """First and last column of the retained boundaries in `low .. high`; 0, -1: none."""
         first, last = align.next_retained(low, kept), align.last_retained(high, kept)
         some, block = first <= high, self.layout.block_size
         return np.where(some, first // block - 1, 0), np.where(some, last // block - 1, -1)
 
-    def _far(self, low: align.Ints, high: align.Ints, kept: align.Retention) -> align.Bools:
+    def _far(self, low: align.Ints, high: align.Ints, kept: align.RetentionRule) -> align.Bools:
         """Rows that may store a snapshot for which there is no column."""
         most = self.columns * self.layout.block_size
         if not high.size or high.max() < most:

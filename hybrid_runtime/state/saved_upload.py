@@ -1,0 +1,65 @@
+"""Steady decode: the same rows again, only further on. Their packed lines are those of the last
+step, and the device has them and the exact counts, so nothing is sent."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from hybrid_runtime.kernels.step import entry as fields
+from hybrid_runtime.state import align
+from hybrid_runtime.state.layouts.base import LayoutPolicy
+from hybrid_runtime.state.layouts.pack import StepPlan
+from hybrid_runtime.state.rows import StepRows
+from hybrid_runtime.state.slot_table import SlotTable
+from hybrid_runtime.state.step import Step
+
+
+class SavedUpload:
+    """The step whose packed lines would be those of the next one too, and its repetitions."""
+
+    def __init__(self, slot_table: SlotTable, policy: LayoutPolicy, block_size: int) -> None:
+        self._slot_table, self._policy, self._block_size = slot_table, policy, block_size
+        self._last: Step | None = None
+        self._key: tuple[bytes, ...] = ()
+        self._version = -1
+
+    def keep(self, step: Step, lines: int) -> None:
+        """Remember a step that was packed in full, if it can be repeated as it is."""
+        rows, n = step.rows, len(step.rows)
+        self._last = None
+        previous = step.packed[:n, fields.PREVIOUS]
+        admits = step.packed[:n, fields.ADMIT]
+        if not n or lines != n or rows.padded or admits.any() or (previous != np.arange(n)).any():
+            return
+        if ((rows.scheduled - rows.draft > 1) & (rows.draft > 0)).any():
+            return
+        self._last = step
+        self._key, self._version = rows.key(), self._slot_table.version
+
+    def match(self, rows: StepRows, pending: Step | None) -> tuple[Step, StepPlan] | None:
+        """The step whose lines serve `rows` as well, and the plan of `rows`; None: they must be
+        packed, or refused by name.
+
+        pending: the last ended step, whose counts the next launch folds in.
+        """
+        last = self._last
+        if last is None or pending is not last or self._version != self._slot_table.version:
+            return None
+        shape = last.rows.slot.shape
+        if rows.computed_min.shape != shape or rows.computed_max.shape != shape:
+            return None
+        if rows.slot.shape != shape or rows.reads_offset is not None or rows.key() != self._key:
+            return None
+        if not rows.exact_counts and (rows.computed_max < rows.computed_min).any():
+            return None
+        if rows.computed_min.min() < 0:
+            return None
+        kept = align.RetentionRule(self._block_size)
+        if not self._slot_table.uniform:
+            kept = align.RetentionRule(*last.retention.T)
+        plan = self._policy.repeat(rows, last.rows, kept)
+        return None if plan is None else (last, plan)
+
+    def repeated(self, step: Step) -> None:
+        """`step` was begun with the saved lines."""
+        self._last = step
