@@ -19,20 +19,21 @@ def relu2_reference(x: Tensor) -> Tensor:
 
 @triton.jit(do_not_specialize=["tiles"])
 def _relu2_kernel(x, out, size, tiles, x_line, x_dim, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """One program per line and BLOCK of its `size` elements, `tiles` of which a line has."""
     pdl_wait(PDL)
-    line = (tl.program_id(0) // tiles).to(tl.int64)
-    index = (tl.program_id(0) % tiles).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = index < size
-    y = tl.load(x + line * x_line + index * x_dim, mask=inside, other=0.0).to(tl.float32)
-    y = tl.where(y < 0, 0.0, y)  # unlike a maximum, keeps NaN
-    tl.store(out + line * size + index, (y * y).to(out.dtype.element_ty), mask=inside)
+    i_line = (tl.program_id(0) // tiles).to(tl.int64)
+    o_d = (tl.program_id(0) % tiles).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    m_d = o_d < size
+    b_x = tl.load(x + i_line * x_line + o_d * x_dim, mask=m_d, other=0.0).to(tl.float32)
+    b_x = tl.where(b_x < 0, 0.0, b_x)  # unlike a maximum, keeps NaN
+    tl.store(out + i_line * size + o_d, (b_x * b_x).to(out.dtype.element_ty), mask=m_d)
 
 
 def relu2(x: Tensor) -> Tensor:
     """`relu2_reference` by one launch where Triton runs (and not in fp64).
 
     Args:
-        x: [..., size] with any strides; copied first if its lines cannot be counted by one stride.
+        x: [..., size] with any strides; copied first unless one stride leads from line to line.
 
     Returns:
         x's shape and dtype, dense.
@@ -46,7 +47,14 @@ def relu2(x: Tensor) -> Tensor:
         block = min(triton.next_power_of_2(size), 1024)
         tiles = triton.cdiv(size, block)
         _relu2_kernel[(lines * tiles,)](
-            flat, out, size, tiles, *flat.stride(), BLOCK=block, num_warps=max(block // 256, 1),
+            x=flat,
+            out=out,
+            size=size,
+            tiles=tiles,
+            x_line=flat.stride(0),
+            x_dim=flat.stride(1),
+            BLOCK=block,
+            num_warps=max(block // 256, 1),
             **pdl(x),
-        )  # fmt: skip
+        )
     return out

@@ -1,4 +1,4 @@
-"""Lines of an embedding table. torch's kernel for a few tokens takes one after another."""
+"""Embedding lookup. torch's kernel reads the lines of a few tokens one after another."""
 
 from __future__ import annotations
 
@@ -13,27 +13,42 @@ from hybrid_runtime.kernels.common.pdl import pdl, pdl_wait
 
 
 def embedding_reference(tokens: Tensor, weight: Tensor) -> Tensor:
-    """weight[tokens]: int `[...]` and `[V, size]` to `[..., size]` in the weight's dtype."""
+    """The token's line of the table.
+
+    Args:
+        tokens: int32 or int64 `[...]`, each 0 to V - 1.
+        weight: `[V, size]`.
+
+    Returns:
+        `[..., size]` in the weight's dtype.
+    """
     return F.embedding(tokens, weight)
 
 
 @triton.jit
 def _embedding_kernel(
-    tokens, weight, out, weight_line, V: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr,
+    tokens,
+    weight,
+    out,
+    weight_line,
+    V: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
     PDL: tl.constexpr,
-):  # fmt: skip
+):
+    """One program per token and BLOCK of its line."""
     pdl_wait(PDL)
-    line = tl.program_id(0).to(tl.int64)
-    index = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    token = tl.load(tokens + line).to(tl.int64)
-    known = (token >= 0) & (token < V) & (index < SIZE)
-    value = tl.load(weight + token * weight_line + index, mask=known, other=0.0)
-    tl.store(out + line * SIZE + index, value, mask=index < SIZE)
+    i_out = tl.program_id(0).to(tl.int64)
+    o_d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    token = tl.load(tokens + i_out).to(tl.int64)
+    m_d = (token >= 0) & (token < V) & (o_d < SIZE)
+    b_line = tl.load(weight + token * weight_line + o_d, mask=m_d, other=0.0)
+    tl.store(out + i_out * SIZE + o_d, b_line, mask=o_d < SIZE)
 
 
 def embedding(tokens: Tensor, weight: Tensor) -> Tensor:
-    """`embedding_reference` by one launch where Triton runs; there a token outside the table gives
-    0, where the reference raises."""
+    """`embedding_reference` by one launch where Triton runs; a token outside the table, for which
+    the reference raises, gets zeros there."""
     if not runs_triton(weight) or weight.stride(1) != 1:
         return embedding_reference(tokens, weight)
     vocabulary, size = weight.shape
@@ -41,7 +56,14 @@ def embedding(tokens: Tensor, weight: Tensor) -> Tensor:
     if out.numel():
         block = min(triton.next_power_of_2(size), 1024)
         _embedding_kernel[(tokens.numel(), triton.cdiv(size, block))](
-            tokens.contiguous(), weight, out, weight.stride(0), V=vocabulary, SIZE=size,
-            BLOCK=block, num_warps=max(block // 256, 1), **pdl(weight),
-        )  # fmt: skip
+            tokens=tokens.contiguous(),
+            weight=weight,
+            out=out,
+            weight_line=weight.stride(0),
+            V=vocabulary,
+            SIZE=size,
+            BLOCK=block,
+            num_warps=max(block // 256, 1),
+            **pdl(weight),
+        )
     return out

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
+from einops import rearrange
 from torch import Tensor
 
 from hybrid_runtime.kernels.common.backend import runs_triton
@@ -66,9 +67,10 @@ def gated_rms_norm_reference(
     y = x.to(acc)
     if gate is not None:
         y = y * F.silu(gate.to(acc))
-    y = y.unflatten(-1, (groups, -1))
+    y = rearrange(y, "... (group d) -> ... group d", group=groups)
     y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps)
-    return (weight.to(acc) * y.flatten(-2)).to(weight.dtype)
+    y = rearrange(y, "... group d -> ... (group d)")
+    return (weight.to(acc) * y).to(weight.dtype)
 
 
 @triton.jit
@@ -91,71 +93,67 @@ def _norm_kernel(
     LINE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """`other` is the residual or the gate; one program per token and group."""
-    token = tl.program_id(0).to(tl.int64)
-    index = tl.arange(0, BLOCK)
-    inside = index < SIZE
+    """One program per token and group. `other` is the residual or the gate; `total`, the sum with
+    the residual, is written only if there is one."""
+    i_token = tl.program_id(0).to(tl.int64)
+    i_group = tl.program_id(1)
+    o_i = tl.arange(0, BLOCK)
+    m_i = o_i < SIZE
     # Weights come from memory each step, everything else from the L2 cache. One program asks: many
     # that ask for the same lines hold each other up.
-    if token == 0:
-        line = tl.minimum(tl.arange(0, (BLOCK + LINE - 1) // LINE) * LINE, SIZE - 1)
-        prefetch(weight + tl.program_id(1) * SIZE + line, PDL)
+    if i_token == 0:
+        o_line = tl.minimum(tl.arange(0, (BLOCK + LINE - 1) // LINE) * LINE, SIZE - 1)
+        prefetch(weight + i_group * SIZE + o_line, PDL)
     pdl_wait(PDL)
-    index += tl.program_id(1) * SIZE
-    scale = tl.load(weight + index, mask=inside, other=0.0)
-    y = tl.load(x + token * x_stride + index, mask=inside, other=0.0).to(tl.float32)
-    for part in tl.static_range(1, PARTS):
-        at = x + part * part_stride + token * x_stride + index
-        y += tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    o_d = o_i + i_group * SIZE
+    b_weight = tl.load(weight + o_d, mask=m_i, other=0.0)
+    b_y = tl.load(x + i_token * x_stride + o_d, mask=m_i, other=0.0).to(tl.float32)
+    for i_part in tl.static_range(1, PARTS):
+        p_part = x + i_part * part_stride + i_token * x_stride + o_d
+        b_y += tl.load(p_part, mask=m_i, other=0.0).to(tl.float32)
+    p_other = other + i_token * other_stride + o_d
+    o_out = i_token * (GROUPS * SIZE) + o_d
     if RESIDUAL:
-        y += tl.load(other + token * other_stride + index, mask=inside, other=0.0).to(tl.float32)
-        added = y.to(total.dtype.element_ty)
-        tl.store(total + token * (GROUPS * SIZE) + index, added, mask=inside)
-        y = added.to(tl.float32)
+        b_y += tl.load(p_other, mask=m_i, other=0.0).to(tl.float32)
+        b_total = b_y.to(total.dtype.element_ty)
+        tl.store(total + o_out, b_total, mask=m_i)
+        b_y = b_total.to(tl.float32)
     if GATED:
-        gate = tl.load(other + token * other_stride + index, mask=inside, other=0.0)
-        gate = gate.to(tl.float32)
-        y = y * (gate / (1 + tl.exp(-gate)))
-    y = y * (1 / tl.sqrt(tl.sum(y * y, axis=0) / SIZE + eps))
-    y = scale.to(tl.float32) * y
-    tl.store(out + token * (GROUPS * SIZE) + index, y.to(out.dtype.element_ty), mask=inside)
+        b_gate = tl.load(p_other, mask=m_i, other=0.0).to(tl.float32)
+        b_y = b_y * (b_gate / (1 + tl.exp(-b_gate)))
+    b_y = b_y * (1 / tl.sqrt(tl.sum(b_y * b_y, axis=0) / SIZE + eps))
+    b_y = b_weight.to(tl.float32) * b_y
+    tl.store(out + o_out, b_y.to(out.dtype.element_ty), mask=m_i)
 
 
 def _launch(
     x: Tensor, residual: Tensor | None, gate: Tensor | None, weight: Tensor, groups: int, eps: float
 ) -> tuple[Tensor, Tensor]:
+    """The norm, and the sum with the residual (the norm again where there is none)."""
     parts = x if residual is not None and x.dim() > residual.dim() else x[None]
+    _check(parts.shape[1:], residual, gate, weight, groups)
     shape, size = parts.shape[1:], x.shape[-1]
-    other = residual if residual is not None else gate
-    if other is not None and other.shape != shape:
-        raise ValueError(
-            f"{'gate' if residual is None else 'residual'} is {tuple(other.shape)}, must have "
-            f"x's shape {tuple(shape)}"
-        )
-    if weight.shape != (size,) or size % groups:
-        raise ValueError(
-            f"weight is {tuple(weight.shape)}, must be [{size}], a multiple of {groups} groups"
-        )
     flat = _lines(parts)
-    out = torch.empty(shape, dtype=weight.dtype, device=x.device)
-    total = out
+    out = total = torch.empty(shape, dtype=weight.dtype, device=x.device)
+    other = flat
     if residual is not None:
-        total = torch.empty(
-            shape, dtype=torch.promote_types(x.dtype, residual.dtype), device=x.device
-        )
-    added = flat if other is None else _lines(other[None])
+        dtype = torch.promote_types(x.dtype, residual.dtype)
+        total = torch.empty(shape, dtype=dtype, device=x.device)
+        other = _lines(residual[None])
+    elif gate is not None:
+        other = _lines(gate[None])
     block = triton.next_power_of_2(size // groups)
     if x.numel():
         _norm_kernel[(flat.shape[1], groups)](
-            flat,
-            added,
-            weight.contiguous(),
-            out,
-            total,
-            eps,
-            flat.stride(0),
-            flat.stride(1),
-            added.stride(1),
+            x=flat,
+            other=other,
+            weight=weight.contiguous(),
+            out=out,
+            total=total,
+            eps=eps,
+            part_stride=flat.stride(0),
+            x_stride=flat.stride(1),
+            other_stride=other.stride(1),
             PARTS=len(parts),
             RESIDUAL=residual is not None,
             GATED=gate is not None,
@@ -167,6 +165,19 @@ def _launch(
             **pdl(x),
         )
     return out, total
+
+
+def _check(
+    shape: torch.Size, residual: Tensor | None, gate: Tensor | None, weight: Tensor, groups: int
+) -> None:
+    for name, other in (("residual", residual), ("gate", gate)):
+        if other is not None and other.shape != shape:
+            raise ValueError(f"{name} is {tuple(other.shape)}, must have x's shape {tuple(shape)}")
+    size = shape[-1]
+    if weight.shape != (size,) or size % groups:
+        raise ValueError(
+            f"weight is {tuple(weight.shape)}, must be [{size}], a multiple of {groups} groups"
+        )
 
 
 def _lines(parts: Tensor) -> Tensor:

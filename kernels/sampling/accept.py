@@ -91,21 +91,23 @@ def _accept_drafts_kernel(
     FORCED: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    row = tl.program_id(0)
-    j = tl.arange(0, WIDTH)
-    guesses = tl.load(num_draft + row)
-    samples = tl.load(emits + row).to(tl.int32) != 0
-    own = tl.load(chosen + row * (NUM_DRAFT + 1) + j, mask=j <= NUM_DRAFT, other=0)
-    guess = tl.load(drafts + row * draft_stride + j, mask=(j < guesses) & (j < NUM_DRAFT), other=-1)
+    """One program per row."""
+    i_row = tl.program_id(0)
+    o_j = tl.arange(0, WIDTH)
+    m_token = o_j <= NUM_DRAFT
+    m_draft = (o_j < tl.load(num_draft + i_row)) & (o_j < NUM_DRAFT)
+    emits_any = tl.load(emits + i_row).to(tl.int32) != 0
+    b_own = tl.load(chosen + i_row * (NUM_DRAFT + 1) + o_j, mask=m_token, other=0)
+    b_draft = tl.load(drafts + i_row * draft_stride + o_j, mask=m_draft, other=-1)
     if FORCED:
-        same = tl.load(drawn + row) < tl.load(rates + j, mask=j < NUM_DRAFT, other=0.0)
+        m_agrees = tl.load(drawn + i_row) < tl.load(rates + o_j, mask=o_j < NUM_DRAFT, other=0.0)
     else:
-        same = guess == own
-    kept = tl.min(tl.where(same & (guess >= 0), WIDTH, j), axis=0)
-    token = tl.where(j < kept, guess, own)
-    token = tl.where((j <= kept) & samples, token, -1)
-    tl.store(tokens + row * (NUM_DRAFT + 1) + j, token, mask=j <= NUM_DRAFT)
-    tl.store(counts + row, tl.where(samples, kept + 1, 0))
+        m_agrees = b_draft == b_own
+    accepted = tl.min(tl.where(m_agrees & (b_draft >= 0), WIDTH, o_j), axis=0)
+    b_token = tl.where(o_j < accepted, b_draft, b_own)
+    b_token = tl.where((o_j <= accepted) & emits_any, b_token, -1)
+    tl.store(tokens + i_row * (NUM_DRAFT + 1) + o_j, b_token, mask=m_token)
+    tl.store(counts + i_row, tl.where(emits_any, accepted + 1, 0))
 
 
 def accept_drafts(
@@ -124,15 +126,15 @@ def accept_drafts(
     counts = torch.empty(rows, dtype=torch.int32, device=chosen.device)
     forced = rates is not None
     _accept_drafts_kernel[(rows,)](
-        chosen.contiguous(),
-        drafts,
-        drafts.stride(0),
-        num_draft.to(torch.int32),
-        emits,
-        rates if forced else counts,
-        drawn if forced else counts,
-        tokens,
-        counts,
+        chosen=chosen.contiguous(),
+        drafts=drafts,
+        draft_stride=drafts.stride(0),
+        num_draft=num_draft.to(torch.int32),
+        emits=emits,
+        rates=rates if forced else counts,
+        drawn=drawn if forced else counts,
+        tokens=tokens,
+        counts=counts,
         NUM_DRAFT=width - 1,
         FORCED=forced,
         # One more than the tokens, so that some index always fails.

@@ -1,4 +1,4 @@
-"""The most likely token of each position, over a vocabulary too wide for one program."""
+"""The most likely token of each line of logits, whose vocabulary is too wide for one program."""
 
 from __future__ import annotations
 
@@ -24,36 +24,52 @@ def argmax_reference(logits: Tensor, out: Tensor) -> Tensor:
 
 @triton.jit
 def _part_kernel(
-    logits, values, indices, stride, V: tl.constexpr, PARTS: tl.constexpr, TILE: tl.constexpr,
+    logits,
+    values,
+    indices,
+    stride,
+    V: tl.constexpr,
+    PARTS: tl.constexpr,
+    TILE: tl.constexpr,
     PDL: tl.constexpr,
-):  # fmt: skip
+):
+    """Best logit and its index of TILE logits; one program per line and part of it."""
     pdl_wait(PDL)
-    line = tl.program_id(0)
-    part = tl.program_id(1)
-    index = part * TILE + tl.arange(0, TILE)
-    at = logits + line.to(tl.int64) * stride + index
-    value = tl.load(at, mask=index < V, other=float("-inf")).to(tl.float32)
-    value = tl.where(value == value, value, float("-inf"))  # nothing equals NaN, so no index would
-    best = tl.max(value, axis=0)
+    i_line = tl.program_id(0)
+    i_part = tl.program_id(1)
+    o_v = i_part * TILE + tl.arange(0, TILE)
+    p_logits = logits + i_line.to(tl.int64) * stride + o_v
+    b_value = tl.load(p_logits, mask=o_v < V, other=float("-inf")).to(tl.float32)
+    # NaN equals nothing, not even the maximum: it would leave no index.
+    b_value = tl.where(b_value == b_value, b_value, float("-inf"))
+    best = tl.max(b_value, axis=0)
     # A part of nothing but -inf still names a valid token.
-    first = tl.min(tl.where((value == best) & (index < V), index, V - 1), axis=0)
-    tl.store(values + line * PARTS + part, best)
-    tl.store(indices + line * PARTS + part, first)
+    first = tl.min(tl.where((b_value == best) & (o_v < V), o_v, V - 1), axis=0)
+    tl.store(values + i_line * PARTS + i_part, best)
+    tl.store(indices + i_line * PARTS + i_part, first)
 
 
 @triton.jit
 def _whole_kernel(
-    values, indices, out, out_stride, PARTS: tl.constexpr, WIDTH: tl.constexpr,
+    values,
+    indices,
+    out,
+    out_stride,
+    PARTS: tl.constexpr,
+    WIDTH: tl.constexpr,
     PDL: tl.constexpr,
-):  # fmt: skip
+):
+    """Index of a line's best part; one program per line."""
     pdl_wait(PDL)
-    line = tl.program_id(0)
-    part = tl.arange(0, WIDTH)
-    value = tl.load(values + line * PARTS + part, mask=part < PARTS, other=float("-inf"))
-    index = tl.load(indices + line * PARTS + part, mask=part < PARTS, other=2147483647)
-    best = tl.max(value, axis=0)
-    # Parts stand in the order of their tokens, so the lowest index is in the first best part.
-    tl.store(out + line * out_stride, tl.min(tl.where(value == best, index, 2147483647), axis=0))
+    i_line = tl.program_id(0)
+    o_part = tl.arange(0, WIDTH)
+    m_part = o_part < PARTS
+    b_value = tl.load(values + i_line * PARTS + o_part, mask=m_part, other=float("-inf"))
+    b_index = tl.load(indices + i_line * PARTS + o_part, mask=m_part, other=2147483647)
+    best = tl.max(b_value, axis=0)
+    # Parts are in the order of their tokens, so the lowest index is in the first best part.
+    first = tl.min(tl.where(b_value == best, b_index, 2147483647), axis=0)
+    tl.store(out + i_line * out_stride, first)
 
 
 TILE = 4096
@@ -73,11 +89,24 @@ def argmax(logits: Tensor, out: Tensor | None = None) -> Tensor:
     indices = torch.empty((lines, parts), dtype=torch.int32, device=logits.device)
     if lines:
         _part_kernel[(lines, parts)](
-            logits, values, indices, logits.stride(0), V=vocabulary, PARTS=parts, TILE=TILE,
-            num_warps=8, **pdl(logits),
-        )  # fmt: skip
+            logits=logits,
+            values=values,
+            indices=indices,
+            stride=logits.stride(0),
+            V=vocabulary,
+            PARTS=parts,
+            TILE=TILE,
+            num_warps=8,
+            **pdl(logits),
+        )
         _whole_kernel[(lines,)](
-            values, indices, out, out.stride(0), PARTS=parts,
-            WIDTH=triton.next_power_of_2(parts), num_warps=1, **pdl(logits),
-        )  # fmt: skip
+            values=values,
+            indices=indices,
+            out=out,
+            out_stride=out.stride(0),
+            PARTS=parts,
+            WIDTH=triton.next_power_of_2(parts),
+            num_warps=1,
+            **pdl(logits),
+        )
     return out

@@ -1,4 +1,4 @@
-"""Random numbers that depend on nothing but their key, on every device and in every batch."""
+"""Random numbers that depend on their key alone: the same on every device and in every batch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hybrid_runtime.kernels.common.backend import runs_triton
 
 
 def _signed(x: int) -> int:
-    # torch refuses a Python integer that does not fit, while its own int64 arithmetic wraps.
+    # torch refuses a Python integer that does not fit into int64; its own arithmetic wraps.
     return (x + 2**63) % 2**64 - 2**63
 
 
@@ -27,8 +27,8 @@ def uniform_reference(seed: Tensor, position: Tensor, stream: int) -> Tensor:
 
     Args:
         seed: int64 `[rows]`.
-        position: int64 `[rows, ...]`.
-        stream: what the number is for.
+        position: int64 `[rows, ...]`, which number of the row's sequence.
+        stream: what the numbers are for; different streams of a seed are independent.
 
     Returns:
         float32 like `position`, multiples of 2**-24 in [0, 1).
@@ -69,13 +69,14 @@ def _uniform_kernel(
     MIX_2: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    index = tl.program_id(0) * TILE + tl.arange(0, TILE)
-    inside = index < count
-    key = tl.load(seed + index // width, mask=inside, other=0)
-    key = _mixed(_mixed(key + GAMMA, MIX_1, MIX_2) + STREAM, MIX_1, MIX_2)
-    at = tl.load(position + index, mask=inside, other=0).to(tl.int64) + 1
-    bits = _mixed(key + at * GAMMA, MIX_1, MIX_2)
-    tl.store(out + index, ((bits >> 40) & 0xFFFFFF).to(tl.float32) * (2.0**-24), mask=inside)
+    """`count` numbers, `width` per row, TILE per program."""
+    o_i = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    m_i = o_i < count
+    b_key = tl.load(seed + o_i // width, mask=m_i, other=0)
+    b_key = _mixed(_mixed(b_key + GAMMA, MIX_1, MIX_2) + STREAM, MIX_1, MIX_2)
+    b_position = tl.load(position + o_i, mask=m_i, other=0).to(tl.int64) + 1
+    b_bits = _mixed(b_key + b_position * GAMMA, MIX_1, MIX_2)
+    tl.store(out + o_i, ((b_bits >> 40) & 0xFFFFFF).to(tl.float32) * (2.0**-24), mask=m_i)
 
 
 TILE = 128
@@ -89,11 +90,11 @@ def uniform(seed: Tensor, position: Tensor, stream: int) -> Tensor:
     out = torch.empty(position.shape, dtype=torch.float32, device=position.device)
     count = position.numel()
     _uniform_kernel[(triton.cdiv(count, TILE),)](
-        seed.contiguous(),
-        position.contiguous(),
-        out,
-        count,
-        count // position.shape[0],
+        seed=seed.contiguous(),
+        position=position.contiguous(),
+        out=out,
+        count=count,
+        width=count // position.shape[0],
         STREAM=_signed(GAMMA * (stream + 1)),
         GAMMA=GAMMA,
         MIX_1=MIX_1,

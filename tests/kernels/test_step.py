@@ -228,7 +228,7 @@ def test_pool(size: int, dtype: torch.dtype) -> None:
 @kernels
 @settings(max_examples=40)
 @given(st.data())
-def test_match(data: st.DataObject) -> None:
+def test_accept_drafts(data: st.DataObject) -> None:
     rows, num_draft = data.draw(st.integers(1, 4)), data.draw(st.integers(0, 5))
     few = st.integers(-1, 2)
 
