@@ -9,8 +9,17 @@ from typing import Any
 
 import pytest
 import torch
-from engine.test_engine import NEW_TOKENS, VOCABULARY, engine, hf, hf_greedy, same_text, tokenizer
-from engine.test_requests import nothing_leaked
+from helpers.small_engine import (
+    NEW_TOKENS,
+    VOCABULARY,
+    engine,
+    hf,
+    hf_greedy,
+    nothing_leaked,
+    same_text,
+    text,
+    tokenizer,
+)
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
@@ -38,18 +47,11 @@ ENGINES: list[dict[str, Any]] = [
     {"drafter": "ngram", "num_speculative_tokens": 3, "strategy": "blocking", "steps_ahead": 1},
     {"drafter": "eagle", "num_speculative_tokens": 5, "prefix_caching": False},
 ]
-
-
-def text(length: int, seed: int) -> list[int]:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(0, VOCABULARY, (length,), generator=generator).tolist()
-
-
 PROMPTS = [text(n, 200 + n) for n in LENGTHS]
 
 
 def small(hf: NemotronHForCausalLM, tokenizer: Tokenizer | None, **options: Any) -> Engine:
-    return engine(hf, tokenizer, **{"block_size": BLOCK} | options)  # type: ignore[arg-type]
+    return engine(hf, tokenizer, **{"block_size": BLOCK} | options)
 
 
 def wanted(

@@ -2,103 +2,25 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import pytest
-import torch
-from helpers.oracle import hf_model, our_model, random_config, randomise
+from helpers.small_engine import (
+    NEW_TOKENS,
+    Script,
+    engine,
+    hf,
+    prompts,
+    same_text,
+    tokenizer,
+    wanted,
+)
 from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from torch import Tensor
 from transformers import NemotronHForCausalLM
 
-from hybrid_runtime.engine import Engine, EngineConfig, SamplingParams
-from hybrid_runtime.models.eagle import EagleConfig, EagleHead
-from hybrid_runtime.models.mtp import MTPHead
-from hybrid_runtime.specdecode.drafter import Verified
+from hybrid_runtime.engine import SamplingParams
 
-NEW_TOKENS = 24
-VOCABULARY = 96
-CONFIG = random_config(
-    "M*M-E",
-    vocab_size=VOCABULARY,
-    num_nextn_predict_layers=1,
-    mtp_layers_block_type=["attention", "moe"],
-)
-EAGLE = EagleConfig(
-    vocab_size=VOCABULARY,
-    hidden_size=32,
-    intermediate_size=48,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=8,
-)
-NOISE = 1e-4
-"""Logits closer than this are a tie in fp32: several times the largest difference measured between
-this engine and transformers (1e-5 of the largest logit, which is about 3 here)."""
-
-
-@pytest.fixture(scope="module")
-def hf() -> NemotronHForCausalLM:
-    return hf_model(CONFIG, seed=3)
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
-    return Tokenizer(WordLevel({f"t{i}": i for i in range(VOCABULARY)}, unk_token="t0"))
-
-
-@pytest.fixture(scope="module")
-def prompts() -> list[list[int]]:
-    generator = torch.Generator().manual_seed(1)
-    lengths = (1, 4, 7, 16, 17, 33, 40, 61)
-    return [torch.randint(0, VOCABULARY, (n,), generator=generator).tolist() for n in lengths]
-
-
-@pytest.fixture(scope="module")
-def wanted(hf: NemotronHForCausalLM, prompts: list[list[int]]) -> list[list[int]]:
-    return [hf_greedy(hf, prompt) for prompt in prompts]
-
-
-def hf_greedy(hf: NemotronHForCausalLM, prompt: list[int]) -> list[int]:
-    with torch.inference_mode():
-        out = hf.generate(
-            torch.tensor([prompt]),
-            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
-            max_new_tokens=NEW_TOKENS,
-            do_sample=False,
-            eos_token_id=None,
-            pad_token_id=0,
-        )
-    return out[0, len(prompt) :].tolist()
-
-
-def engine(hf: NemotronHForCausalLM, tokenizer: Tokenizer, **options: Any) -> Engine:
-    model = our_model(CONFIG, hf)
-    head: Any = None
-    drafter = options.get("drafter")
-    if drafter == "mtp":
-        head = MTPHead(model)
-    elif drafter == "eagle":
-        head = EagleHead(EAGLE, model)
-    if head is not None:
-        randomise(head, seed=5)
-    sizes = {"drafter": None, "max_model_len": 128, "block_size": 16}
-    config = EngineConfig(**sizes | options)
-    return Engine(model, config, tokenizer=tokenizer, eos_token_ids=(), head=head)
-
-
-def same_text(hf: NemotronHForCausalLM, prompt: list[int], got: list[int], want: list[int]) -> None:
-    """Equal, or different from a token on whose two best logits are closer than `NOISE`."""
-    if got == want:
-        return
-    first = next(i for i, (a, b) in enumerate(zip(got, want, strict=True)) if a != b)
-    with torch.inference_mode():
-        logits = hf(torch.tensor([prompt + want[:first]])).logits[0, -1]
-    best = logits.topk(2).values
-    assert best[0] - best[1] < NOISE, f"token {first}: {got[first]} instead of {want[first]}"
-
+__all__ = ["hf", "prompts", "tokenizer", "wanted"]  # fixtures
 
 ROWS = [
     {"drafter": None, "num_speculative_tokens": 0},
@@ -159,33 +81,6 @@ def test_greedy_text_is_that_of_transformers(
         same_text(hf, prompt, answer.tokens, want)
     pools = (runs.scheduler.kv.pool, runs.scheduler.state.pool)
     assert [p.free for p in pools] == [p.size for p in pools]
-
-
-class Script:
-    """A drafter that knows the right text and errs where it is told to: any acceptances."""
-
-    def __init__(self, texts: list[list[int]], k: int, pattern: list[int]) -> None:
-        self.texts, self.k = texts, k
-        self.errors = itertools.cycle(pattern)
-
-    def propose(self, verified: Verified) -> tuple[Tensor, Tensor | None]:
-        sequences, drafts = verified.sequences, []
-        for slot, emits in zip(
-            verified.rows.slot.tolist(), verified.rows.emits.tolist(), strict=True
-        ):
-            known = sequences.history[slot, : int(sequences.length[slot])].tolist()
-            guess = [-1] * self.k
-            if emits:
-                right = next(self.errors) % (self.k + 2)
-                # The last step may emit more than was asked for.
-                text = next(t for t in self.texts if t[: len(known)] == known[: len(t)])
-                guess = [*text[len(known) :], *[0] * self.k][: self.k]
-                if right <= self.k:  # k + 1: offer no draft at all
-                    guess = [t if i < right else (t + 1) % VOCABULARY for i, t in enumerate(guess)]
-                else:
-                    guess = [-1] * self.k
-            drafts.append(guess)
-        return torch.tensor(drafts, dtype=torch.int32), None
 
 
 @pytest.mark.parametrize("strategy", ["blocking", "defer", "always", "auto"])

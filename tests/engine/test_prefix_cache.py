@@ -7,9 +7,16 @@ import itertools
 from typing import Any
 
 import pytest
-import torch
-from engine.test_engine import NEW_TOKENS, VOCABULARY, engine, hf, hf_greedy, same_text, tokenizer
-from engine.test_requests import nothing_leaked
+from helpers.small_engine import (
+    NEW_TOKENS,
+    engine,
+    hf,
+    hf_greedy,
+    nothing_leaked,
+    same_text,
+    text,
+    tokenizer,
+)
 from tokenizers import Tokenizer
 from transformers import NemotronHForCausalLM
 
@@ -29,11 +36,6 @@ DRAFTERS: list[dict[str, Any]] = [
     {"drafter": "mtp", "num_speculative_tokens": 3, "state_layout": "replay", "steps_ahead": 1},
     {"drafter": "eagle", "num_speculative_tokens": 5, "state_layout": "replay"},
 ]
-
-
-def text(length: int, seed: int) -> list[int]:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(0, VOCABULARY, (length,), generator=generator).tolist()
 
 
 def small(hf: NemotronHForCausalLM, tokenizer: Tokenizer, **options: Any) -> Engine:

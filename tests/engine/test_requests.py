@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from engine.test_engine import (
+from helpers.small_engine import (
     NEW_TOKENS,
     VOCABULARY,
     Script,
     engine,
     hf,
+    nothing_leaked,
     prompts,
     tokenizer,
     wanted,
@@ -19,21 +20,12 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import NemotronHForCausalLM
 
-from hybrid_runtime.engine import Engine, SamplingParams
+from hybrid_runtime.engine import SamplingParams
 from hybrid_runtime.specdecode.drafter import Verified
 
 __all__ = ["hf", "prompts", "tokenizer", "wanted"]  # fixtures
 
 N_GRAM = {"drafter": "ngram", "num_speculative_tokens": 3, "block_size": 8}
-
-
-def nothing_leaked(runs: Engine) -> None:
-    """Every block, slot and reservation is back."""
-    assert runs.idle
-    for pool in (runs.scheduler.kv.pool, runs.scheduler.state.pool):
-        assert pool.free == pool.size
-    assert sorted(runs.scheduler._slots) == list(range(runs.manager.max_requests))
-    assert not runs.manager._slot_table.live.any()
 
 
 def test_ends_at_stop_tokens_and_end_of_text(

@@ -6,7 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from engine.test_engine import VOCABULARY, engine, hf, tokenizer
+from helpers.small_engine import (
+    VOCABULARY,
+    engine,
+    hf,
+    tokenizer,
+)
 from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import NemotronHForCausalLM

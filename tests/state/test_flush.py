@@ -8,9 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-from engine.test_engine import Script, engine, hf, hf_greedy, same_text, tokenizer
-from engine.test_prefix_cache import text
-from engine.test_requests import nothing_leaked
+from helpers.small_engine import (
+    Script,
+    engine,
+    hf,
+    hf_greedy,
+    nothing_leaked,
+    same_text,
+    text,
+    tokenizer,
+)
 from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import NemotronHForCausalLM

@@ -107,14 +107,12 @@ class HostTier:
         self.stats.stored_bytes += len(host) * found.bytes_per_block
         return ticket
 
-    def load(
-        self, group: str, host_blocks: Blocks, device_blocks: Blocks, order: bool = True
-    ) -> Ticket:
-        """Copy host blocks into device blocks, behind what the current stream still does with them.
+    def load(self, group: str, host_blocks: Blocks, device_blocks: Blocks) -> Ticket:
+        """Copy host blocks into device blocks, behind what the current stream still does with them
+        and before what is launched on it from now on.
 
-        The host blocks stay the caller's. order: what is launched on the current stream from now on
-        runs behind the copies; with False, nothing may read or write the device blocks before the
-        ticket says so. After an error the device blocks hold anything, and may be used again.
+        The host blocks stay the caller's. After an error the device blocks hold anything, and may
+        be used again.
         """
         found = self._group(group)
         host = found.host_ids(host_blocks, distinct=False)
@@ -127,8 +125,7 @@ class HostTier:
         ticket = self._move(found, host, device, np.argsort(device), to_host=False)
         self.stats.loaded_blocks += len(host)
         self.stats.loaded_bytes += len(host) * found.bytes_per_block
-        if order:
-            ticket.order()
+        ticket.order()
         return ticket
 
     def free(self, group: str, host_blocks: Blocks) -> None:
