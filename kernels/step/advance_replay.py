@@ -1,8 +1,8 @@
 """`advance` for the replay layout: finish the previous step's counts, place the new one.
 
-Entries, `previous` and `placed` are those of kernels.advance. A request has one live state in the
-last column of its block table and snapshots in the columns below; the guesses of its last step are
-records, of which the next step folds in those that were accepted.
+A request has one live state, in the last column of its block table, and snapshots in the columns
+below. The guesses of its last step are kept as inputs in the window cache; the next step folds in
+those that were accepted.
 """
 
 from __future__ import annotations
@@ -15,29 +15,28 @@ import triton.language as tl
 from torch import Tensor
 
 from hybrid_runtime.kernels.common.backend import runs_triton
+from hybrid_runtime.kernels.step.boundary import keeps, keeps_reference, load_rule
 from hybrid_runtime.kernels.step.entry import (
-    ADMIT,
-    ADMIT_COLUMN,
-    ADMIT_COMPUTED,
     CERTAIN,
     COLUMN,
     DEAD,
     DRAFT,
     ENTRY_FIELDS,
-    EVERY,
-    FIRST,
     PLACED_DRAFT,
-    PREVIOUS,
     SCHEDULED,
-    SECOND,
     SLOT,
 )
+from hybrid_runtime.kernels.step.previous_step import LINES, finish, finish_reference
 
 
 class ReplaySlots(NamedTuple):
-    """Exact device state per slot, int32 `[max_requests]`: tokens computed; the column that holds
-    the state (-1 = none, zero state; `DEAD`); how many records the computed tokens have in advance
-    of that state; and the half of the records in which they stand."""
+    """Exact device state per slot, int32 `[max_requests]`.
+
+    computed: tokens computed.
+    held: column of the state, -1 = none (zero state); `DEAD`.
+    fold: accepted guesses that the state does not hold yet.
+    turn: half of the window cache that holds their inputs.
+    """
 
     computed: Tensor
     held: Tensor
@@ -90,64 +89,58 @@ def advance_replay_reference(
 ) -> None:
     """Finish the previous step and place this one.
 
-    entries: int32 `[lines, ENTRY_FIELDS]`, the first `num_entries` valid, rows first.
-    previous, placed: int32 `[4, rows]` (R, write column, drafts; the last row is not used).
-    accepted: int32 `[rows]` of the previous step; a = 0 counts as 1, or kills a row with drafts.
+    Args:
+        entries: int32 `[lines, ENTRY_FIELDS]`, the first `num_entries` valid, rows first.
+        num_entries: valid lines.
+        num_rows: those of them that are rows of the step.
+        slots: read, and updated for the slots of all entries.
+        previous: int32 `[4, rows]`, `placed` of the previous step; RESETS is not used.
+        accepted: int32 `[rows]` of the previous step; a = 0 counts as 1, or kills a row with
+            drafts.
+        placed: int32 `[4, rows]`, written for this step's rows.
+        positions: written whole.
+        block_size: tokens of a block; retained boundaries are multiples of it.
+        live_column: column of the live states.
+
     The state that is read covers n - fold tokens, the one that is written R = n + s - d. A retained
     boundary in (n - fold, n] or at R goes to its own column: as a snapshot, or, at R in a row
-    without guesses, as the state itself. Retained boundaries are multiples of the block size.
+    without guesses, as the state itself.
     """
     for out, idle in zip(positions, IDLE, strict=True):
         out.fill_(idle)
     line = entries[:num_entries].long()
     slot = line[:, SLOT]
     valid = slot >= 0
-    at = slot.clamp(min=0)
-    computed, held, fold, turn = (field[at].long() for field in slots)
-
-    finishes = line[:, PREVIOUS] >= 0
-    certain, column, draft, _ = previous[:, line[:, PREVIOUS].clamp(min=0)].long()
-    count = torch.minimum(accepted[line[:, PREVIOUS].clamp(min=0)].long(), draft + 1)
-    emitted = count.clamp(min=1)
-    dead = ((count <= 0) & (draft > 0)) | (column < 0)
-    computed = torch.where(finishes, certain + emitted - 1, computed)
-    held = torch.where(finishes, torch.where(dead, DEAD, column), held)
-    fold = torch.where(finishes, emitted - 1, fold)
-
-    admitted = line[:, ADMIT] > 0
-    computed = torch.where(admitted, line[:, ADMIT_COMPUTED], computed)
-    held = torch.where(admitted, line[:, ADMIT_COLUMN], held)
-    fold = torch.where(admitted, 0, fold)
+    computed, held, fold = finish_reference(
+        line, slots.computed, slots.held, slots.fold, previous, accepted, resets_offset=False
+    )
+    turn = slots.turn[slot.clamp(min=0)].long()
     runs = valid & (line[:, SCHEDULED] > 0) & (held != DEAD)
     after = computed, held, fold, torch.where(runs, 1 - turn, turn)
     for field, value in zip(slots, after, strict=True):
-        field[at[valid]] = value[valid].int()
-
-    def kept(boundary: Tensor) -> Tensor:
-        every = line[:, EVERY]
-        periodic = (every > 0) & (boundary % every.clamp(min=1) == 0)
-        return periodic | (boundary == line[:, FIRST]) | (boundary == line[:, SECOND])
+        field[slot[valid]] = value[valid].int()
 
     draft = line[:, DRAFT]
     covered, certain = computed - fold, computed + line[:, SCHEDULED] - draft
     passed = (covered // block_size + 1) * block_size
-    passes = (passed <= computed) & kept(passed)
-    ends = kept(certain)
+    passes = (passed <= computed) & keeps_reference(passed, line)
+    ends = keeps_reference(certain, line)
     boundary = torch.where(passes, passed, certain)
     stores = passes | (ends & (draft > 0))
     write = torch.where(ends & (draft == 0), certain // block_size - 1, live_column)
-    values = (
-        held,
-        fold,
-        turn,
-        write,
-        torch.where(stores, boundary // block_size - 1, -1),
-        torch.where(stores, boundary - covered, 0),
-        certain,
+    values = ReplayPositions(
+        read_column=held,
+        fold=fold,
+        turn=turn,
+        write_column=write,
+        snapshot_column=torch.where(stores, boundary // block_size - 1, -1),
+        snapshot_after=torch.where(stores, boundary - covered, 0),
+        certain=certain,
     )
     n = num_rows
-    where = torch.where(runs, certain, 0), torch.where(runs, write, -1), draft
-    placed[:3, :n] = torch.stack(where)[:, :n].int()
+    placed[CERTAIN, :n] = torch.where(runs, certain, 0)[:n].int()
+    placed[COLUMN, :n] = torch.where(runs, write, -1)[:n].int()
+    placed[PLACED_DRAFT, :n] = draft[:n].int()
     for out, value, idle in zip(positions, values, IDLE, strict=True):
         out[:n] = torch.where(runs, value, idle)[:n].int()
 
@@ -182,75 +175,52 @@ def _advance_replay_kernel(
     max_rows,
     live_column,
     BLOCK_SIZE: tl.constexpr,
-    LINES: tl.constexpr,
 ):
-    line = tl.program_id(0) * LINES + tl.arange(0, LINES)
-    here = line < num_entries
-    entry = entries + line * ENTRY_FIELDS
-    slot = tl.load(entry + SLOT, mask=here, other=-1)
+    i_line = tl.program_id(0) * LINES + tl.arange(0, LINES)
+    here = i_line < num_entries
+    p_entry = entries + i_line * ENTRY_FIELDS
+    slot = tl.load(p_entry + SLOT, mask=here, other=-1)
     valid = slot >= 0
-    scheduled = tl.load(entry + SCHEDULED, mask=here, other=0)
-    draft = tl.load(entry + DRAFT, mask=here, other=0)
-    row = tl.load(entry + PREVIOUS, mask=here, other=-1)
-    admitted = tl.load(entry + ADMIT, mask=here, other=0) > 0
-
-    known = valid & (row < 0) & ~admitted
-    computed = tl.load(slot_computed + slot, mask=known, other=0)
-    held = tl.load(slot_held + slot, mask=known, other=-1)
-    fold = tl.load(slot_fold + slot, mask=known, other=0)
+    scheduled = tl.load(p_entry + SCHEDULED, mask=here, other=0)
+    draft = tl.load(p_entry + DRAFT, mask=here, other=0)
+    computed, held, fold = finish(
+        p_entry, here, slot, slot_computed, slot_held, slot_fold, previous, previous_stride,
+        accepted, RESETS_OFFSET=False,
+    )  # fmt: skip
     turn = tl.load(slot_turn + slot, mask=valid, other=0)
-
-    finishes = row >= 0
-    certain = tl.load(previous + CERTAIN * previous_stride + row, mask=finishes, other=0)
-    column = tl.load(previous + COLUMN * previous_stride + row, mask=finishes, other=-1)
-    guessed = tl.load(previous + PLACED_DRAFT * previous_stride + row, mask=finishes, other=0)
-    count = tl.minimum(tl.load(accepted + row, mask=finishes, other=1), guessed + 1)
-    emitted = tl.maximum(count, 1)
-    dead = ((count <= 0) & (guessed > 0)) | (column < 0)
-    computed = tl.where(finishes, certain + emitted - 1, computed)
-    held = tl.where(finishes, tl.where(dead, DEAD, column), held)
-    fold = tl.where(finishes, emitted - 1, fold)
-
-    computed = tl.where(admitted, tl.load(entry + ADMIT_COMPUTED, mask=here, other=0), computed)
-    held = tl.where(admitted, tl.load(entry + ADMIT_COLUMN, mask=here, other=-1), held)
-    fold = tl.where(admitted, 0, fold)
     runs = valid & (scheduled > 0) & (held != DEAD)
     tl.store(slot_computed + slot, computed, mask=valid)
     tl.store(slot_held + slot, held, mask=valid)
     tl.store(slot_fold + slot, fold, mask=valid)
     tl.store(slot_turn + slot, tl.where(runs, 1 - turn, turn), mask=valid)
 
-    every = tl.load(entry + EVERY, mask=here, other=0)
-    first = tl.load(entry + FIRST, mask=here, other=0)
-    second = tl.load(entry + SECOND, mask=here, other=0)
+    every, first, second = load_rule(p_entry, here)
     covered = computed - fold
     certain = computed + scheduled - draft
     passed = (covered // BLOCK_SIZE + 1) * BLOCK_SIZE
-    period = tl.maximum(every, 1)
-    passes = ((every > 0) & (passed % period == 0)) | (passed == first) | (passed == second)
-    passes = passes & (passed <= computed)
-    ends = ((every > 0) & (certain % period == 0)) | (certain == first) | (certain == second)
+    passes = (passed <= computed) & keeps(passed, every, first, second)
+    ends = keeps(certain, every, first, second)
     boundary = tl.where(passes, passed, certain)
     stores = runs & (passes | (ends & (draft > 0)))
     write = tl.where(ends & (draft == 0), certain // BLOCK_SIZE - 1, live_column)
     write = tl.where(runs, write, -1)
     certain = tl.where(runs, certain, 0)
 
-    is_row = line < num_rows
-    tl.store(placed + CERTAIN * placed_stride + line, certain, mask=is_row)
-    tl.store(placed + COLUMN * placed_stride + line, write, mask=is_row)
-    tl.store(placed + PLACED_DRAFT * placed_stride + line, draft, mask=is_row)
-    inside = line < max_rows
+    is_row = i_line < num_rows
+    tl.store(placed + CERTAIN * placed_stride + i_line, certain, mask=is_row)
+    tl.store(placed + COLUMN * placed_stride + i_line, write, mask=is_row)
+    tl.store(placed + PLACED_DRAFT * placed_stride + i_line, draft, mask=is_row)
+    inside = i_line < max_rows
     runs = runs & is_row
     stores = stores & is_row
-    tl.store(read_column + line, tl.where(runs, held, -1), mask=inside)
-    tl.store(fold_count + line, tl.where(runs, fold, 0), mask=inside)
-    tl.store(turn_half + line, tl.where(runs, turn, 0), mask=inside)
-    tl.store(write_column + line, tl.where(runs, write, -1), mask=inside)
+    tl.store(read_column + i_line, tl.where(runs, held, -1), mask=inside)
+    tl.store(fold_count + i_line, tl.where(runs, fold, 0), mask=inside)
+    tl.store(turn_half + i_line, tl.where(runs, turn, 0), mask=inside)
+    tl.store(write_column + i_line, tl.where(runs, write, -1), mask=inside)
     column = tl.where(stores, boundary // BLOCK_SIZE - 1, -1)
-    tl.store(snapshot_column + line, column, mask=inside)
-    tl.store(snapshot_after + line, tl.where(stores, boundary - covered, 0), mask=inside)
-    tl.store(certain_tokens + line, tl.where(runs, certain, 0), mask=inside)
+    tl.store(snapshot_column + i_line, column, mask=inside)
+    tl.store(snapshot_after + i_line, tl.where(stores, boundary - covered, 0), mask=inside)
+    tl.store(certain_tokens + i_line, tl.where(runs, certain, 0), mask=inside)
 
 
 def advance_replay(
@@ -274,6 +244,7 @@ def advance_replay(
         return
     max_rows = positions.read_column.shape[0]
     grid = (triton.cdiv(max(max_rows, num_entries), LINES), 1, 1)
+    # By position, as a compiled handle takes them.
     arguments = (
         entries,
         num_entries,
@@ -288,7 +259,6 @@ def advance_replay(
         max_rows,
         live_column,
         block_size,
-        LINES,
     )
     key = (entries.device, block_size)
     compiled = _compiled.get(key)
@@ -299,9 +269,6 @@ def advance_replay(
     else:
         compiled[grid](*arguments)
 
-
-LINES = 128
-"""Entries per program."""
 
 _compiled: dict[tuple[torch.device, int], Any] = {}
 """Handles of the compiled kernel, launched directly as in advance."""

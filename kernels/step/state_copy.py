@@ -15,17 +15,21 @@ import triton.language as tl
 from torch import Tensor
 
 from hybrid_runtime.kernels.common.backend import num_programs, runs_triton
+from hybrid_runtime.kernels.step.boundary import (
+    keeps,
+    keeps_reference,
+    last_boundary,
+    last_boundary_reference,
+    load_rule,
+)
 from hybrid_runtime.kernels.step.entry import (
     CANDIDATE,
     CERTAIN,
     COLUMN,
     ENTRY_FIELDS,
-    EVERY,
-    FIRST,
     OFFSET,
     PLACED_DRAFT,
     PRECANDIDATE,
-    SECOND,
     SLOT,
     SOURCE,
     TARGET,
@@ -79,16 +83,14 @@ def postcopy_reference(
     row = torch.arange(count, device=entries.device)
     if not every_row:
         row = entries[:count, CANDIDATE].long()
-    slot, every = entries[row, SLOT].long(), entries[row, EVERY].long()
+    line = entries[row].long()
+    slot = line[:, SLOT]
     certain, column, draft, _ = placed[:, row].long()
     a = torch.minimum(accepted[row].long(), draft + 1)
-    boundary = (certain + a - 1) // block_size * block_size
-    offset = boundary - certain
-    target = boundary // block_size - 1
-    kept = (every > 0) & (boundary % every.clamp(min=1) == 0)
-    kept |= (boundary == entries[row, FIRST]) | (boundary == entries[row, SECOND])
-    acts = (slot >= 0) & (column >= 0) & (a > 0) & (draft > 0) & (offset >= 0) & kept
-    acts &= (boundary > 0) & ((offset > 0) | (target != column))
+    boundary, offset, target = last_boundary_reference(certain, certain + a - 1, block_size)
+    acts = (slot >= 0) & (column >= 0) & (a > 0) & (draft > 0) & (offset >= 0)
+    acts &= (boundary > 0) & keeps_reference(boundary, line)
+    acts &= (offset > 0) | (target != column)
     move_reference(states, slot, column, offset, torch.where(acts, target, -1))
 
 
@@ -225,17 +227,12 @@ def _move_kernel(
         certain = tl.load(step + CERTAIN * step_stride + row, mask=listed, other=0)
         draft = tl.load(step + PLACED_DRAFT * step_stride + row, mask=listed, other=0)
         a = tl.minimum(tl.load(accepted + row, mask=listed, other=0), draft + 1)
-        # Floor and truncation agree: rows that act have certain + a - 1 >= 1.
-        boundary = (certain + a - 1) // BLOCK_SIZE * BLOCK_SIZE
-        offset = boundary - certain
-        target = boundary // BLOCK_SIZE - 1
+        boundary, offset, target = last_boundary(certain, certain + a - 1, BLOCK_SIZE)
         # What most rows fail comes first: the loads below are masked, and cost the others nothing.
         crosses = listed & (a > 0) & (draft > 0) & (offset >= 0) & (boundary > 0)
         source = tl.load(step + COLUMN * step_stride + row, mask=crosses, other=-1)
-        every = tl.load(entry + EVERY, mask=crosses, other=0)
-        kept = (every > 0) & (boundary % tl.maximum(every, 1) == 0)
-        kept = kept | (boundary == tl.load(entry + FIRST, mask=crosses, other=0))
-        kept = kept | (boundary == tl.load(entry + SECOND, mask=crosses, other=0))
+        every, first, second = load_rule(entry, crosses)
+        kept = keeps(boundary, every, first, second)
         acts = crosses & kept & (source >= 0) & ((offset > 0) | (target != source))
     else:
         source = tl.load(step + SOURCE * step_stride + row, mask=listed, other=-1)

@@ -16,14 +16,20 @@ from torch import Tensor
 
 from hybrid_runtime.kernels.common.backend import num_programs, runs_triton
 from hybrid_runtime.kernels.common.constant import Constant
+from hybrid_runtime.kernels.step.boundary import (
+    keeps,
+    keeps_reference,
+    last_boundary,
+    last_boundary_reference,
+    load_rule,
+    running_column,
+    running_column_reference,
+)
 from hybrid_runtime.kernels.step.entry import (
     ENTRY_FIELDS,
-    EVERY,
-    FIRST,
     OFFSET,
     PREVIOUS,
     SCHEDULED,
-    SECOND,
     SLOT,
     SOURCE,
     TARGET,
@@ -72,19 +78,15 @@ def decide_reference(
     slot = line[:, REQUEST]
     held, accepted, computed = (value[slot].long() for value in counts)
     if phase == BEFORE:
-        target = (computed + line[:, SCHEDULED] + block_size - 1) // block_size - 1
+        target = running_column_reference(computed + line[:, SCHEDULED], block_size)
         offset = (accepted - 1).clamp(min=0)
         acts = (held >= 0) & (held != target)
         counts.column[slot] = target.int()
         rebased = acts
     else:
-        boundary = computed // block_size * block_size
-        offset = boundary - (computed - accepted + 1)
-        target = boundary // block_size - 1
-        every = line[:, EVERY]
-        kept = (every > 0) & (boundary % every.clamp(min=1) == 0)
-        kept |= (boundary == line[:, FIRST]) | (boundary == line[:, SECOND])
-        reached = (offset >= 0) & kept
+        certain = computed - accepted + 1
+        boundary, offset, target = last_boundary_reference(certain, computed, block_size)
+        reached = (offset >= 0) & keeps_reference(boundary, line)
         acts = reached & ((offset > 0) | (target != held))
         rebased = reached & (target == held)
     counts.accepted[slot[rebased]] = 1
@@ -131,20 +133,15 @@ def _decide_move_kernel(
     n = tl.load(computed + slot, mask=here, other=0)
     if PHASE == BEFORE:
         scheduled = tl.load(entry + SCHEDULED, mask=here, other=1)
-        target = (n + scheduled + BLOCK_SIZE - 1) // BLOCK_SIZE - 1
+        target = running_column(n + scheduled, BLOCK_SIZE)
         offset = tl.maximum(a - 1, 0)
         acts = here & (held >= 0) & (held != target)
         rebased = acts
     else:
-        boundary = n // BLOCK_SIZE * BLOCK_SIZE
-        offset = boundary - (n - a + 1)
-        target = boundary // BLOCK_SIZE - 1
+        boundary, offset, target = last_boundary(n - a + 1, n, BLOCK_SIZE)
         reached = here & (offset >= 0)
-        every = tl.load(entry + EVERY, mask=reached, other=0)
-        kept = (every > 0) & (boundary % tl.maximum(every, 1) == 0)
-        kept = kept | (boundary == tl.load(entry + FIRST, mask=reached, other=0))
-        kept = kept | (boundary == tl.load(entry + SECOND, mask=reached, other=0))
-        reached = reached & kept
+        every, first, second = load_rule(entry, reached)
+        reached = reached & keeps(boundary, every, first, second)
         acts = reached & ((offset > 0) | (target != held))
         rebased = reached & (target == held)
     table_row = tl.load(entry + SLOT, mask=acts, other=0)

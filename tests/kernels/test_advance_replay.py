@@ -158,6 +158,40 @@ def entries_of(
     return torch.from_numpy(lines).to(DEVICE), rows + len(left), rows
 
 
+@pytest.mark.parametrize("rule", rules(4), ids=str)
+def test_kernel_stores_what_align_says(rule: Retention) -> None:
+    """All small steps at once; the reference where kernels don't run."""
+    block, live = 4, 99
+    covered, guesses, fold, s, d = steps(block, 3).T
+    n = len(covered)
+    device = Device(n)
+    previous = np.zeros((4, n), np.int32)
+    previous[fields.CERTAIN], previous[fields.PLACED_DRAFT] = covered, guesses
+    lines = np.zeros((n, fields.ENTRY_FIELDS), np.int32)
+    lines[:, fields.SLOT] = lines[:, fields.PREVIOUS] = np.arange(n)
+    lines[:, fields.SCHEDULED], lines[:, fields.DRAFT] = s, d
+    lines[:, fields.EVERY], lines[:, fields.FIRST], lines[:, fields.SECOND] = rule
+    entries, finished, accepted = (
+        torch.from_numpy(v.astype(np.int32)).to(DEVICE) for v in (lines, previous, fold + 1)
+    )
+    advance_replay(
+        entries, n, n, device.slots, finished, accepted, device.placed[0], device.positions,
+        block, live,
+    )  # fmt: skip
+    computed, certain = covered + fold, covered + fold + s - d
+    stored = align.replay_snapshot(covered, computed, certain, d, block, rule)
+    direct = (stored.boundary == certain) & ~stored.extra
+    wanted = {
+        "fold": fold,
+        "certain": certain,
+        "write_column": np.where(direct, stored.boundary // block - 1, live),
+        "snapshot_column": np.where(stored.extra, stored.boundary // block - 1, -1),
+        "snapshot_after": np.where(stored.extra, stored.after, 0),
+    }
+    for name, value in wanted.items():
+        assert (getattr(device.positions, name).cpu().numpy() == value).all(), name
+
+
 @kernels
 @pytest.mark.parametrize("n", [1, 5, 17, 150])
 @pytest.mark.parametrize("block", [4, 16])

@@ -39,7 +39,7 @@ FILL: dict[str, Any] = {
     "window_type": tl.bfloat16, "ssm_type": tl.float16, "WINDOW": 600, "SSM": 8192,
     "WINDOW_TILES": 1, "SSM_TILES": 2, "TILE": 4096,
 }  # fmt: skip
-ADVANCE: dict[str, Any] = {"BLOCK_SIZE": 4336, "IN_PLACE": False, "LINES": 128}
+ADVANCE: dict[str, Any] = {"BLOCK_SIZE": 4336, "IN_PLACE": False}
 CONV: dict[str, Any] = {
     "CHANNELS": 10240, "TAPS": 4, "TOKENS": 4, "TILE": 256,
     "x_channel": 1, "window_channel": 1, "weight_tap": 1, "bias_channel": 1,
