@@ -159,7 +159,7 @@ def entries_of(
 
 
 @pytest.mark.parametrize("rule", rules(4), ids=str)
-def test_kernel_stores_what_align_says(rule: Retention) -> None:
+def test_kernel_stores_what_align_says(rule: RetentionRule) -> None:
     """All small steps at once; the reference where kernels don't run."""
     block, live = 4, 99
     covered, guesses, fold, s, d = steps(block, 3).T

@@ -20,7 +20,7 @@ from hybrid_runtime.kernels.step.state_copy import postcopy
 from hybrid_runtime.kernels.step.state_table import StateTable
 from hybrid_runtime.kernels.step.vllm_decide import AFTER, BEFORE, Counts, decide_and_move
 from hybrid_runtime.state import align
-from hybrid_runtime.state.align import Retention
+from hybrid_runtime.state.align import RetentionRule
 
 DEVICE = "cuda" if CUDA else "cpu"
 BLOCK, DRAFTS, COLUMNS = 4, 3, 7
@@ -61,7 +61,7 @@ KEPT = np.array(list(itertools.product(range(1, 25), range(6), range(0, 25, 4), 
 def kept_boundaries() -> tuple[Tensor, Tensor, np.ndarray]:
     boundary, every, first, second = KEPT
     entries = lines(len(boundary), EVERY=every, FIRST=first, SECOND=second)
-    return entries, ints(boundary), Retention(every, first, second).keeps(boundary)
+    return entries, ints(boundary), RetentionRule(every, first, second).keeps(boundary)
 
 
 def test_keeps_is_retention_keeps() -> None:
@@ -126,7 +126,7 @@ def test_postcopy_is_aligns() -> None:
     placed = ints(np.stack([certain, column, draft, 0 * draft]))
     states, window, ssm = pools(n)
     postcopy(states, entries, placed, ints(accepted), n, True, BLOCK)
-    move = align.postcopy(certain, draft, accepted, column, BLOCK, Retention(*rule))
+    move = align.postcopy(certain, draft, accepted, column, BLOCK, RetentionRule(*rule))
     assert move.acts.sum() > 20
     same_moves(move, window, ssm)
 
@@ -138,7 +138,7 @@ def test_vllms_postcopy_is_aligns() -> None:
     counts = Counts(ints(column), ints(accepted), ints(certain + accepted - 1))
     states, window, ssm = pools(n)
     decided(states, entries, counts, n, AFTER)
-    move = align.postcopy(certain, draft, accepted, column, BLOCK, Retention(*rule))
+    move = align.postcopy(certain, draft, accepted, column, BLOCK, RetentionRule(*rule))
     same_moves(move, window, ssm)
 
 
@@ -180,7 +180,7 @@ def test_a_placed_step_is_aligns(rule: tuple[int, int, int], in_place: bool) -> 
     )  # fmt: skip
     end = computed + scheduled
     column = align.running_column(end, BLOCK)
-    resets = (draft > 0) & (end % BLOCK == 0) & Retention(*rule).keeps(end)
+    resets = (draft > 0) & (end % BLOCK == 0) & RetentionRule(*rule).keeps(end)
     wanted = np.stack([end - draft, column, draft, resets])
     assert (placed.cpu().numpy() == wanted).all()
     move = align.precopy(held, offset, column, reads > 0)
