@@ -1,8 +1,10 @@
 """What the vLLM adapter touches, looked up in the releases it supports, from their wheels' sources.
 
-``python benchmarks/vllm/compat.py`` downloads each wheel in turn (some hundred MB, deleted again),
-parses the files named below without importing them, and writes a table: a release is compatible
-when every name, field and signature is there, and each hook is called the way the adapter expects.
+    python benchmarks/vllm/compat.py
+
+Downloads each wheel in turn (some hundred MB, deleted again), parses the files that `requirements`
+names without importing them, and writes a table: a release is compatible when every name, field and
+signature is there, and each hook is called the way the adapter expects.
 """
 
 from __future__ import annotations
@@ -13,14 +15,14 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "common"))
 
 from record import RESULTS, save
-from touched import (
+from requirements import (
     ATTRIBUTES,
     CALLS,
     FIELDS,
@@ -130,7 +132,10 @@ def _calls(tree: ast.Module, inside: str, called: str, arguments: list[str]) -> 
 
 def _differences(source: Source) -> Iterator[tuple[str, bool]]:
     """What `versions.py` takes one way or another, and the guard the adapter leans on."""
-    state: Callable[[str], Any] = lambda name: source.find(STATE, "MambaHybridModelState", name)  # noqa: E731
+
+    def state(name: str) -> Any:
+        return source.find(STATE, "MambaHybridModelState", name)
+
     lazy, eager = state("_ensure_align_ctx"), state("initialize_kv_cache")
     signatures = [parameters(f)[0] for f in (lazy, eager) if f]
     yield (
@@ -186,7 +191,9 @@ def unpack(release: str, folder: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--unpacked", type=Path, help="folder with one unpacked wheel per release")
     parser.add_argument("--out", type=Path, default=RESULTS / "cpu" / "vllm_compat.json")
     args = parser.parse_args()

@@ -8,7 +8,8 @@ compares step times.
     python benchmarks/vllm/serve.py compare without.json serve.json
     python benchmarks/vllm/serve.py time --out time.json -- --v2 --batch 16,64 ...
 
-What follows `--` goes to run_nemotron.py, which `shared/peers/vllm/build.sh` packs beside vLLM.
+`time` runs the model of a tool named run_nemotron.py, in the folder `--peer`; what follows `--`
+goes to that tool.
 """
 
 from __future__ import annotations
@@ -23,6 +24,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "common"))
+
+from record import save
 from traffic import compared, digest, drive, traffic
 
 CHECKPOINT = Path(__file__).parents[2] / "hybrid_runtime" / "checkpoints" / "python-small"
@@ -178,7 +182,6 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-
     import time_steps
 
     return time_steps.measure(args, set_ours, statistics)
@@ -208,14 +211,14 @@ def main() -> None:
     one.add_argument("--tensor-parallel", type=int, default=1)
     one.add_argument("--seed", type=int, default=0)
     one.add_argument("--keep-tokens", action="store_true", help="in the JSON, instead of digests")
-    one.add_argument("--check", action="store_true")
+    one.add_argument("--check", action="store_true", help="every byte, with vLLM's kernels")
     one.add_argument("--steps", type=int, default=2000, help="to compare in check mode")
     one.add_argument("--seconds", type=float, default=240, help="for these comparisons")
     one.set_defaults(run=serve)
     two = commands.add_parser("time")
     two.add_argument("--rounds", type=int, default=5, help="of ABBA each")
     two.add_argument("--seconds", type=float, default=300, help="for all rounds of all batches")
-    two.add_argument("--peer", type=Path, default=Path(".peer"))
+    two.add_argument("--peer", type=Path, default=Path(".peer"), help="run_nemotron.py's folder")
     two.set_defaults(run=measure)
     three = commands.add_parser("compare")
     three.add_argument("files", nargs=2)
@@ -228,8 +231,6 @@ def main() -> None:
         os.environ.setdefault(key, value)
     result = args.run(args)
     if args.out:
-        from record import save
-
         save("vllm_serve", result, args.out)
 
 

@@ -1,4 +1,4 @@
-"""`vllm_serve.py time`: steps of one engine, the adapter's copies and vLLM's taking turns."""
+"""`serve.py time`: steps of one engine, the adapter's copies and vLLM's taking turns."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import sys
 import time
 from collections.abc import Callable
 from typing import Any
+
+from record import save
 
 KERNELS = {
     "vllm": (
@@ -158,8 +160,6 @@ def measure(args: argparse.Namespace, set_ours: Any, statistics: Any) -> dict[st
         result["batches"][str(batch)] = {"runs": runs, "kernels": kernels, **summary(runs)}
         print(f"batch {batch}: {summary(runs)}\n  {kernels}", flush=True)
         if args.out:
-            from record import save
-
             save("vllm_serve", result, args.out)
     return result
 

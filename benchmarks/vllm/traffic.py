@@ -1,4 +1,4 @@
-"""The requests of `vllm_serve.py serve`, driving an engine through them, and comparing two runs."""
+"""The requests of `serve.py serve`, driving an engine through them, and comparing two runs."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""Settles a step's candidates on vLLM's exact counts: which states move, and vLLM's bookkeeping.
+"""Pre- and post-copies decided from vLLM's own counts, for the listed rows only.
 
-One launch before the forward pass or after the sampler, over the listed rows only, decides and
-moves. It does for them what vLLM's kernels do for the whole batch, and for a row that is not listed
-theirs would have changed nothing.
+One launch before the forward pass or after the sampler decides and moves. For the rows listed it
+does what vLLM's kernels do for the whole batch; for any other row theirs would change nothing.
 """
 
 from __future__ import annotations
@@ -46,12 +45,17 @@ from hybrid_runtime.kernels.step.state_table import StateTable
 
 REQUEST = PREVIOUS
 """Field of an entry with the request's slot; `SLOT` is the row of the block tables to use."""
-BEFORE, AFTER = Constant(0), Constant(1)
+PRECOPY, POSTCOPY = Constant(0), Constant(1)
+"""Phases of a step: before its forward pass, and after its sampler."""
 
 
-class Counts(NamedTuple):
-    """vLLM's own tensors, int32 `[max_requests]` by slot: the running column, tokens accepted by
-    the last step (1 where the state is read at offset 0), and tokens computed."""
+class VllmCounts(NamedTuple):
+    """vLLM's own tensors, int32 `[max_requests]` by slot.
+
+    column: running column.
+    accepted: tokens accepted by the last step; 1 where the state is read at offset 0.
+    computed: tokens computed.
+    """
 
     column: Tensor
     accepted: Tensor
@@ -61,23 +65,31 @@ class Counts(NamedTuple):
 def decide_reference(
     entries: Tensor,
     count: int,
-    counts: Counts,
+    counts: VllmCounts,
     moves: Tensor,
     totals: Tensor,
     block_size: int,
     phase: int,
 ) -> None:
-    """entries: int32 `[lines, ENTRY_FIELDS]`, `count` decided on. moves: int32 `[3, lines]`
-    (source column, offset, target column or -1), written. totals: int64 `[2]`, moves by phase.
+    """Decide which states move, and keep vLLM's counts up to date.
 
-    BEFORE a step of `SCHEDULED` tokens: the running column follows cdiv(n + s, B) - 1; when it
-    changes, the state moves there and is read at offset 0 from then on. AFTER it: a retained
-    boundary among the accepted tokens gets its state into the column of that name.
+    PRECOPY, before a step of SCHEDULED tokens: the running column becomes cdiv(n + s, B) - 1. When
+    it changes, the state moves there and is read at offset 0 from then on. POSTCOPY, after the
+    step: the state at a retained boundary among the accepted tokens moves to the boundary's column.
+
+    Args:
+        entries: int32 `[lines, ENTRY_FIELDS]`, a line per candidate.
+        count: candidates.
+        counts: read and updated.
+        moves: int32 `[3, lines]`, see `entry`; written.
+        totals: int64 `[2]`, states moved, by phase; added to.
+        block_size: tokens of a block.
+        phase: PRECOPY or POSTCOPY.
     """
     line = entries[:count].long()
     slot = line[:, REQUEST]
     held, accepted, computed = (value[slot].long() for value in counts)
-    if phase == BEFORE:
+    if phase == PRECOPY:
         target = running_column_reference(computed + line[:, SCHEDULED], block_size)
         offset = (accepted - 1).clamp(min=0)
         acts = (held >= 0) & (held != target)
@@ -131,7 +143,7 @@ def _decide_move_kernel(
     held = tl.load(column + slot, mask=here, other=-1)
     a = tl.load(accepted + slot, mask=here, other=1)
     n = tl.load(computed + slot, mask=here, other=0)
-    if PHASE == BEFORE:
+    if PHASE == PRECOPY:
         scheduled = tl.load(entry + SCHEDULED, mask=here, other=1)
         target = running_column(n + scheduled, BLOCK_SIZE)
         offset = tl.maximum(a - 1, 0)
@@ -173,7 +185,7 @@ def _decide_move_kernel(
     tl.debug_barrier()
     if tl.atomic_add(arrived, 1) == tl.num_programs(0) - 1:
         tl.store(arrived, 0)
-        if PHASE == BEFORE:
+        if PHASE == PRECOPY:
             tl.store(column + slot, target, mask=here)
         tl.store(accepted + slot, 1, mask=rebased)
         tl.store(moves + SOURCE * moves_stride + line, held, mask=here)
@@ -187,7 +199,7 @@ def decide_and_move(
     states: StateTable,
     entries: Tensor,
     count: int,
-    counts: Counts,
+    counts: VllmCounts,
     moves: Tensor,
     totals: Tensor,
     arrived: Tensor,

@@ -82,7 +82,7 @@ class OurOldState(OurState):
         return "made"
 
 
-def config(**changes: Any) -> Any:
+def vllm_config(**changes: Any) -> Any:
     layers = {}
     for index in range(2):
         table = (torch.arange(SLOTS * COLUMNS).view(SLOTS, COLUMNS).int() + index) % (
@@ -125,7 +125,7 @@ class Engine:
     after m tokens of request r is r * 1000 + m, checked where it is read."""
 
     def __init__(self, kind: type[Any], retained: int | None = None, slot_tables: bool = True):
-        self.config, self.groups = config(), cache_groups(retained)
+        self.config, self.groups = vllm_config(), cache_groups(retained)
         self.layers = list(self.config.compilation_config.static_forward_context.values())
         sizes = self.config.cache_config
         sizes.block_size = sizes.mamba_block_size = 16

@@ -18,7 +18,7 @@ from hybrid_runtime.kernels.step.advance_columns import Positions, SlotState, ad
 from hybrid_runtime.kernels.step.boundary import keeps, keeps_reference, load_rule
 from hybrid_runtime.kernels.step.state_copy import postcopy
 from hybrid_runtime.kernels.step.state_table import StateTable
-from hybrid_runtime.kernels.step.vllm_decide import AFTER, BEFORE, Counts, decide_and_move
+from hybrid_runtime.kernels.step.vllm_decide import POSTCOPY, PRECOPY, VllmCounts, decide_and_move
 from hybrid_runtime.state import align
 from hybrid_runtime.state.align import RetentionRule
 
@@ -135,14 +135,14 @@ def test_vllms_postcopy_is_aligns() -> None:
     certain, draft, accepted, column, *rule = ended_steps()
     n = len(certain)
     entries = lines(n, EVERY=rule[0], FIRST=rule[1], SECOND=rule[2], PREVIOUS=np.arange(n))
-    counts = Counts(ints(column), ints(accepted), ints(certain + accepted - 1))
+    counts = VllmCounts(ints(column), ints(accepted), ints(certain + accepted - 1))
     states, window, ssm = pools(n)
-    decided(states, entries, counts, n, AFTER)
+    decided(states, entries, counts, n, POSTCOPY)
     move = align.postcopy(certain, draft, accepted, column, BLOCK, RetentionRule(*rule))
     same_moves(move, window, ssm)
 
 
-def decided(states: StateTable, entries: Tensor, counts: Counts, n: int, phase: int) -> Tensor:
+def decided(states: StateTable, entries: Tensor, counts: VllmCounts, n: int, phase: int) -> Tensor:
     moves = ints(np.full((3, n), -7))
     totals = torch.zeros(2, dtype=torch.int64, device=DEVICE)
     decide_and_move(states, entries, n, counts, moves, totals, ints([0]), BLOCK, phase)
@@ -197,9 +197,9 @@ def test_vllms_running_column_is_aligns() -> None:
     computed, held, offset, scheduled, *_ = begun_steps()
     n = len(computed)
     entries = lines(n, SCHEDULED=scheduled, PREVIOUS=np.arange(n))
-    counts = Counts(ints(held), ints(offset + 1), ints(computed))
+    counts = VllmCounts(ints(held), ints(offset + 1), ints(computed))
     states, window, ssm = pools(n)
-    moves = decided(states, entries, counts, n, BEFORE)
+    moves = decided(states, entries, counts, n, PRECOPY)
     column = align.running_column(computed + scheduled, BLOCK)
     assert (counts.column.cpu().numpy() == column).all()
     move = align.precopy(held, offset, column, np.ones(n, bool))

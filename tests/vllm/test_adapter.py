@@ -24,20 +24,20 @@ from helpers.vllm_stand_in import (
     Traffic,
     VllmState,
     cache_groups,
-    config,
+    vllm_config,
 )
 
-from hybrid_runtime.integrations.vllm import models, plugin, versions
+from hybrid_runtime.integrations.vllm import config, models, plugin, versions
 from hybrid_runtime.integrations.vllm.bounds import Bounds
 from hybrid_runtime.integrations.vllm.state import AlignedStates, model_state_class
 from hybrid_runtime.kernels.step.entry import ENTRY_FIELDS, SCHEDULED, SLOT
 from hybrid_runtime.kernels.step.state_copy import move_reference
 from hybrid_runtime.kernels.step.state_table import StateTable
 from hybrid_runtime.kernels.step.vllm_decide import (
-    AFTER,
-    BEFORE,
+    POSTCOPY,
+    PRECOPY,
     REQUEST,
-    Counts,
+    VllmCounts,
     decide_and_move,
     decide_reference,
 )
@@ -82,8 +82,8 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
         vars(sys.modules[path]).update(names)
         if len(parts) > 1:
             setattr(sys.modules[path.rpartition(".")[0]], parts[-1], sys.modules[path])
-    monkeypatch.delenv(plugin.SWITCH, raising=False)
-    plugin._said.clear()
+    monkeypatch.delenv(config.SWITCH, raising=False)
+    config._said.clear()
     models.model_class.cache_clear()
     model_state_class.cache_clear()
     yield sys.modules["vllm"]
@@ -141,16 +141,16 @@ def test_candidates_against_every_possible_history(seed: int) -> None:
     for _ in range(60):
         d = int(random.integers(K + 1)) if optimistic else 0
         s = d + 1 if optimistic else int(random.integers(1, 2 * B))
-        plan = bounds.plan(*(np.array([v]) for v in (0, optimistic, s, d, 0)))
+        found = bounds.candidates(*(np.array([v]) for v in (0, optimistic, s, d, 0)))
         columns = {(n, held): -(-(n + s) // B) - 1 for n, held in possible}
-        assert len(plan.moving) or all(c == held for (_, held), c in columns.items())
+        assert len(found.precopy) or all(c == held for (_, held), c in columns.items())
         acts = {
             n + s - d + a - 1
             for n, _ in possible
             for a in range(1, d + 2)
             if d and (n + s - d + a - 1) // B * B >= n + s - d
         }
-        assert bool(len(plan.crossing)) == bool(acts)
+        assert bool(len(found.postcopy)) == bool(acts)
         assert bounds.low[0] == min(n + s - d for n, _ in possible)
         # The step's result is known one step later.
         true_n = sorted(n for n, _ in possible)[int(random.integers(len(possible)))]
@@ -169,7 +169,7 @@ def test_a_count_out_of_bounds_makes_the_row_a_candidate_until_it_is_readmitted(
 
     def listed(computed: int) -> int:
         row = (np.array([v]) for v in (1, computed, 2, 1, 0))
-        return len(bounds.plan(*row).crossing)
+        return len(bounds.candidates(*row).postcopy)
 
     bounds.admit(1, 8)
     assert not listed(8)
@@ -257,7 +257,7 @@ def test_model_class_and_its_state(
     assert kind is getattr(models, name)
     assert kind.__name__ == "NemotronHForCausalLM"
     for _ in range(2):
-        state = kind(vllm_config=config(**change), prefix="model").get_model_state_cls()
+        state = kind(vllm_config=vllm_config(**change), prefix="model").get_model_state_cls()
         assert (state is VllmState) == bool(change)
         assert issubclass(state, VllmState)
         assert issubclass(state, AlignedStates) != bool(change)
@@ -291,7 +291,7 @@ def test_left_alone(
     warnings: int,
 ) -> None:
     vllm.__version__ = version
-    monkeypatch.setenv(plugin.SWITCH, switch)
+    monkeypatch.setenv(config.SWITCH, switch)
     for _ in range(2):
         plugin.register()
     registry = sys.modules["vllm.model_executor.models.registry"].ModelRegistry.models
@@ -310,10 +310,10 @@ def test_kernel_in_the_interpreter() -> None:
 
 
 @kernels
-@pytest.mark.parametrize("phase", [BEFORE, AFTER])
+@pytest.mark.parametrize("phase", [PRECOPY, POSTCOPY])
 @pytest.mark.parametrize("count", [1, 130])
 def test_decide_kernel(phase: int, count: int) -> None:
-    """Counts, moves and every byte as by the references, launch after launch."""
+    """VllmCounts, moves and every byte as by the references, launch after launch."""
     device, generator = "cuda" if CUDA else "cpu", torch.Generator().manual_seed(count)
 
     def ints(low: int, high: int, *shape: int) -> torch.Tensor:
@@ -329,12 +329,12 @@ def test_decide_kernel(phase: int, count: int) -> None:
         )
         for _ in range(layers)
     ]
-    given = Counts(ints(phase - 1, 4, slots), ints(1, K + 2, slots), ints(K + 2, 4 * B, slots))
+    given = VllmCounts(ints(phase - 1, 4, slots), ints(1, K + 2, slots), ints(K + 2, 4 * B, slots))
     sides = []
     for _ in range(2):
         windows, ssm = ([value.clone() for value in part] for part in zip(*content, strict=True))
         states = StateTable.build(windows, ssm, [table] * layers, taps)
-        counts = Counts(*(value.clone().to(device) for value in given))
+        counts = VllmCounts(*(value.clone().to(device) for value in given))
         moves = torch.full((3, slots), -7, dtype=torch.int32, device=device)
         sides.append((states, counts, moves, torch.zeros(2, dtype=torch.int64, device=device)))
     arrived = torch.zeros(1, dtype=torch.int32, device=device)

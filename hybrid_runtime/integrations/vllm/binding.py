@@ -7,11 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
+from hybrid_runtime.integrations.vllm.config import Unhandled
 from hybrid_runtime.kernels.step.state_table import StateTable
-
-
-class Unhandled(Exception):
-    """This configuration is left to vLLM; the message says why, in words for the user."""
 
 
 def bind(

@@ -13,12 +13,16 @@ from hybrid_runtime.state import align
 Rows = NDArray[np.intp]
 
 
-class Plan(NamedTuple):
-    """Rows of the batch: `moving` may need the pre-copy or a new running column, `crossing` may
-    leave a retained boundary behind. `first`: boundary that row retains whatever the interval."""
+class Candidates(NamedTuple):
+    """What a step may have to do.
 
-    moving: Rows
-    crossing: Rows
+    precopy: rows of the batch that may need the pre-copy or a new running column.
+    postcopy: rows that may leave a retained boundary behind.
+    first: `[rows]` or empty, a boundary that the row retains whatever the interval, 0 = none.
+    """
+
+    precopy: Rows
+    postcopy: Rows
     first: NDArray[np.int32]
 
 
@@ -65,14 +69,14 @@ class Bounds:
         self._known[slot] = computed, computed, 0, column, column
         self.lost[slot] = False
 
-    def plan(
+    def candidates(
         self,
         slot: NDArray[Any],
         computed: NDArray[Any],
         scheduled: NDArray[Any],
         draft: NDArray[Any],
         prompt: NDArray[Any],
-    ) -> Plan:
+    ) -> Candidates:
         """Candidates of a step, and the bounds after it. All arguments `[rows]`.
 
         computed: the scheduler's count. prompt: tokens that the request was admitted to prefill.
@@ -87,24 +91,24 @@ class Bounds:
         certain_low = end_low - draft
         column_low = align.running_column(end_low, self.block_size)
         column_high = align.running_column(end_high, self.block_size)
-        moving = align.precopy_candidates(column_low, column_high, held_min, held_max, None)
+        precopy = align.precopy_candidates(column_low, column_high, held_min, held_max, None)
         # Nothing to copy, but the device has to learn the first running column.
-        moving |= held_max < 0
+        precopy |= held_max < 0
         kept, first = self._retention(prompt, certain_low)
         if kept is None:
-            crossing = np.zeros(len(slot), bool)
+            postcopy = np.zeros(len(slot), bool)
         else:
-            crossing = align.postcopy_candidates(certain_low, end_high - draft, draft, kept)
+            postcopy = align.postcopy_candidates(certain_low, end_high - draft, draft, kept)
         if self._any_lost:
             lost = self.lost[slot]
-            moving |= lost
-            crossing |= lost
+            precopy |= lost
+            postcopy |= lost
         after = np.empty_like(known)
         after[:, self.LOW], after[:, self.HIGH] = certain_low, end_high
         after[:, self.UNSETTLED] = draft if self._asynchronous else 0
         after[:, self.HELD_MIN], after[:, self.HELD_MAX] = column_low, column_high
         self._lines.put(slot, after.view(_LINE)[:, 0])
-        return Plan(moving.nonzero()[0], crossing.nonzero()[0], first)
+        return Candidates(precopy.nonzero()[0], postcopy.nonzero()[0], first)
 
     def _retention(
         self, prompt: NDArray[Any], certain: NDArray[Any]

@@ -12,18 +12,24 @@ from torch import Tensor
 
 @dataclass(slots=True)
 class Counters:
-    """steps: seen. skipped: of these, with no candidate, so nothing was launched. candidates: rows
-    launched for, both phases together. handed_back: steps or phases left to vLLM's own kernels."""
+    """Since the start.
+
+    steps: steps seen.
+    skipped: of these, those without a candidate, for which nothing was launched.
+    candidates: rows launched for, pre- and post-copy together.
+    handed_back: steps, or ends of steps, left to vLLM's own kernels.
+    """
 
     steps: int = 0
     skipped: int = 0
     candidates: int = 0
     handed_back: int = 0
 
-    def add(self, before: int, after: int) -> None:
+    def add(self, precopy: int, postcopy: int) -> None:
+        """Count a step with so many candidates of each phase."""
         self.steps += 1
-        self.skipped += not before + after
-        self.candidates += before + after
+        self.skipped += not precopy + postcopy
+        self.candidates += precopy + postcopy
 
 
 @dataclass(slots=True)

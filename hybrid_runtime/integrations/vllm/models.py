@@ -13,6 +13,7 @@ import re
 from typing import Any
 
 from hybrid_runtime.integrations.vllm import versions
+from hybrid_runtime.integrations.vllm.config import left_to_vllm
 
 
 def lazy_name(architecture: str, version: str) -> str:
@@ -44,11 +45,10 @@ def model_class(architecture: str) -> type:
             super().__init__(vllm_config=vllm_config, prefix=prefix)
             self.hybrid_runtime_unhandled = versions.unhandled(vllm_config)
             if self.hybrid_runtime_unhandled:
-                from hybrid_runtime.integrations.vllm.plugin import left_to_vllm
-
                 left_to_vllm(self.hybrid_runtime_unhandled)
 
         def get_model_state_cls(self) -> type:
+            # Not with the plug-in, which processes without a GPU load too.
             from hybrid_runtime.integrations.vllm.state import model_state_class
 
             return model_state_class(ours=not self.hybrid_runtime_unhandled)

@@ -3,6 +3,7 @@ any, one kernel per phase, and nothing otherwise."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -12,26 +13,50 @@ from torch import Tensor
 
 from hybrid_runtime.device.sync import Waits
 from hybrid_runtime.device.transfer import Staging
-from hybrid_runtime.integrations.vllm.bounds import Bounds, Plan
+from hybrid_runtime.integrations.vllm.bounds import Bounds, Candidates
 from hybrid_runtime.kernels.step import entry as fields
 from hybrid_runtime.kernels.step.state_table import StateTable
-from hybrid_runtime.kernels.step.vllm_decide import AFTER, BEFORE, REQUEST, Counts, decide_and_move
+from hybrid_runtime.kernels.step.vllm_decide import (
+    POSTCOPY,
+    PRECOPY,
+    REQUEST,
+    VllmCounts,
+    decide_and_move,
+)
 
 
-class Step:
-    """Candidates of one step on the device: `before` lines first, then `after`."""
+@dataclass(slots=True, eq=False)
+class StagedStep:
+    """Candidates of one step on the device.
 
-    __slots__ = ("after", "before", "entries", "rows")
+    rows: vLLM's tensor of the step's slots, by which the end of the step is recognised.
+    entries: int32 `[lines, ENTRY_FIELDS]`, candidates of the pre-copy, then of the post-copy; None
+        when there are none.
+    precopy, postcopy: how many there are of each.
+    """
 
-    def __init__(self, rows: Tensor, entries: Tensor | None, before: int, after: int) -> None:
-        self.rows, self.entries, self.before, self.after = rows, entries, before, after
+    rows: Tensor
+    entries: Tensor | None
+    precopy: int
+    postcopy: int
+
+    def count(self, phase: int) -> int:
+        """Candidates of a phase."""
+        return self.precopy if phase == PRECOPY else self.postcopy
+
+    def lines(self, phase: int) -> Tensor | None:
+        """Entries of a phase's candidates, and whatever lies behind them."""
+        if self.entries is None or phase == PRECOPY:
+            return self.entries
+        return self.entries[self.precopy :]
 
 
 class Mover:
-    """Moves states for the rows that a plan names.
+    """Moves states for the candidates of each step.
 
-    by_slot: the block tables' rows are request slots, not rows of the batch. depth: steps whose
-    entries must stay on the device at a time.
+    bounds: whose candidates they are; gives the block size and the retention rule.
+    by_slot: the block tables' rows are request slots, not rows of the batch.
+    depth: steps whose entries must stay on the device at a time.
     """
 
     def __init__(
@@ -47,44 +72,43 @@ class Mover:
         self._bounds = bounds
         self._staging = Staging(2 * max_requests, fields.ENTRY_FIELDS, depth, device, self.waits)
 
-    def stage(self, rows: Tensor, plan: Plan, slot: NDArray[Any], scheduled: NDArray[Any]) -> Step:
-        """Upload the candidates of a plan. rows: vLLM's own tensor of the step's slots, by which
-        its end is recognised."""
-        before, after = len(plan.moving), len(plan.crossing)
-        if not before + after:
-            return Step(rows, None, 0, 0)
+    def stage(
+        self, rows: Tensor, candidates: Candidates, slot: NDArray[Any], scheduled: NDArray[Any]
+    ) -> StagedStep:
+        """Upload a step's candidates; `slot` and `scheduled` are of all its rows."""
+        precopy, postcopy = len(candidates.precopy), len(candidates.postcopy)
+        stop = precopy + postcopy
+        if not stop:
+            return StagedStep(rows, None, 0, 0)
         index, packed = self._staging.take()
-        stop = before + after
-        listed = np.concatenate((plan.moving, plan.crossing))
+        listed = np.concatenate((candidates.precopy, candidates.postcopy))
         lines = packed[:stop]
         lines[:, REQUEST] = slot[listed]
         lines[:, fields.SLOT] = lines[:, REQUEST] if self.by_slot else listed
         lines[:, fields.SCHEDULED] = scheduled[listed]
         lines[:, fields.EVERY] = self._bounds.every
-        lines[:, fields.FIRST] = plan.first[listed] if len(plan.first) else 0
+        lines[:, fields.FIRST] = candidates.first[listed] if len(candidates.first) else 0
         lines[:, fields.SECOND] = 0
-        return Step(rows, self._staging.upload(index, stop), before, after)
+        return StagedStep(rows, self._staging.upload(index, stop), precopy, postcopy)
 
-    def run(self, step: Step, counts: Counts, phase: int) -> None:
+    def run(self, step: StagedStep, counts: VllmCounts, phase: int) -> None:
         """Decide on a phase's candidates and move what acts."""
-        count = step.before if phase == BEFORE else step.after
-        if not count or step.entries is None:
-            return
-        entries = step.entries if phase == BEFORE else step.entries[step.before :]
-        self._launch(entries, count, counts, phase)
+        count, lines = step.count(phase), step.lines(phase)
+        if count and lines is not None:
+            self._launch(lines, count, counts, phase)
 
-    def warm_up(self, counts: Counts) -> None:
+    def warm_up(self, counts: VllmCounts) -> None:
         """Compile for lists of any length, on entries that decide and move nothing."""
         one = torch.ones_like(counts.computed)
-        scratch = Counts(torch.zeros_like(one), one.clone(), one)
+        scratch = VllmCounts(torch.zeros_like(one), one.clone(), one)
         totals, most = self.totals.clone(), self.moves.shape[1]
         entries = torch.zeros((most, fields.ENTRY_FIELDS), dtype=torch.int32, device=totals.device)
         for power in range(4, max(most - 1, 15).bit_length() + 1):
-            for phase in (BEFORE, AFTER):
+            for phase in (PRECOPY, POSTCOPY):
                 self._launch(entries, min(1 << power, most), scratch, phase)
         self.totals.copy_(totals)
 
-    def _launch(self, entries: Tensor, count: int, counts: Counts, phase: int) -> None:
+    def _launch(self, entries: Tensor, count: int, counts: VllmCounts, phase: int) -> None:
         decide_and_move(
             self.states,
             entries,

@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch import Tensor
 
-from hybrid_runtime.integrations.vllm import plugin, versions
-from hybrid_runtime.integrations.vllm.binding import Unhandled, bind
+from hybrid_runtime.integrations.vllm import versions
+from hybrid_runtime.integrations.vllm.binding import bind
 from hybrid_runtime.integrations.vllm.bounds import Bounds
+from hybrid_runtime.integrations.vllm.config import Unhandled, left_to_vllm, logger, switch
 from hybrid_runtime.integrations.vllm.counters import Counters, Reporter
-from hybrid_runtime.integrations.vllm.mover import Mover, Step
-from hybrid_runtime.kernels.step.vllm_decide import AFTER, BEFORE, Counts
+from hybrid_runtime.integrations.vllm.mover import Mover, StagedStep
+from hybrid_runtime.kernels.step.vllm_decide import POSTCOPY, PRECOPY, VllmCounts
 
 if TYPE_CHECKING:
     Base = Any
@@ -49,7 +50,7 @@ class AlignedStates(Base):
         self.mover: Mover | None = None
         self._slot_tables: Any = None
         self._bound_to: Any = None
-        self._open: deque[Step] = deque(maxlen=self._depth)
+        self._open: deque[StagedStep] = deque(maxlen=self._depth)
         self._no_drafts = np.zeros(self.max_num_reqs, np.int32)
         self._reporter = self._make_reporter(parallel)
 
@@ -89,17 +90,17 @@ class AlignedStates(Base):
         if draft is None:
             draft = self._no_drafts[: input_batch.num_reqs]
         slot, scheduled = input_batch.idx_mapping_np, input_batch.num_scheduled_tokens
-        plan = self.bounds.plan(
+        candidates = self.bounds.candidates(
             slot, input_batch.num_computed_tokens_np, scheduled, draft, input_batch.prefill_len_np
         )
-        step = mover.stage(input_batch.idx_mapping, plan, slot, scheduled)
+        step = mover.stage(input_batch.idx_mapping, candidates, slot, scheduled)
         self._open.append(step)
         counts = self._counts(num_computed_tokens)
         if self.checker is not None:
-            self.checker.before(input_batch, step, counts, self.bounds)
+            self.checker.run_precopy(input_batch, step, counts, self.bounds)
         else:
-            mover.run(step, counts, BEFORE)
-        self.counters.add(step.before, step.after)
+            mover.run(step, counts, PRECOPY)
+        self.counters.add(step.precopy, step.postcopy)
         if self._reporter is not None:
             self._reporter.tick(self.counters, mover.totals)
 
@@ -122,9 +123,9 @@ class AlignedStates(Base):
         super().postprocess_state(idx_mapping, num_sampled, None)
         counts = self._counts(num_computed_tokens)
         if self.checker is not None:
-            self.checker.after(idx_mapping, step, counts)
+            self.checker.run_postcopy(idx_mapping, step, counts)
         else:
-            self.mover.run(step, counts, AFTER)
+            self.mover.run(step, counts, POSTCOPY)
 
     def statistics(self) -> dict[str, int]:
         """The counters, copies included (waits for the device)."""
@@ -132,16 +133,16 @@ class AlignedStates(Base):
         found = {name: int(getattr(self.counters, name)) for name in names}
         if self.mover is not None:
             moved = self.mover.totals.tolist()
-            found |= {"precopied": moved[BEFORE], "postcopied": moved[AFTER]}
+            found |= {"precopied": moved[PRECOPY], "postcopied": moved[POSTCOPY]}
             found |= {"lost": int(self.bounds.lost.sum()), "waits": self.mover.waits.count}
         if self.checker is not None:
             found |= self.checker.statistics()
         return found
 
-    def _counts(self, computed: Tensor) -> Counts:
-        return Counts(self._mamba_state_idx_gpu, self.num_accepted_tokens_gpu, computed)
+    def _counts(self, computed: Tensor) -> VllmCounts:
+        return VllmCounts(self._mamba_state_idx_gpu, self.num_accepted_tokens_gpu, computed)
 
-    def _close(self, idx_mapping: Tensor) -> Step | None:
+    def _close(self, idx_mapping: Tensor) -> StagedStep | None:
         """The open step of these rows, which vLLM passes as the very tensor it began with."""
         for step in self._open:
             if step.rows is idx_mapping:
@@ -156,10 +157,10 @@ class AlignedStates(Base):
         try:
             self.mover = self._make_mover(kv_cache_config, block_tables)
         except Unhandled as why:
-            plugin.left_to_vllm(str(why))
+            left_to_vllm(str(why))
 
     def _make_mover(self, kv_cache_config: Any, block_tables: tuple[Tensor, ...]) -> Mover:
-        from vllm.model_executor.layers.mamba.mamba_utils import (  # type: ignore[import-not-found]
+        from vllm.model_executor.layers.mamba.mamba_utils import (
             is_conv_state_dim_first,
         )
 
@@ -180,7 +181,7 @@ class AlignedStates(Base):
         context = self.vllm_config.compilation_config.static_forward_context
         states = bind(kv_cache_config, groups, context, tables, is_conv_state_dim_first())
         copies = versions.copy_context(self, kv_cache_config, groups, block_tables)
-        checks = plugin.switch() == "check"
+        checks = switch() == "check"
         # Checked against kernels that know nothing of retention.
         self.bounds.retain(None if checks else versions.retained(kv_cache_config))
         mover = Mover(
@@ -188,23 +189,23 @@ class AlignedStates(Base):
         )
         mover.warm_up(self._counts(self.num_accepted_tokens_gpu))
         if checks:
-            from hybrid_runtime.integrations.vllm.check import Checker
+            from hybrid_runtime.integrations.vllm.checker import Checker
 
-            self.checker = Checker(mover, copies, plugin.logger())
+            self.checker = Checker(mover, copies, logger())
         return mover
 
     def _make_reporter(self, parallel: Any) -> Reporter | None:
-        import vllm.envs as envs  # type: ignore[import-not-found]
+        import vllm.envs as envs
 
         if parallel.rank:
             return None
-        return Reporter(envs.VLLM_LOG_STATS_INTERVAL, plugin.logger().info)
+        return Reporter(envs.VLLM_LOG_STATS_INTERVAL, logger().info)
 
 
 @functools.cache
 def model_state_class(ours: bool) -> type:
     """The class for vLLM to instantiate: with our copies, or just vLLM's own."""
-    from vllm.v1.worker.gpu.model_states.mamba_hybrid import (  # type: ignore[import-not-found]
+    from vllm.v1.worker.gpu.model_states.mamba_hybrid import (
         MambaHybridModelState,
     )
 

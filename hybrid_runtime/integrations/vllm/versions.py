@@ -85,7 +85,7 @@ def retained(kv_cache_config: Any) -> int | None:
     if hasattr(kv_cache_config, "prefix_cache_retention_interval"):
         interval: int | None = kv_cache_config.prefix_cache_retention_interval
         return interval
-    import vllm.envs as envs  # type: ignore[import-not-found]
+    import vllm.envs as envs
 
     older: int | None = envs.VLLM_PREFIX_CACHE_RETENTION_INTERVAL
     return older

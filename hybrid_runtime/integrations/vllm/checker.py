@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybrid_runtime.integrations.vllm.mover import Mover, Step
+from hybrid_runtime.integrations.vllm.mover import Mover, StagedStep
 from hybrid_runtime.kernels.step import entry as fields
-from hybrid_runtime.kernels.step.vllm_decide import AFTER, BEFORE, Counts
+from hybrid_runtime.kernels.step.vllm_decide import POSTCOPY, PRECOPY, VllmCounts
 
 PER_STATE = (
     "state_base_addrs",
@@ -76,8 +76,8 @@ class Checker:
     def statistics(self) -> dict[str, int]:
         return dataclasses.asdict(self.found)
 
-    def before(self, batch: Any, step: Step, counts: Counts, bounds: Any) -> None:
-        from vllm.v1.worker.mamba_utils import (  # type: ignore[import-not-found]
+    def run_precopy(self, batch: Any, step: StagedStep, counts: VllmCounts, bounds: Any) -> None:
+        from vllm.v1.worker.mamba_utils import (
             preprocess_mamba_align_fused_kernel,
         )
 
@@ -91,7 +91,7 @@ class Checker:
 
         column, accepted, source, offset = (value.clone() for value in (*counts[:2], *counts[:2]))
         self._snapshot()
-        self._mover.run(step, counts, BEFORE)
+        self._mover.run(step, counts, PRECOPY)
         block, rows = 256, batch.num_reqs
         preprocess_mamba_align_fused_kernel[((rows + block - 1) // block,)](
             batch.idx_mapping,
@@ -106,13 +106,13 @@ class Checker:
             MAMBA_BLOCK_SIZE=bounds.block_size,
         )
         self._context.run_fused_precopy(rows, column, source, offset, batch.idx_mapping)
-        self._compare(step, BEFORE, counts, (column, accepted))
+        self._compare(step, PRECOPY, counts, (column, accepted))
         self.found.checked_steps += 1
 
-    def after(self, idx_mapping: Tensor, step: Step, counts: Counts) -> None:
+    def run_postcopy(self, idx_mapping: Tensor, step: StagedStep, counts: VllmCounts) -> None:
         accepted = [counts.accepted.clone() for _ in self._single]
         self._snapshot()
-        self._mover.run(step, counts, AFTER)
+        self._mover.run(step, counts, POSTCOPY)
         shifted = self._shifted(step)
         for context, own in zip(self._single, accepted, strict=True):
             context.run_fused_postprocess_align(
@@ -123,27 +123,26 @@ class Checker:
             wrong = (window[blocks, :taps] != inputs).flatten(1).any(1)
             self.found.vllm_races += int(wrong.sum())
             window[blocks, :taps] = inputs
-        self._compare(step, AFTER, counts, (counts.column, accepted[0]))
+        self._compare(step, POSTCOPY, counts, (counts.column, accepted[0]))
 
     def _snapshot(self) -> None:
         for copy, live in zip(self._copy, self._live, strict=True):
             copy.copy_(live)
 
-    def _targets(self, step: Step, phase: int) -> tuple[Tensor, Tensor]:
+    def _targets(self, step: StagedStep, phase: int) -> tuple[Tensor, Tensor]:
         """Rows of the tables that acted in the launch just made, and their moves `[3, rows]`."""
-        count = step.before if phase == BEFORE else step.after
-        if not count or step.entries is None:
+        count, lines = step.count(phase), step.lines(phase)
+        if not count or lines is None:
             return torch.zeros(0, dtype=torch.long), torch.zeros((3, 0), dtype=torch.long)
-        first = 0 if phase == BEFORE else step.before
-        row = step.entries[first : first + count, fields.SLOT].long()
+        row = lines[:count, fields.SLOT].long()
         moves = self._mover.moves[:, :count].long()
-        acts = moves[2] >= 0
+        acts = moves[fields.TARGET] >= 0
         return row[acts], moves[:, acts]
 
-    def _shifted(self, step: Step) -> list[tuple[Tensor, Tensor, Tensor]]:
+    def _shifted(self, step: StagedStep) -> list[tuple[Tensor, Tensor, Tensor]]:
         """Per layer: the copy's windows, blocks shifted in place, and what must stand there."""
-        row, moves = self._targets(step, AFTER)
-        inside = moves[0] == moves[2]
+        row, moves = self._targets(step, POSTCOPY)
+        inside = moves[fields.SOURCE] == moves[fields.TARGET]
         row, (source, offset, _) = row[inside], moves[:, inside]
         if not len(row):
             return []
@@ -154,13 +153,15 @@ class Checker:
             found.append((window, blocks, window[blocks[:, None], offset[:, None] + tap].clone()))
         return found
 
-    def _compare(self, step: Step, phase: int, counts: Counts, theirs: tuple[Tensor, ...]) -> None:
+    def _compare(
+        self, step: StagedStep, phase: int, counts: VllmCounts, theirs: tuple[Tensor, ...]
+    ) -> None:
         row, moves = self._targets(step, phase)
         states = self._mover.states
         if len(row):
             layers = zip(self._windows, states.windows, states.tables, strict=True)
             for copy, live, table in layers:
-                blocks = table[row, moves[2]].long()
+                blocks = table[row, moves[fields.TARGET]].long()
                 copy[blocks, states.taps :] = live[blocks, states.taps :]
         wrong = sum(
             int((live != copy).sum()) if not torch.equal(live, copy) else 0
@@ -173,7 +174,7 @@ class Checker:
             if self.found.different <= LOGGED:
                 self._logger.error(
                     "hybrid-runtime differs from vLLM's kernels %s step %d: %d bytes, counts %s.",
-                    "before" if phase == BEFORE else "after",
+                    "before" if phase == PRECOPY else "after",
                     self.found.checked_steps,
                     wrong,
                     "equal" if same else "different",

@@ -1,6 +1,6 @@
-"""What the adapter touches in vLLM: the tables that vllm_compat.py looks up in each release."""
+"""What the adapter touches in vLLM: the tables that compat.py looks up in each release."""
 
-from hybrid_runtime.integrations.vllm import check
+from hybrid_runtime.integrations.vllm import checker
 
 STATE = "v1/worker/gpu/model_states/mamba_hybrid.py"
 RUNNER = "v1/worker/gpu/model_runner.py"
@@ -41,7 +41,7 @@ FIELDS = {
         "num_computed_tokens_np prefill_len_np query_start_loc"
     ),
     ("v1/core/sched/output.py", "NewRequestData"): "num_computed_tokens",
-    (UTILS, "MambaSpecDecodeGPUContext"): " ".join(check.PER_STATE),
+    (UTILS, "MambaSpecDecodeGPUContext"): " ".join(checker.PER_STATE),
     (SPECS, "KVCacheConfig"): "kv_cache_groups",
     (SPECS, "KVCacheGroupSpec"): "layer_names kv_cache_spec",
     (SPECS, "KVCacheSpec"): "block_size",
