@@ -1,4 +1,4 @@
-"""Drafters: something cheap that guesses the next K tokens of every row, on the device."""
+"""Drafters: cheap proposals for the next K tokens of every row, made on the device."""
 
 from __future__ import annotations
 
@@ -30,33 +30,46 @@ class DraftHead(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Verified:
-    """What a step leaves for the drafter: its rows, the target's hidden states `[T, hidden]` after
-    the final norm, and the inputs of the drafter's passes; the sequences hold the new tokens."""
+class VerifyOutput:
+    """What the target's pass over a step leaves for acceptance and drafter.
+
+    batch: rows of the pass.
+    inputs: its tokens, and where each row stands.
+    hidden: `[T, hidden]`, the target's hidden states after the final norm.
+    draft_inputs: of the drafter's passes; filled once tokens are accepted.
+    sequences: text of all requests; the accepted tokens are appended.
+    """
 
     batch: RowBatch
-    rows: StepInputs
+    inputs: StepInputs
     hidden: Tensor
-    inputs: DraftInputs
+    draft_inputs: DraftInputs
     sequences: Sequences
 
 
 class Drafter(Protocol):
-    """Guesses for every row that emitted: int32 `[rows, K]` (tail -1), and the distributions they
-    were drawn from, float32 `[rows, K, V]`, or None where they were not drawn."""
+    """Proposes the next K tokens of every row."""
 
-    def propose(self, verified: Verified) -> tuple[Tensor, Tensor | None]: ...
+    def propose(self, output: VerifyOutput) -> tuple[Tensor, Tensor | None]:
+        """Drafts for the rows that emitted.
+
+        Returns:
+            int32 `[rows, K]`, the tail -1 where there are fewer, and the distributions that they
+            were drawn from, float32 `[rows, K, V]`; None if they were not drawn.
+        """
 
 
 class HeadDrafter:
-    """K passes of a draft head (MTP or EAGLE), each fed its own hidden state.
+    """K passes of a draft head (MTP or EAGLE); each after the first takes its own hidden state.
 
-    The head's attention has a cache of its own. Its position p sees token p + 1, so its first pass
-    covers the same rows as the target's step, with tokens shifted by one; what it stores for
-    rejected positions is overwritten by the next step's first pass. It has no Mamba layer, hence
-    no state to roll back. `sampled` draws drafts from the head's distribution at the row's
-    temperature instead of taking the likeliest: more of them are accepted at high temperature, but
-    the text of a seed then depends on the drafts.
+    The head's attention has a cache of its own, in which position p sees token p + 1: the first
+    pass covers the rows of the target's pass, with tokens shifted by one. What it stores for
+    rejected positions is overwritten by the next step's first pass. A head has no Mamba layer, so
+    there is no state to roll back.
+
+    sampled: draw drafts from the head's distribution at the row's temperature instead of taking the
+        most likely token. More of them are accepted at high temperature, but the text of a seed
+        then depends on the drafts.
     """
 
     def __init__(
@@ -66,10 +79,10 @@ class HeadDrafter:
         device, slots = caches.kv_block_table.device, caches.kv_block_table.shape[0]
         self._one_each = torch.arange(slots + 1, dtype=torch.int32, device=device)
 
-    def propose(self, verified: Verified) -> tuple[Tensor, Tensor | None]:
-        inputs, sequences, batch = verified.inputs, verified.sequences, verified.batch
+    def propose(self, output: VerifyOutput) -> tuple[Tensor, Tensor | None]:
+        inputs, sequences, batch = output.draft_inputs, output.sequences, output.batch
         rows = inputs.slot.shape[0]
-        hidden = self.head(inputs.tokens, verified.hidden, batch, self.caches)
+        hidden = self.head(inputs.tokens, output.hidden, batch, self.caches)
         hidden = hidden.index_select(0, inputs.last)
         drafts = torch.empty((rows, self.num_draft), dtype=torch.int32, device=hidden.device)
         probs: list[Tensor] = []
@@ -88,7 +101,7 @@ class HeadDrafter:
                 at = inputs.slot.clamp(min=0)
                 sampling = sequences.sampling.select(at)
                 p = probabilities(logits[:, None], sampling)[:, 0]
-                # The draft stands for the token behind all that is known and the drafts before it.
+                # A draft's position is that of the token it guesses.
                 position = sequences.length[at].long() + ahead
                 drafts[:, ahead].copy_(sample(p, uniform(sampling.seed, position, DRAFT)))
                 probs.append(p)
@@ -98,25 +111,29 @@ class HeadDrafter:
 
 
 class NgramDrafter:
-    """Prompt look-up: what followed the last time the text ended like this. No network at all."""
+    """Prompt look-up: what followed the last time the text ended like this."""
 
     def __init__(self, num_draft: int) -> None:
         self.num_draft = num_draft
 
-    def propose(self, verified: Verified) -> tuple[Tensor, Tensor | None]:
-        at = verified.inputs.slot.clamp(min=0)
-        sequences = verified.sequences
+    def propose(self, output: VerifyOutput) -> tuple[Tensor, Tensor | None]:
+        at = output.draft_inputs.slot.clamp(min=0)
+        sequences = output.sequences
         return ngram.propose(sequences.history[at], sequences.length[at], self.num_draft), None
 
 
 def make_drafter(
-    name: DrafterName | None, head: DraftHead | None, caches: Caches, k: int, sampled: bool
+    name: DrafterName | None, head: DraftHead | None, caches: Caches, num_draft: int, sampled: bool
 ) -> Drafter | None:
-    """The drafter of that name, None for none; `ValueError` for one without its network."""
+    """The drafter of that name, None for none.
+
+    Raises:
+        ValueError: a drafter that needs a head, and there is none.
+    """
     if name is None:
         return None
     if name == "ngram":
-        return NgramDrafter(k)
+        return NgramDrafter(num_draft)
     if head is None:
-        raise ValueError(f"head is None; drafter {name!r} needs its network")
-    return HeadDrafter(head, caches, k, sampled)
+        raise ValueError(f"head is None; drafter {name!r} needs one")
+    return HeadDrafter(head, caches, num_draft, sampled)

@@ -1,9 +1,10 @@
-"""The speculative step: verify, accept, keep the state right, draft again."""
+"""One speculative step of a batch: prepare, verify, accept, draft. `reference.py` is the same step
+for one request, in the paper's order."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from collections.abc import Callable
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -15,19 +16,20 @@ from hybrid_runtime.device.graphs import Graphs
 from hybrid_runtime.device.sync import Waits
 from hybrid_runtime.device.transfer import Readback
 from hybrid_runtime.kernels.replay.rounding import Rounding
-from hybrid_runtime.kernels.step.commit_tokens import DraftInputs, commit_tokens
-from hybrid_runtime.kernels.step.prepare_inputs import StepInputs, prepare_inputs
+from hybrid_runtime.kernels.step.commit_tokens import commit_tokens
+from hybrid_runtime.kernels.step.prepare_inputs import prepare_inputs
 from hybrid_runtime.models.forward_batch import Caches, RowBatch, StatePositions
 from hybrid_runtime.specdecode.acceptance import Acceptance, Accepted, greedy
-from hybrid_runtime.specdecode.drafter import Drafter, Verified
+from hybrid_runtime.specdecode.drafter import Drafter, VerifyOutput
+from hybrid_runtime.specdecode.frame import Frame, StepBuffers, graph_size
 from hybrid_runtime.specdecode.sequences import Sequences
 from hybrid_runtime.state.manager import HybridStateManager
 from hybrid_runtime.state.rows import StepRows
 from hybrid_runtime.state.step import Step
 
 
-class Target(Protocol):
-    """The model whose text is wanted."""
+class TargetModel(Protocol):
+    """The model whose text is wanted; `NemotronH` is one."""
 
     def __call__(
         self, tokens: Tensor, batch: RowBatch, positions: StatePositions, caches: Caches
@@ -36,43 +38,29 @@ class Target(Protocol):
     def logits(self, hidden: Tensor) -> Tensor: ...
 
 
-@dataclass(slots=True)
-class Frame:
-    """Everything that the launches of a step read and write, at addresses that never change.
-
-    uniform: every row runs K + 1 tokens, so each token is judged and nothing has to be gathered.
-    verified, num_accepted: what the verify pass left for the drafter and the state manager.
-    key: what its graphs are filed under.
-    """
-
-    batch: RowBatch
-    inputs: StepInputs
-    positions: StatePositions
-    drafting: DraftInputs
-    emitted: Tensor
-    uniform: bool
-    verified: Verified | None = None
-    num_accepted: Tensor | None = None
-    key: Hashable = None
-
-
-Watch = Callable[[int, Tensor, Tensor], None]
-"""Called with a step's number, the target's hidden states `[T, hidden]` after the final norm, and
-the first token of each row in them, int32 `[rows + 1]`, as soon as the verify pass is queued."""
+OnVerified = Callable[[int, Tensor, Tensor], None]
+"""Called as soon as a step's verify pass is queued, with its number, the target's hidden states
+after the final norm `[T, hidden]`, and the index of each row's first token, int32 `[rows + 1]`."""
 
 
 class SpecDecodeRunner:
-    """Steps of a batch of sequences under one target, one drafter (None: plain decoding).
+    """Runs steps of a batch of sequences under one target and at most one drafter.
 
-    max_tokens: most tokens of one step. steps_ahead: steps that may be queued before the results of
-    the first are read. graphs: replay CUDA graphs for steps in which all rows decode, captured once
-    per padded number of rows. stochastic_rounding: verify passes round narrow states by chance
-    (replay layout).
+    target: the model.
+    manager: keeps its Mamba states right.
+    sequences: the requests' tokens, lengths, drafts and sampling parameters, by slot.
+    caches: the memory of target and draft head.
+    drafter: None for plain decoding.
+    max_tokens: most tokens of one step.
+    steps_ahead: steps that may be queued before the results of the first are read.
+    graphs: replay CUDA graphs for steps in which all rows decode. They are captured once per
+        padded number of rows.
+    stochastic_rounding: verify passes round narrow states stochastically (replay layout).
     """
 
     def __init__(
         self,
-        target: Target,
+        target: TargetModel,
         manager: HybridStateManager,
         sequences: Sequences,
         caches: Caches,
@@ -84,22 +72,15 @@ class SpecDecodeRunner:
     ) -> None:
         self.target, self.manager, self.caches = target, manager, caches
         self.sequences, self.drafter = sequences, drafter
-        device, slots = manager.device, manager.max_requests
-        self.width = sequences.num_draft + 1
-        self._stochastic = stochastic_rounding
-        most = max(max_tokens, slots * self.width)
-        self._inputs = StepInputs.empty(slots, most, sequences.num_draft, device)
-        self._drafting = DraftInputs.empty(slots, most, sequences.num_draft, device)
-        self._emitted = torch.zeros((slots, self.width + 1), dtype=torch.int32, device=device)
-        self._nothing = Accepted(
-            torch.full((slots, self.width), -1, dtype=torch.int32, device=device),
-            torch.zeros(slots, dtype=torch.int32, device=device),
-        )
+        device, slots, num_draft = manager.device, manager.max_requests, sequences.num_draft
+        self.width = num_draft + 1
+        rounding = Rounding(sequences.rounding_seed, layer=0) if stochastic_rounding else None
+        most_tokens = max(max_tokens, slots * self.width)
+        self._buffers = StepBuffers(manager, most_tokens, num_draft, rounding)
         self.waits = Waits()
-        size = slots * (self.width + 1)
-        self._results = Readback(size, steps_ahead + 1, device, self.waits)
+        self._results = Readback(slots * (self.width + 1), steps_ahead + 1, device, self.waits)
         # Results travel beside the drafter's passes, not in front of them.
-        self._aside = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._graphs = Graphs(device) if graphs and device.type == "cuda" else None
         self._frames: dict[tuple[int, Acceptance], Frame] = {}
 
@@ -109,51 +90,44 @@ class SpecDecodeRunner:
         rows: StepRows,
         num_update_rows: int,
         accept: Acceptance | None,
-        watch: Watch | None = None,
+        on_verified: OnVerified | None = None,
     ) -> Step:
-        """Queue one step of `rows`; `read` gives what it emitted.
+        """Queue one step; `read` gives what it emitted.
 
-        The first `num_update_rows` rows decode: one certain token and K drafts, those that the
-        last step proposed (-1 where it proposed none). The others run any number of certain tokens.
-        accept: None where no row comes to the end of its text; there are no logits then, and
-        nothing travels back. Raises what the model or `watch` raises, after giving up the step: its
-        requests are released.
+        Raises what the model or `on_verified` raises, after giving up the step: its requests are
+        released.
+
+        Args:
+            rows: decoding rows first.
+            num_update_rows: rows that decode: they run one certain token and K drafts, those that
+                the last step proposed (-1 where it proposed none). The others run any number of
+                certain tokens.
+            accept: which drafts are accepted. None if no row reaches the end of its text: there
+                are no logits then, and nothing is copied to the host.
+            on_verified: looks at the target's hidden states.
         """
-        state, n = self.manager, len(rows)
-        step = state.begin_step(rows)
-        graphs = self._graphs if n == num_update_rows else None
+        step = self.manager.begin_step(rows)
         try:
-            if self._aside is not None:  # the last results must be gone before they are overwritten
-                torch.cuda.current_stream().wait_stream(self._aside)
-            if graphs is None:
-                frame = self._eager(rows, num_update_rows)
-            else:
-                assert accept is not None  # rows that decode come to their end
-                frame = self._captured(graphs, padded(n, state.max_requests), accept)
-            self._place_rows(step.entries, n, frame, pad=self.width)
-            if graphs is None:
-                self._verify(frame, accept)
-            else:
-                graphs.replay(("verify", frame.key))
+            self._wait_for_copies()
+            frame = self._frame(rows, num_update_rows, accept)
+            self._prepare(frame, step.entries, len(rows))
+            self._launch(self._verify_and_accept, frame)
+            assert frame.verify_output is not None
             assert frame.num_accepted is not None
-            if watch is not None:
-                assert frame.verified is not None
-                watch(step.number, frame.verified.hidden, frame.batch.cu_seqlens)
-            state.end_step(step, frame.num_accepted)
-            self._send(step, frame, 0 if accept is None else n)
+            if on_verified is not None:
+                on_verified(step.number, frame.verify_output.hidden, frame.batch.cu_seqlens)
+            self.manager.end_step(step, frame.num_accepted)
+            self._copy_results(step, frame)
             if self.drafter is not None:
-                if graphs is None:
-                    self._draft(frame)
-                else:
-                    graphs.replay(("draft", frame.key))
+                self._launch(self._draft, frame)
         except BaseException:
-            state.abandon(step)
+            self.manager.abandon(step)
             raise
         return step
 
     def read(self, step: Step, reason: str) -> NDArray[np.int32]:
         """What a step emitted, `[rows, K + 2]`: up to K + 1 tokens (tail -1) and their count, 0
-        where the row is in the middle of its prompt. Waits if it must."""
+        where the row is in the middle of its prompt. Waits if it must, for that `reason`."""
         n = len(step.rows)
         values = self._results.read(step.number, reason)
         if len(values):
@@ -166,160 +140,152 @@ class SpecDecodeRunner:
 
     @torch.inference_mode()
     def capture(self, accept: Acceptance = greedy) -> None:
-        """Capture the graphs of all padded sizes now, largest first, and compile what steps with
-        prompts need, with rows that touch nothing."""
+        """Capture the graphs of all sizes now, largest first, and compile what steps with prompts
+        need. The rows of all these passes are padding."""
         if self._graphs is None:
             return
         self.manager.compile_flush()
-        most = self.manager.max_requests
-        nobody = torch.zeros((1, 1), dtype=torch.int32, device=self.manager.device)
-        for length in (1, 8, 64, self._inputs.tokens.shape[0]):
-            frame = self._frame(1, length, 0, length, length)
-            self._place_rows(nobody, 0, frame, pad=length)
-            self._verify(frame, accept)
+        max_rows = self.manager.max_requests
+        for length in (1, 8, 64, self._buffers.inputs.tokens.shape[0]):
+            frame = self._buffers.frame(1, length, 0, length, length, accept)
+            self._prepare(frame, self._no_entries(), 0)
+            self._verify_and_accept(frame)
             if self.drafter is not None:
                 self._draft(frame)
-        for size in sorted({padded(n, most) for n in range(1, most + 1)}, reverse=True):
+        for size in sorted({graph_size(n, max_rows) for n in range(1, max_rows + 1)}, reverse=True):
             self._captured(self._graphs, size, accept)
 
-    # -- inside a step ---------------------------------------------------------------------------
+    # -- phases of a step ------------------------------------------------------------------------
 
-    def _captured(self, graphs: Graphs, size: int, accept: Acceptance) -> Frame:
-        """The frame of `size` rows that all decode, its graphs captured if they are not yet, with
-        rows that touch nothing. They must serve any context."""
-        key = (size, accept)
-        if key in self._frames:
-            return self._frames[key]
-        most = self.sequences.history.shape[1]
-        frame = self._frame(size, size * self.width, size, self.width, most)
-        frame.key = key
-        nobody = torch.zeros((1, 1), dtype=torch.int32, device=self.manager.device)
-        self._place_rows(nobody, 0, frame, pad=self.width)
-        graphs.capture(("verify", key), lambda: self._verify(frame, accept))
-        if self.drafter is not None:
-            graphs.capture(("draft", key), lambda: self._draft(frame))
-        self._frames[key] = frame
-        return frame
-
-    def _place_rows(self, entries: Tensor, num_rows: int, frame: Frame, pad: int) -> None:
-        """Where everything is, from the exact counts that only the device has."""
+    def _prepare(self, frame: Frame, entries: Tensor, num_rows: int) -> None:
+        """Fill the frame's inputs from the exact counts, which only the device has; its rows
+        beyond `num_rows` are padding."""
         text = self.sequences
         prepare_inputs(
-            entries,
-            num_rows,
-            self.manager.computed,
-            text.history,
-            text.drafts,
-            text.length,
-            frame.inputs,
-            frame.batch.max_scheduled,
-            pad,
+            entries=entries,
+            num_rows=num_rows,
+            computed=self.manager.computed,
+            history=text.history,
+            drafts=text.drafts,
+            length=text.length,
+            out=frame.inputs,
+            max_scheduled=frame.batch.max_scheduled,
+            pad=frame.batch.max_scheduled,
         )
 
-    def _verify(self, frame: Frame, accept: Acceptance | None) -> None:
-        """The target reads the certain tokens and all guesses in one pass; a prefix of the guesses
-        is accepted, and one token of the target's own follows."""
-        inputs, text = frame.inputs, self.sequences
+    def _verify_and_accept(self, frame: Frame) -> None:
+        """The part of a step up to its results, captured in one graph."""
+        frame.verify_output = self._verify(frame)
+        frame.num_accepted = self._accept(frame, frame.verify_output.hidden)
+
+    def _verify(self, frame: Frame) -> VerifyOutput:
+        """Run the target over certain tokens and drafts, in one pass."""
+        inputs = frame.inputs
         hidden = self.target(inputs.tokens, frame.batch, frame.positions, self.caches)
-        if accept is None:
-            rows = inputs.slot.shape[0]
-            nothing = self._nothing
+        return VerifyOutput(frame.batch, inputs, hidden, frame.draft_inputs, self.sequences)
+
+    def _accept(self, frame: Frame, hidden: Tensor) -> Tensor:
+        """Accept leading drafts, append them and a token of the target's own to the sequences; how
+        many tokens each row emits, int32 `[rows]`."""
+        if frame.accept is None:
+            rows = frame.inputs.slot.shape[0]
+            nothing = self._buffers.nothing
             accepted = Accepted(nothing.tokens[:rows], nothing.num_accepted[:rows])
         else:
-            accepted = self._judge(frame, hidden, accept)
+            accepted = self._judge(frame, hidden, frame.accept)
         commit_tokens(
-            inputs,
-            accepted.tokens,
-            accepted.num_accepted,
-            text.history,
-            text.length,
-            frame.emitted,
-            frame.drafting,
-            frame.batch.max_scheduled,
+            inputs=frame.inputs,
+            tokens=accepted.tokens,
+            num_accepted=accepted.num_accepted,
+            history=self.sequences.history,
+            length=self.sequences.length,
+            emitted=frame.emitted,
+            out=frame.draft_inputs,
+            max_scheduled=frame.batch.max_scheduled,
         )
-        frame.num_accepted = accepted.num_accepted
-        frame.verified = Verified(frame.batch, inputs, hidden, frame.drafting, text)
+        return accepted.num_accepted
 
     def _judge(self, frame: Frame, hidden: Tensor, accept: Acceptance) -> Accepted:
-        """What of the guesses the target's own distributions leave."""
+        """Hold the drafts against the target's own distributions."""
         inputs, text = frame.inputs, self.sequences
-        judged = hidden if frame.uniform else hidden.index_select(0, inputs.verify)
+        judged = hidden if frame.all_decode else hidden.index_select(0, inputs.verify)
         logits = self.target.logits(judged).unflatten(0, (-1, self.width))
         if accept is greedy:
             return greedy(logits, inputs.guesses, inputs.draft, inputs.emits)
         at = inputs.slot.clamp(min=0)
         return accept(
-            logits,
-            inputs.guesses,
-            inputs.draft,
-            inputs.emits,
-            None if text.draft_probs is None else text.draft_probs[at],
-            text.sampling.select(at),
-            inputs.certain.long(),
+            logits=logits,
+            drafts=inputs.guesses,
+            num_draft=inputs.draft,
+            emits=inputs.emits,
+            draft_probs=None if text.draft_probs is None else text.draft_probs[at],
+            sampling=text.sampling.select(at),
+            position=inputs.certain.long(),
         )
 
     def _draft(self, frame: Frame) -> None:
-        """Guesses for the next step, from what is certain now."""
-        assert frame.verified is not None
+        """Propose drafts for the next step, from what is certain now."""
+        assert frame.verify_output is not None
         assert self.drafter is not None
-        drafts, probs = self.drafter.propose(frame.verified)
-        self.sequences.propose(frame.drafting.slot, drafts, probs)
+        drafts, probs = self.drafter.propose(frame.verify_output)
+        self.sequences.propose(frame.draft_inputs.slot, drafts, probs)
 
-    def _send(self, step: Step, frame: Frame, rows: int) -> None:
-        """Start the results of the first `rows` rows on their way to the host."""
+    # -- results ---------------------------------------------------------------------------------
+
+    def _copy_results(self, step: Step, frame: Frame) -> None:
+        """Start the emitted tokens on their way to the host; none where no row emits."""
+        rows = 0 if frame.accept is None else len(step.rows)
         values = frame.emitted[:rows].flatten()
-        if self._aside is None:
+        if self._copies is None:
             self._results.start(step.number, values)
             return
-        self._aside.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._aside):
+        self._copies.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._copies):
             self._results.start(step.number, values)
 
-    def _eager(self, rows: StepRows, num_update_rows: int) -> Frame:
-        n, tokens = len(rows), int(rows.scheduled.sum())
-        longest = int(rows.scheduled.max(initial=1))
-        context = int((rows.computed_max + rows.scheduled).max(initial=1))
-        return self._frame(n, tokens, num_update_rows, longest, context)
+    def _wait_for_copies(self) -> None:
+        """Let the device copy the last results before it overwrites them."""
+        if self._copies is not None:
+            torch.cuda.current_stream().wait_stream(self._copies)
 
-    def _frame(
-        self, rows: int, tokens: int, num_update_rows: int, max_scheduled: int, max_context: int
-    ) -> Frame:
-        inputs = self._inputs.first(rows, tokens)
-        state, rounding = self.manager.positions.first(rows), None
-        if self._stochastic:
-            rounding = Rounding(self.sequences.rounding_seed, layer=0)
-        return Frame(
-            batch=RowBatch(
-                slot=inputs.slot,
-                cu_seqlens=inputs.cu_seqlens,
-                computed=inputs.computed,
-                max_scheduled=max_scheduled,
-                max_context=max_context,
-                num_update_rows=num_update_rows,
-                num_update_tokens=num_update_rows * self.width,
-                max_update=self.width,
-            ),
-            inputs=inputs,
-            positions=StatePositions(
-                inputs.draft,
-                state.read_column,
-                state.read_offset,
-                state.write_column,
-                state.replay,
-                rounding,
-            ),
-            drafting=self._drafting.first(rows, tokens),
-            emitted=self._emitted[:rows],
-            uniform=num_update_rows == rows,
+    # -- frames ----------------------------------------------------------------------------------
+
+    def _frame(self, rows: StepRows, num_update_rows: int, accept: Acceptance | None) -> Frame:
+        n = len(rows)
+        if self._graphs is not None and n == num_update_rows:
+            assert accept is not None  # a row that decodes emits
+            return self._captured(self._graphs, graph_size(n, self.manager.max_requests), accept)
+        return self._buffers.frame(
+            rows=n,
+            tokens=int(rows.scheduled.sum()),
+            num_update_rows=num_update_rows,
+            max_scheduled=int(rows.scheduled.max(initial=1)),
+            max_context=int((rows.computed_max + rows.scheduled).max(initial=1)),
+            accept=accept,
         )
 
+    def _captured(self, graphs: Graphs, size: int, accept: Acceptance) -> Frame:
+        """The frame of `size` decoding rows, of any context; its graphs are captured now if they
+        are not yet, over rows that are all padding."""
+        key = (size, accept)
+        if key in self._frames:
+            return self._frames[key]
+        max_context = self.sequences.history.shape[1]
+        frame = self._buffers.frame(size, size * self.width, size, self.width, max_context, accept)
+        frame.graph_key = key
+        self._prepare(frame, self._no_entries(), 0)
+        phases = [self._verify_and_accept] + [self._draft] * (self.drafter is not None)
+        for phase in phases:
+            graphs.capture((phase.__name__, key), partial(phase, frame))
+        self._frames[key] = frame
+        return frame
 
-def padded(rows: int, most: int) -> int:
-    """Rows of the graph that serves `rows`: a power of two up to 8, then a multiple of 8 (of 32
-    above 64)."""
-    if rows <= 8:
-        size = 1 << (rows - 1).bit_length()
-    else:
-        step = 8 if rows <= 64 else 32
-        size = -(-rows // step) * step
-    return min(size, most)
+    def _launch(self, phase: Callable[[Frame], None], frame: Frame) -> None:
+        """Run a phase, by its graph if the frame has one."""
+        if self._graphs is None or frame.graph_key is None:
+            phase(frame)
+        else:
+            self._graphs.replay((phase.__name__, frame.graph_key))
+
+    def _no_entries(self) -> Tensor:
+        return torch.zeros((1, 1), dtype=torch.int32, device=self.manager.device)

@@ -88,9 +88,9 @@ class FailingDrafter:
     def __init__(self, drafter: Any, fault: Fault) -> None:
         self._drafter, self._fault = drafter, fault
 
-    def propose(self, verified: Any) -> Any:
+    def propose(self, output: Any) -> Any:
         self._fault("drafter")
-        return self._drafter.propose(verified)
+        return self._drafter.propose(output)
 
 
 class FailingStream:

@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import NemotronHForCausalLM
 
 from hybrid_runtime.engine import SamplingParams
-from hybrid_runtime.specdecode.drafter import Verified
+from hybrid_runtime.specdecode.drafter import VerifyOutput
 
 __all__ = ["hf", "prompts", "tokenizer", "wanted"]  # fixtures
 
@@ -103,11 +103,11 @@ class Raises(Script):
 
     calls = 0
 
-    def propose(self, verified: Verified) -> tuple[Tensor, Tensor | None]:
+    def propose(self, output: VerifyOutput) -> tuple[Tensor, Tensor | None]:
         self.calls += 1
         if self.calls == 5:
             raise RuntimeError("no drafts today")
-        return super().propose(verified)
+        return super().propose(output)
 
 
 @pytest.mark.parametrize("steps_ahead", [0, 1])

@@ -21,7 +21,7 @@ from hybrid_runtime.kernels.replay.window_cache import WindowCache
 from hybrid_runtime.kernels.step.advance_replay import ReplayPositions
 from hybrid_runtime.kernels.step.state_table import StateTable
 from hybrid_runtime.models.forward_batch import Caches, RowBatch, StatePositions
-from hybrid_runtime.specdecode.drafter import Verified
+from hybrid_runtime.specdecode.drafter import VerifyOutput
 
 VOCABULARY = 251
 WINDOW = 3
@@ -214,11 +214,11 @@ class HashDrafter:
     def __init__(self, num_draft: int) -> None:
         self.num_draft = num_draft
 
-    def propose(self, verified: Verified) -> tuple[Tensor, Tensor | None]:
+    def propose(self, output: VerifyOutput) -> tuple[Tensor, Tensor | None]:
         k, drafts = self.num_draft, []
-        text = verified.sequences
+        text = output.sequences
         for slot, emits in zip(
-            verified.rows.slot.tolist(), verified.rows.emits.tolist(), strict=True
+            output.inputs.slot.tolist(), output.inputs.emits.tolist(), strict=True
         ):
             known = text.history[slot, : int(text.length[slot])].tolist()
             right = true_states(known)[0] % (k + 2)

@@ -19,7 +19,7 @@ from transformers import NemotronHForCausalLM
 from hybrid_runtime.engine import Engine, EngineConfig
 from hybrid_runtime.models.eagle import EagleConfig, EagleHead
 from hybrid_runtime.models.mtp import MTPHead
-from hybrid_runtime.specdecode.drafter import Verified
+from hybrid_runtime.specdecode.drafter import VerifyOutput
 
 NEW_TOKENS = 24
 VOCABULARY = 96
@@ -110,10 +110,10 @@ class Script:
         self.texts, self.k = texts, k
         self.errors = itertools.cycle(pattern)
 
-    def propose(self, verified: Verified) -> tuple[Tensor, Tensor | None]:
-        sequences, drafts = verified.sequences, []
+    def propose(self, output: VerifyOutput) -> tuple[Tensor, Tensor | None]:
+        sequences, drafts = output.sequences, []
         for slot, emits in zip(
-            verified.rows.slot.tolist(), verified.rows.emits.tolist(), strict=True
+            output.inputs.slot.tolist(), output.inputs.emits.tolist(), strict=True
         ):
             known = sequences.history[slot, : int(sequences.length[slot])].tolist()
             guess = [-1] * self.k

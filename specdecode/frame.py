@@ -1,0 +1,131 @@
+"""A step's memory: what its launches read and write, at addresses that never change."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hybrid_runtime.kernels.replay.rounding import Rounding
+from hybrid_runtime.kernels.step.commit_tokens import DraftInputs
+from hybrid_runtime.kernels.step.prepare_inputs import StepInputs
+from hybrid_runtime.models.forward_batch import RowBatch, StatePositions
+from hybrid_runtime.specdecode.acceptance import Acceptance, Accepted
+from hybrid_runtime.specdecode.drafter import VerifyOutput
+from hybrid_runtime.state.manager import HybridStateManager
+
+
+@dataclass(slots=True)
+class Frame:
+    """What the launches of a step read and write. Views of `StepBuffers`.
+
+    inputs: the step's rows and tokens.
+    batch: the same rows, as a forward pass takes them.
+    positions: where their Mamba states are read and written.
+    draft_inputs: of the drafter's passes.
+    emitted: int32 `[rows, K + 2]`, emitted tokens (tail -1) and, last, their count.
+    accept: which drafts are accepted; None where no row emits.
+    all_decode: every row runs K + 1 tokens, so each token's logits are needed, in order.
+    graph_key: what its captured graphs are filed under; None: its launches are not captured.
+    verify_output: what the target's pass leaves for acceptance and drafter.
+    num_accepted: int32 `[rows]`, what acceptance leaves for the state manager.
+    """
+
+    inputs: StepInputs
+    batch: RowBatch
+    positions: StatePositions
+    draft_inputs: DraftInputs
+    emitted: Tensor
+    accept: Acceptance | None
+    all_decode: bool
+    graph_key: Hashable = None
+    verify_output: VerifyOutput | None = None
+    num_accepted: Tensor | None = None
+
+
+class StepBuffers:
+    """Memory of the largest step.
+
+    inputs, draft_inputs, emitted: as of `Frame`.
+    nothing: what a step emits of which no row reaches the end of its text.
+    """
+
+    def __init__(
+        self,
+        manager: HybridStateManager,
+        max_tokens: int,
+        num_draft: int,
+        rounding: Rounding | None,
+    ) -> None:
+        slots, device = manager.max_requests, manager.device
+        self.inputs = StepInputs.empty(slots, max_tokens, num_draft, device)
+        self.draft_inputs = DraftInputs.empty(slots, max_tokens, num_draft, device)
+        self.emitted = torch.zeros((slots, num_draft + 2), dtype=torch.int32, device=device)
+        self.nothing = Accepted(
+            tokens=torch.full((slots, num_draft + 1), -1, dtype=torch.int32, device=device),
+            num_accepted=torch.zeros(slots, dtype=torch.int32, device=device),
+        )
+        self._manager, self._width, self._rounding = manager, num_draft + 1, rounding
+
+    def frame(
+        self,
+        rows: int,
+        tokens: int,
+        num_update_rows: int,
+        max_scheduled: int,
+        max_context: int,
+        accept: Acceptance | None,
+    ) -> Frame:
+        """The frame of a step of so many rows and tokens.
+
+        Args:
+            rows: of the step.
+            tokens: of all of them.
+            num_update_rows: leading rows that decode, each with K + 1 tokens.
+            max_scheduled: upper bound of tokens per row.
+            max_context: upper bound of tokens in the cache and scheduled, per row.
+            accept: as of `Frame`.
+        """
+        inputs = self.inputs.first(rows, tokens)
+        return Frame(
+            inputs=inputs,
+            batch=RowBatch(
+                slot=inputs.slot,
+                cu_seqlens=inputs.cu_seqlens,
+                computed=inputs.computed,
+                max_scheduled=max_scheduled,
+                max_context=max_context,
+                num_update_rows=num_update_rows,
+                num_update_tokens=num_update_rows * self._width,
+                max_update=self._width,
+            ),
+            positions=self._positions(inputs),
+            draft_inputs=self.draft_inputs.first(rows, tokens),
+            emitted=self.emitted[:rows],
+            accept=accept,
+            all_decode=num_update_rows == rows,
+        )
+
+    def _positions(self, inputs: StepInputs) -> StatePositions:
+        state = self._manager.positions.first(inputs.slot.shape[0])
+        return StatePositions(
+            draft=inputs.draft,
+            read_column=state.read_column,
+            read_offset=state.read_offset,
+            write_column=state.write_column,
+            replay=state.replay,
+            rounding=self._rounding,
+        )
+
+
+def graph_size(rows: int, max_rows: int) -> int:
+    """Rows of the graph that serves `rows` decoding ones: a power of two up to 8, then a multiple
+    of 8, above 64 of 32; at most `max_rows`."""
+    if rows <= 8:
+        size = 1 << (rows - 1).bit_length()
+    else:
+        multiple = 8 if rows <= 64 else 32
+        size = -(-rows // multiple) * multiple
+    return min(size, max_rows)
