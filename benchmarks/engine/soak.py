@@ -258,9 +258,9 @@ def left_behind(engine: Engine) -> dict[str, int]:
         found[name] = table.pool.size - table.pool.free
     found["slots"] = engine.manager.max_requests - len(scheduler._slots)
     found["live rows"] = int(engine.manager._slot_table.live.sum())
+    engine.reset_prefix_cache()
     host = engine.prefix_cache.host
     if host is not None:
-        host.clear()
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         usage = [host.tier.usage(group) for group in host.tier.groups]

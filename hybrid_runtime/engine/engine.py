@@ -171,6 +171,10 @@ class Engine:
         first needs them. Nothing is done without graphs."""
         self.runner.capture(self._greedy)
 
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached prefixes, on the device and the host; running requests go on."""
+        self.prefix_cache.clear()
+
     def step(self) -> list[Request]:
         """Queue one step and read the results of the one before (with `steps_ahead` 0: of this
         one); the requests that got tokens or ended by them."""

@@ -32,9 +32,13 @@ KEYS, STATE = "kv", "state"
 
 @dataclass(slots=True)
 class PrefixStats:
-    """queried_tokens, hit_tokens: of admitted requests, again after a preemption. evictions: blocks
-    that made room. host_blocks: that came from the host tier. short: admissions by why their hit
-    was not longer; a longer prefix that nobody ever had is not counted."""
+    """What was found, since construction.
+
+    queried_tokens, hit_tokens: of requests when they were admitted, after a preemption again.
+    evictions: blocks that made room for others. host_blocks: blocks that came from the host tier.
+    short: admissions by why their hit was not longer (see `Hit`); those whose longer prefix nobody
+    ever had are not counted.
+    """
 
     queried_tokens: int = 0
     hit_tokens: int = 0
@@ -67,6 +71,13 @@ class PrefixCache:
     def min_cacheable_tokens(self) -> int:
         """Prompts shorter than this can never hit."""
         return self.block + 1
+
+    def clear(self) -> None:
+        """Forget all content, the host's too; blocks that requests own stay theirs."""
+        self.keys.pool.clear()
+        self.state.pool.clear()
+        if self.host is not None:
+            self.host.clear()
 
     def stats(self) -> PrefixStats:
         self._stats.evictions = self.keys.pool.evictions + self.state.pool.evictions
@@ -126,8 +137,8 @@ class PrefixCache:
             absent = [key for key in hashes if pool.find(key) is None]
             if absent and len(absent) <= pool.free:
                 taken = [pool.take() for _ in absent]
-                self.host.before_reuse(group, taken)
-                if self.host.fetch(group, absent, taken):
+                self.host.order_reuse(group, taken)
+                if self.host.load(group, absent, taken):
                     for key, block in zip(absent, taken, strict=True):
                         pool.file(key, block)
                     self._stats.host_blocks += len(taken)
@@ -139,11 +150,12 @@ class PrefixCache:
     def _anywhere(self, group: str, pool: BlockPool, key: bytes) -> bool:
         return pool.find(key) is not None or (self.host is not None and self.host.has(group, key))
 
-    def reused(self, keys: list[int], state: list[int]) -> None:
-        """Blocks that were just handed out, before anything is launched that writes them."""
+    def order_reuse(self, keys: list[int], state: list[int]) -> None:
+        """These blocks were just handed out: let the launches that write them run behind copies
+        that still read them."""
         if self.host is not None:
-            self.host.before_reuse(KEYS, keys)
-            self.host.before_reuse(STATE, state)
+            self.host.order_reuse(KEYS, keys)
+            self.host.order_reuse(STATE, state)
 
     def adopt(self, request: Request) -> None:
         """Let an admitted request own its hit."""
@@ -208,7 +220,7 @@ class PrefixCache:
         ):
             new = [(key, block) for key, block in blocks if pool.file(key, block)]
             if new and self.host is not None:
-                self.host.keep(group, [key for key, _ in new], [block for _, block in new])
+                self.host.store(group, [key for key, _ in new], [block for _, block in new])
 
     def _hash(self, request: Request) -> None:
         """Hash the full blocks of all tokens known."""

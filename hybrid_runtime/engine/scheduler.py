@@ -262,7 +262,7 @@ class Scheduler:
         new_state = self.state.allocate(rows.slot, state)
         new_kv = self.kv.allocate(rows.slot, kv)
         if self.cache is not None:
-            self.cache.reused(new_kv, new_state)
+            self.cache.order_reuse(new_kv, new_state)
         self.kv.upload()
         self.state.upload()
         return True

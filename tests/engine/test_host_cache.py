@@ -14,7 +14,7 @@ def cache_of(room: int) -> tuple[HostCache, torch.Tensor]:
 
 
 def keep(cache: HostCache, *blocks: int) -> None:
-    cache.keep("kv", [bytes([block]) for block in blocks], blocks)
+    cache.store("kv", [bytes([block]) for block in blocks], blocks)
 
 
 def kept(cache: HostCache) -> list[int]:
@@ -42,7 +42,7 @@ def test_what_was_fetched_stays_longer() -> None:
     keep(cache, 7)
     keep(cache, 8)
     blocks.fill_(-1)
-    assert cache.fetch("kv", [bytes([7])], [3])
+    assert cache.load("kv", [bytes([7])], [3])
     assert blocks[3] == 7
     keep(cache, 9)
     assert kept(cache) == [7, 9]

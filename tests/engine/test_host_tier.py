@@ -209,17 +209,17 @@ def test_a_full_tier_says_so_and_changes_nothing() -> None:
 
 def test_a_freed_block_waits_for_the_copies_that_touch_it() -> None:
     group = HostGroup("kv", cache()["kv"], HOST_BLOCKS, None)
-    blocks = group.take(HOST_BLOCKS)
+    blocks = group.allocate(HOST_BLOCKS)
     assert blocks is not None
     group.touch(blocks[:2], 1)
     group.touch(blocks[1:3], 2)
-    group.put(blocks[1:4])
-    group.put(blocks[:1])
+    group.free(blocks[1:4])
+    group.free(blocks[:1])
     assert group.usage() == Usage(0, 2, 4)
     group.reclaim(1)
     assert group.usage() == Usage(1, 2, 3)
-    assert group.take(2) is None
-    assert group.take(1) == blocks[0]
+    assert group.allocate(2) is None
+    assert group.allocate(1) == blocks[0]
     group.reclaim(2)
     assert group.usage() == Usage(3, 3, 0)
 

@@ -237,9 +237,30 @@ def test_a_failing_copy_makes_the_cache_smaller_and_nothing_wrong(
     assert host.failed > 0
     assert answer.hit.tokens < 40
     nothing_leaked(runs)
-    host.clear()
+    runs.reset_prefix_cache()
     for group, size in (("kv", 60), ("state", 60)):
         assert host.tier.usage(group).free == size
+
+
+@pytest.mark.parametrize("host_blocks", [None, (40, 40)])
+def test_after_a_reset_nothing_is_found_and_running_requests_go_on(
+    hf: NemotronHForCausalLM, tokenizer: Tokenizer, host_blocks: tuple[int, int] | None
+) -> None:
+    runs = small(hf, tokenizer, host_blocks=host_blocks)
+    prompt = text(41, 12)
+    want = hf_greedy(hf, prompt)
+    assert [runs.generate([prompt], GREEDY)[0].hit.tokens for _ in range(2)] == [0, 40]
+    request = runs.submit(prompt, GREEDY)
+    runs.step()
+    runs.reset_prefix_cache()
+    while not runs.idle:
+        runs.step()
+    same_text(hf, prompt, request.output, want)
+    runs.reset_prefix_cache()
+    answer = runs.generate([prompt], GREEDY)[0]
+    same_text(hf, prompt, answer.tokens, want)
+    assert (answer.hit.tokens, answer.hit.short) == (0, None)
+    nothing_leaked(runs)
 
 
 def test_the_queue_has_a_bound_and_requests_a_deadline(

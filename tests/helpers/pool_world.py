@@ -225,7 +225,7 @@ class World:
         for start in range(0, len(keys), pool.size):
             part = keys[start : start + pool.size]
             blocks = [pool.take() for _ in part]
-            assert host.fetch(group, part, blocks)
+            assert host.load(group, part, blocks)
             for key, block in zip(part, blocks, strict=True):
                 assert pool.file(key, block)
                 pool.put(block)

@@ -32,8 +32,10 @@ class Runs(NamedTuple):
 
 
 class Usage(NamedTuple):
-    """Host blocks that can be had now, that somebody owns, and that are given back but still read
-    or written by a copy under way. Their sum is the size of the group."""
+    """Host blocks of a group, by what they are doing; their sum is its size.
+
+    free: can be allocated. used: owned. in_flight: freed, but a copy still reads or writes them.
+    """
 
     free: int
     used: int
@@ -82,7 +84,7 @@ class HostGroup:
         dst, src = pair if to_host else pair[::-1]
         return Copies(dst, src, np.repeat(self.device.size, len(host)))
 
-    def take(self, count: int) -> Int64s | None:
+    def allocate(self, count: int) -> Int64s | None:
         """The ids of `count` free blocks, ascending; None when there are fewer."""
         if count > len(self._free):
             return None
@@ -96,14 +98,16 @@ class HostGroup:
         """Batch `number` reads or writes these blocks."""
         self._last[blocks] = number
 
-    def put(self, blocks: Int64s) -> None:
-        """Take blocks back; they can be had again when no batch that touched them still runs."""
+    def free(self, blocks: Int64s) -> None:
+        """Give blocks back; they can be allocated again when the last batch that touched them has
+        run."""
         self._owned[blocks] = False
         if len(blocks):
             self._quarantine.append((int(self._last[blocks].max()), np.sort(blocks)[::-1]))
 
     def reclaim(self, passed: int) -> None:
-        """Make blocks whose last batch is at most number `passed` free."""
+        """Let freed blocks be allocated again, if the last batch that touched them is number
+        `passed` or an earlier one."""
         waiting = []
         for number, blocks in self._quarantine:
             if number <= passed:

@@ -1,8 +1,7 @@
-"""The prefix cache's second level: filed blocks once more in host memory, found by the same keys.
+"""The prefix cache's second level: copies of its blocks in host memory, found by the same keys.
 
-Blocks are copied when they are filed, not when they are evicted: a block that has to make room can
-then be taken at once. Preempted requests come back from here too, up to the last boundary whose
-state was kept.
+Blocks are copied when they are filed, not when they are evicted, so an evicted block can be reused
+at once. Preempted requests come back from here too, up to the last boundary whose state was kept.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from hybrid_runtime.engine.offload.tier import HostTier
 
 
 class HostCache:
-    """Keys of the blocks in a host tier, by group; the ones used longest ago make room.
+    """Blocks in a host tier, found by group and key; the least recently used ones make room.
 
     A block is found only after its copy was submitted, and is read behind it on the same stream. A
     copy that fails is counted in `failed` and leaves nothing behind: the cache only gets smaller.
@@ -30,9 +29,9 @@ class HostCache:
     def has(self, group: str, key: bytes) -> bool:
         return key in self._blocks[group]
 
-    def keep(self, group: str, keys: Sequence[bytes], blocks: Sequence[int]) -> None:
-        """Copy filed device blocks to the host, those used longest ago making room; those that are
-        there already are not copied. More than there is room for are not kept at all."""
+    def store(self, group: str, keys: Sequence[bytes], blocks: Sequence[int]) -> None:
+        """Copy filed device blocks to the host, except those that are there already; the least
+        recently used ones make room. More blocks than the host has are not stored at all."""
         found = self._blocks[group]
         new = [(key, block) for key, block in zip(keys, blocks, strict=True) if key not in found]
         room = self.tier.groups[group]
@@ -55,9 +54,9 @@ class HostCache:
             found[key] = host
             self._reading[group, block] = ticket
 
-    def fetch(self, group: str, keys: Sequence[bytes], blocks: Sequence[int]) -> bool:
-        """Copy host blocks into device blocks, before anything launched from now on; False, and the
-        device blocks hold anything, if that failed."""
+    def load(self, group: str, keys: Sequence[bytes], blocks: Sequence[int]) -> bool:
+        """Copy the blocks with these keys into device blocks, before anything launched from now on.
+        False if that failed; the device blocks then hold anything."""
         found = self._blocks[group]
         try:
             self.tier.load(group, [found[key] for key in keys], blocks)
@@ -68,8 +67,9 @@ class HostCache:
             found.move_to_end(key)
         return True
 
-    def before_reuse(self, group: str, blocks: Iterable[int]) -> None:
-        """Let what is launched from now on wait for copies that still read these device blocks."""
+    def order_reuse(self, group: str, blocks: Iterable[int]) -> None:
+        """These device blocks will be overwritten: let what is launched from now on run behind the
+        copies that still read them."""
         if not self._reading:
             return
         for block in blocks:
@@ -78,7 +78,7 @@ class HostCache:
                 ticket.order()
 
     def clear(self) -> None:
-        """Forget all content."""
+        """Forget all content; copies under way come to their end."""
         for group, found in self._blocks.items():
             if found:
                 self.tier.free(group, list(found.values()))

@@ -19,8 +19,11 @@ Blocks = Sequence[int] | NDArray[np.integer]
 
 @dataclass(slots=True)
 class HostTierStats:
-    """What was moved. asked: copies as the blocks' runs of bytes would have it; submitted: what the
-    driver was given, neighbours joined."""
+    """What was moved since construction.
+
+    asked: copies, one for each run of bytes of each block. submitted: copies that the driver was
+    given, after neighbours were joined.
+    """
 
     stored_blocks: int = 0
     stored_bytes: int = 0
@@ -91,7 +94,7 @@ class HostTier:
         found = self._group(group)
         device = found.device_ids(device_blocks)
         found.reclaim(self._copies.passed())
-        taken = found.take(len(device))
+        taken = found.allocate(len(device))
         if taken is None:
             return None
         # Neighbours on the device become neighbours on the host.
@@ -101,7 +104,7 @@ class HostTier:
         try:
             ticket = self._move(found, host, device, order, to_host=True)
         except BaseException:
-            found.put(taken)
+            found.free(taken)
             raise
         self.stats.stored_blocks += len(host)
         self.stats.stored_bytes += len(host) * found.bytes_per_block
@@ -131,7 +134,7 @@ class HostTier:
     def free(self, group: str, host_blocks: Blocks) -> None:
         """Give host blocks back, also while copies of them are under way."""
         found = self._group(group)
-        found.put(found.host_ids(host_blocks, distinct=True))
+        found.free(found.host_ids(host_blocks, distinct=True))
 
     def _move(
         self, group: HostGroup, host: Int64s, device: Int64s, order: Int64s, to_host: bool
