@@ -31,7 +31,9 @@ from hybrid_runtime.kernels.attention.launch import (
 from hybrid_runtime.kernels.attention.reduce import divide_context, reduce_splits
 from hybrid_runtime.kernels.common.backend import runs_triton
 from hybrid_runtime.kernels.common.pdl import pdl, pdl_wait
+from hybrid_runtime.kernels.common.types import operand_type
 from hybrid_runtime.kernels.common.varlen import gather_rows, row_tokens, scatter_rows
+from hybrid_runtime.kernels.common.zero_fill import zero_dense
 
 
 def paged_attention_reference(
@@ -102,16 +104,6 @@ def _check_heads(heads: int, kv_heads: int) -> None:
         raise ValueError(f"q has {heads} heads, must be a multiple of the cache's {kv_heads}")
 
 
-@triton.jit
-def _zero(out, first, last, D: tl.constexpr, HEADS: tl.constexpr, TILE: tl.constexpr):
-    index = tl.arange(0, TILE)
-    at = tl.cast(first, tl.int64) * (HEADS * D)
-    end = tl.cast(last, tl.int64) * (HEADS * D)
-    while at < end:
-        tl.store(out + at + index, tl.zeros((TILE,), out.dtype.element_ty), mask=at + index < end)
-        at += TILE
-
-
 @triton.jit(
     do_not_specialize=["tokens", "limit", "least"],
     do_not_specialize_on_alignment=["block_table", "slot", "cu_seqlens", "computed"],
@@ -161,11 +153,11 @@ def _attention_kernel(
     end = tl.load(cu_seqlens + i_row + 1)
     if (tl.program_id(0) == 0) & (i_split == 0):  # zero the outputs of tokens without a row
         if i_row == 0:
-            _zero(out, 0, begin, D, HEADS, 1024)
+            zero_dense(out, 0, begin, HEADS * D, 1024)
         if i_row == tl.num_programs(1) - 1:
-            _zero(out, end, tokens, D, HEADS, 1024)
+            zero_dense(out, end, tokens, HEADS * D, 1024)
         if i_slot < 0:
-            _zero(out, begin, end, D, HEADS, 1024)
+            zero_dense(out, begin, end, HEADS * D, 1024)
     scheduled = end - begin
     start = tl.load(computed + i_row)
     context, share, used = divide_context(
@@ -300,8 +292,7 @@ def paged_attention(
         v_stride=CacheStrides(*cache.v.stride()),
         table_stride=cache.block_table.stride(0),
         shape=shape,
-        # The interpreter multiplies bf16 as if its bits were integers.
-        dot_type=_TYPES[dot_type] if q.is_cuda else tl.float32,
+        dot_type=operand_type(dot_type, q),
         SPLIT=splits.programs > 1,
         TRIPS=0 if q.is_cuda else trips,
         num_warps=tiling.warps,
@@ -324,6 +315,3 @@ def _partials(q: Tensor, splits: Splits, scratch: Tensor | None) -> tuple[Tensor
         )
     lines = needed // (q.shape[2] + 1)
     return scratch[: lines * q.shape[2]], scratch[lines * q.shape[2] : needed]
-
-
-_TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}

@@ -17,10 +17,10 @@ from typing import NamedTuple
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 
 from hybrid_runtime.kernels.common.backend import runs_triton
+from hybrid_runtime.kernels.common.types import operand_type
 from hybrid_runtime.kernels.common.varlen import StateRows
 from hybrid_runtime.kernels.mamba.chunk_scan_kernels import (
     carry_kernel,
@@ -130,8 +130,6 @@ def chunk_scan(
     exact = product == torch.float32
     shape = tiling or scan_tiling(dim, state, product)
     chunks = tile_bound(tokens, num_rows, shape.chunk)
-    # The interpreter multiplies bf16 as if its bits were integers.
-    dot_type = _TYPES[product] if x.is_cuda else tl.float32
     block_p = max(triton.next_power_of_2(dim), 16)
     block_n = max(triton.next_power_of_2(state), 16)
     tile = min(shape.tile, block_n)
@@ -182,7 +180,7 @@ def chunk_scan(
         *B.stride(),
         *states.stride(),
         rows.block_table.stride(0),
-        dot_type=dot_type,
+        dot_type=operand_type(product, x),
         HEADS=heads,
         HEADS_PER_GROUP=heads_per_group,
         DIM=dim,
@@ -212,7 +210,7 @@ def chunk_scan(
         *x.stride(),
         *B.stride(),
         *C.stride(),
-        dot_type=dot_type,
+        dot_type=operand_type(product, x),
         HEADS=heads,
         HEADS_PER_GROUP=heads_per_group,
         DIM=dim,
@@ -231,4 +229,3 @@ def chunk_scan(
 
 
 STEP_HEADS = 16
-_TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}

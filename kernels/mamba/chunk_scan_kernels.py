@@ -5,8 +5,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from hybrid_runtime.kernels.common.math import softplus
+from hybrid_runtime.kernels.common.zero_fill import zero_tokens
 from hybrid_runtime.kernels.mamba.conv1d_varlen import first_tile, row_of_tile
-from hybrid_runtime.kernels.mamba.selective_state_update import _softplus
 
 
 @triton.jit(
@@ -48,15 +49,10 @@ def steps_kernel(
     p = tl.arange(0, BLOCK_P)
     given = out + head[:, None] * DIM + p[None, :]
     real = is_head[:, None] & (p < DIM)[None, :]
-    nothing = tl.zeros((TILE, BLOCK_P), out.dtype.element_ty)
-    token = chunk
-    while token < tl.load(cu_seqlens):
-        tl.store(given + token.to(tl.int64) * (HEADS * DIM), nothing, mask=real)
-        token += tl.num_programs(1)
-    token = tl.load(cu_seqlens + rows) + chunk
-    while token < tokens:
-        tl.store(given + token.to(tl.int64) * (HEADS * DIM), nothing, mask=real)
-        token += tl.num_programs(1)
+    size: tl.constexpr = HEADS * DIM
+    zero_tokens(given, real, chunk, tl.load(cu_seqlens), tl.num_programs(1), size)
+    behind = tl.load(cu_seqlens + rows) + chunk
+    zero_tokens(given, real, behind, tokens, tl.num_programs(1), size)
 
     row, number = row_of_tile(cu_seqlens, rows, chunk, CHUNK)
     if row < 0:
@@ -70,7 +66,7 @@ def steps_kernel(
     live = (t < left)[:, None] & is_head[None, :]
     raw = tl.load(dt + at[:, None] + head[None, :] * dt_head, mask=live, other=0.0).to(tl.float32)
     raw += tl.load(dt_bias + head, mask=is_head, other=0.0).to(tl.float32)[None, :]
-    step = tl.minimum(tl.maximum(_softplus(raw), dt_min), dt_max)
+    step = tl.minimum(tl.maximum(softplus(raw), dt_min), dt_max)
     step = tl.where(live, step, 0.0)
     rate = -tl.exp(tl.load(A_log + head, mask=is_head, other=0.0).to(tl.float32))
     # Differences of long sums lose fp32 digits where the decay is strong: sum in fp64.

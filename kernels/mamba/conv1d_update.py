@@ -8,8 +8,10 @@ import triton.language as tl
 from torch import Tensor
 
 from hybrid_runtime.kernels.common.backend import runs_triton
+from hybrid_runtime.kernels.common.math import silu
 from hybrid_runtime.kernels.common.pdl import pdl, pdl_wait
 from hybrid_runtime.kernels.common.varlen import StateRows
+from hybrid_runtime.kernels.common.zero_fill import zero_unowned
 from hybrid_runtime.kernels.mamba.naive import check_conv_shapes, conv1d_reference
 
 MAX_TOKENS = 8
@@ -72,17 +74,7 @@ def _conv1d_update_kernel(
     target = tl.load(write_column + row)
     active = (row_slot >= 0) & (target >= 0)
 
-    # What nobody computes is 0: tokens of a padded row, and those before and behind all rows.
-    token = tl.where(row == 0, 0, start)
-    while token < start:
-        tl.store(given + token.to(tl.int64) * CHANNELS, tl.zeros_like(channel).to(out_type), inside)
-        token += 1
-    token = tl.where(active, end, start)
-    last = tl.where(row == tl.num_programs(1) - 1, tokens, end)
-    while token < last:
-        tl.store(given + token.to(tl.int64) * CHANNELS, tl.zeros_like(channel).to(out_type), inside)
-        token += 1
-
+    zero_unowned(given, inside, row, start, end, active, tokens, CHANNELS)
     if active & (end > start):
         table = block_table + row_slot.to(tl.int64) * table_stride
         reads = source >= 0
@@ -109,9 +101,8 @@ def _conv1d_update_kernel(
                 y += inputs[i + tap].to(tl.float32) * taps[tap]
             if bias is not None:
                 y += tl.load(bias + channel * bias_channel, mask=inside, other=0.0).to(tl.float32)
-            y = y / (1 + tl.exp(-y))
             written = given + (start + i).to(tl.int64) * CHANNELS
-            tl.store(written, y.to(out_type), mask=inside & (start + i < end))
+            tl.store(written, silu(y).to(out_type), mask=inside & (start + i < end))
 
         if snapshot_column is not None:
             kept = tl.load(snapshot_column + row)

@@ -18,7 +18,9 @@ import triton.language as tl
 from torch import Tensor
 
 from hybrid_runtime.kernels.common.backend import runs_triton
+from hybrid_runtime.kernels.common.math import silu
 from hybrid_runtime.kernels.common.varlen import StateRows
+from hybrid_runtime.kernels.common.zero_fill import zero_tokens
 from hybrid_runtime.kernels.mamba.naive import check_conv_shapes, conv1d_reference
 
 
@@ -100,14 +102,9 @@ def _conv1d_varlen_kernel(
     nothing = tl.zeros((TILE,), out_type)
 
     # Tokens of no row, those before and behind all rows, are shared out among the tiles.
-    token = item
-    while token < tl.load(cu_seqlens):
-        tl.store(given + token.to(tl.int64) * CHANNELS, nothing, mask=inside)
-        token += tl.num_programs(1)
-    token = tl.load(cu_seqlens + rows) + item
-    while token < tokens:
-        tl.store(given + token.to(tl.int64) * CHANNELS, nothing, mask=inside)
-        token += tl.num_programs(1)
+    zero_tokens(given, inside, item, tl.load(cu_seqlens), tl.num_programs(1), CHANNELS)
+    behind = tl.load(cu_seqlens + rows) + item
+    zero_tokens(given, inside, behind, tokens, tl.num_programs(1), CHANNELS)
 
     row, number = row_of_tile(cu_seqlens, rows, item, TOKENS)
     if row < 0:
@@ -156,9 +153,8 @@ def _conv1d_varlen_kernel(
         y = constant
         for tap in tl.static_range(TAPS):
             y += inputs[i + tap].to(tl.float32) * taps[tap]
-        y = y / (1 + tl.exp(-y))
         written = given + (start + low + i).to(tl.int64) * CHANNELS
-        tl.store(written, y.to(out_type), mask=inside & (low + i < scheduled))
+        tl.store(written, silu(y).to(out_type), mask=inside & (low + i < scheduled))
 
     # The block that is read may be the one that is written. Only a row's first tile reads the old
     # window, so that program also writes the new one, of inputs that are still in x: programs of

@@ -14,26 +14,14 @@ import triton.language as tl
 from torch import Tensor
 
 from hybrid_runtime.kernels.common.backend import runs_triton
+from hybrid_runtime.kernels.common.math import softplus
 from hybrid_runtime.kernels.common.pdl import pdl, pdl_wait
 from hybrid_runtime.kernels.common.varlen import StateRows
+from hybrid_runtime.kernels.common.zero_fill import zero_unowned
 from hybrid_runtime.kernels.mamba.naive import check_ssm_shapes, selective_state_update_reference
 
 MAX_TOKENS = 8
 """Tokens per row that the kernel unrolls; longer rows go to the reference."""
-
-
-@triton.jit
-def _softplus(v):
-    """log(1 + exp(v)) with fp32's relative precision everywhere, from exp and arithmetic alone."""
-    e = tl.exp(-tl.abs(v))
-    z = e / (2 + e)  # log1p(e) = 2 atanh(z), and z <= 1/3
-    q = z * z
-    series = 1 / 11 + q * (1 / 13)
-    series = 1 / 9 + q * series
-    series = 1 / 7 + q * series
-    series = 1 / 5 + q * series
-    series = 1 / 3 + q * series
-    return tl.maximum(v, 0.0) + 2 * z * (1 + q * series)
 
 
 @triton.jit(
@@ -107,17 +95,7 @@ def _selective_state_update_kernel(
     target = tl.load(write_column + row)
     active = (row_slot >= 0) & (target >= 0)
 
-    # What nobody computes is 0: tokens of a padded row, and those before and behind all rows.
-    token = tl.where(row == 0, 0, start)
-    while token < start:
-        tl.store(given + token.to(tl.int64) * (HEADS * DIM), tl.zeros_like(p).to(out_type), in_dim)
-        token += 1
-    token = tl.where(active, end, start)
-    last = tl.where(row == tl.num_programs(1) - 1, tokens, end)
-    while token < last:
-        tl.store(given + token.to(tl.int64) * (HEADS * DIM), tl.zeros_like(p).to(out_type), in_dim)
-        token += 1
-
+    zero_unowned(given, in_dim, row, start, end, active, tokens, HEADS * DIM)
     if active & (end > start):
         table = block_table + row_slot.to(tl.int64) * table_stride
         first = end - start - 1 - guesses  # the first token after which the state is stored
@@ -157,7 +135,7 @@ def _selective_state_update_kernel(
         for i in tl.static_range(TOKENS):
             live = start + i < end
             stored = live & (i >= first)
-            step = _softplus(raws[i].to(tl.float32) + bias)
+            step = softplus(raws[i].to(tl.float32) + bias)
             # Beyond the row's end the step is 0: decay 1 and no input, so the state stays.
             step = tl.where(live, tl.minimum(tl.maximum(step, dt_min), dt_max), 0.0)
             xi = xs[i].to(tl.float32)

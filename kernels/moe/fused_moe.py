@@ -7,7 +7,7 @@ blocks, one after another, which find its weights in the L2 cache.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from hybrid_runtime.kernels.common.backend import runs_triton
 from hybrid_runtime.kernels.common.pdl import pdl, pdl_wait
+from hybrid_runtime.kernels.common.types import operand_type
 from hybrid_runtime.kernels.layers.activation import relu2_reference
 from hybrid_runtime.kernels.moe.align_block_size import ExpertBlocks, align_block_size
 
@@ -285,8 +286,7 @@ def _grouped_product(
         num_blocks=num_blocks,
         x_stride=LineStrides(*x.stride()),
         weight_stride=WeightStrides(*weight.stride()),
-        # The interpreter multiplies bf16 as if its bits were integers.
-        dot_type=_TYPES[x.dtype] if x.is_cuda else tl.float32,
+        dot_type=operand_type(x.dtype, x),
         N=n,
         K=weight.shape[2],
         TOP_K=top_k,
@@ -298,10 +298,3 @@ def _grouped_product(
         num_stages=tiling.stages,
         **pdl(x),
     )
-
-
-_TYPES: dict[torch.dtype, Any] = {
-    torch.float32: tl.float32,
-    torch.bfloat16: tl.bfloat16,
-    torch.float16: tl.float16,
-}

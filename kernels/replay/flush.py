@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hybrid_runtime.kernels.common.backend import runs_triton
+from hybrid_runtime.kernels.common.types import FLOAT_TYPES, WORD_TYPES
 from hybrid_runtime.kernels.replay.naive import fold_reference
 from hybrid_runtime.kernels.replay.rounding import LAST_PLACE, LastPlace, Rounding, rounding_key
 from hybrid_runtime.kernels.replay.tile import fold_part, load_window_cache, store_part
@@ -183,8 +184,6 @@ def _flush_kernel(
                 tl.store(new + tap * window_position_stride, inputs[tap], mask=inner)
 
 
-_STATES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-_WORDS = {1: tl.int8, 2: tl.int16, 4: tl.int32}
 TILE, LOW, WINDOW_TILE, WARPS = 16, 32, 1024, 4
 """Rows of a head's state and columns of its parts, channels, warps per program. Not swept."""
 
@@ -237,8 +236,8 @@ def replay_flush(
         windows.shape[2],
         windows.stride(1),
         windows.stride(2),
-        state_type=_STATES[states.dtype],
-        tap_type=_WORDS[windows.element_size()],
+        state_type=FLOAT_TYPES[states.dtype],
+        tap_type=WORD_TYPES[windows.element_size()],
         HEADS=heads,
         HEADS_PER_GROUP=ratio,
         DIM=dim,

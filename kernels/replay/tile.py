@@ -12,13 +12,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from hybrid_runtime.kernels.mamba.selective_state_update import _softplus
+from hybrid_runtime.kernels.common.math import softplus
 from hybrid_runtime.kernels.replay.rounding import round_state
 
 
 @triton.jit
 def time_step(raw, dt_min, dt_max):
-    return tl.minimum(tl.maximum(_softplus(raw), dt_min), dt_max)
+    return tl.minimum(tl.maximum(softplus(raw), dt_min), dt_max)
 
 
 @triton.jit

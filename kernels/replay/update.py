@@ -18,6 +18,8 @@ from torch import Tensor
 
 from hybrid_runtime.kernels.common.backend import num_programs, runs_triton
 from hybrid_runtime.kernels.common.pdl import pdl, pdl_wait
+from hybrid_runtime.kernels.common.types import operand_type
+from hybrid_runtime.kernels.common.zero_fill import zero_unowned
 from hybrid_runtime.kernels.replay.launch import shape_of, spread
 from hybrid_runtime.kernels.replay.naive import replay_update_reference
 from hybrid_runtime.kernels.replay.rounding import LAST_PLACE, LastPlace, Rounding, rounding_key
@@ -114,7 +116,6 @@ def _replay_update_kernel(
     group = first // HEADS_PER_GROUP
     top = item % tiles * TILE
     n = tl.arange(0, LOW)
-    out_type = out.dtype.element_ty
 
     row_slot = tl.load(slot + row)
     start = tl.load(cu_seqlens + row)
@@ -128,24 +129,10 @@ def _replay_update_kernel(
     behind = tl.load(snapshot_after + row)
     active = (row_slot >= 0) & (target >= 0)
 
-    # What nobody computes is 0: tokens of a padded row, and those before and behind all rows.
-    wide = top + tl.arange(0, TILE)
-    nothing = tl.zeros_like(wide).to(out_type)
-    given = out + first * DIM + wide
-    token = tl.where(row == 0, 0, start)
-    while token < start:
-        for r in range(RUN):
-            at = given + token.to(tl.int64) * (HEADS * DIM) + r * DIM
-            tl.store(at, nothing, mask=wide < DIM)
-        token += 1
-    token = tl.where(active, end, start)
-    last = tl.where(row == tl.num_programs(1) - 1, tokens, end)
-    while token < last:
-        for r in range(RUN):
-            at = given + token.to(tl.int64) * (HEADS * DIM) + r * DIM
-            tl.store(at, nothing, mask=wide < DIM)
-        token += 1
-
+    o_p = top + tl.arange(0, TILE)
+    p_out = out + first * DIM + o_p
+    for r in range(RUN):
+        zero_unowned(p_out + r * DIM, o_p < DIM, row, start, end, active, tokens, HEADS * DIM)
     if active & (end > start):
         scheduled = end - start
         certain = scheduled - guesses
@@ -278,7 +265,7 @@ def replay_update(
         return out.zero_()
     dot_type = None
     if x.dtype == torch.bfloat16 and states.element_size() == 2:
-        dot_type = tl.bfloat16 if x.is_cuda else tl.float32
+        dot_type = operand_type(x.dtype, x)
     narrow = rounding is not None and states.element_size() < 4
     digits, least = LAST_PLACE.get(states.dtype, LastPlace(0, 0))
     shape = shape_of(dim, state, states.element_size(), dot_type is not None)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from hybrid_runtime.kernels.common.backend import num_programs, runs_triton
+from hybrid_runtime.kernels.common.types import FLOAT_TYPES
 from hybrid_runtime.kernels.step.state_table import (
     ADDRESS_FIELDS,
     BASE_SSM,
@@ -63,9 +63,6 @@ def _fill_kernel(
         item += tl.num_programs(0)
 
 
-_TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-
-
 def fill_blocks(states: StateTable, blocks: Tensor, value: float) -> None:
     """`fill_blocks_reference` by one launch where Triton runs. Blocks must be dense."""
     if not runs_triton(blocks):
@@ -78,8 +75,8 @@ def fill_blocks(states: StateTable, blocks: Tensor, value: float) -> None:
         states.addresses,
         len(states.windows),
         value,
-        window_type=_TYPES[window.dtype],
-        ssm_type=_TYPES[ssm.dtype],
+        window_type=FLOAT_TYPES[window.dtype],
+        ssm_type=FLOAT_TYPES[ssm.dtype],
         WINDOW=window[0].numel(),
         SSM=ssm[0].numel(),
         WINDOW_TILES=triton.cdiv(window[0].numel(), TILE),

@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hybrid_runtime.kernels.common.backend import num_programs, runs_triton
+from hybrid_runtime.kernels.common.types import WORD_TYPES
 from hybrid_runtime.kernels.step.boundary import (
     keeps,
     keeps_reference,
@@ -264,7 +265,6 @@ def _move_kernel(
     )
 
 
-_TYPES = {1: tl.int8, 2: tl.int16, 4: tl.int32}
 SSM_TILE, SSM_PARTS, WINDOW_TILE, WARPS = 8192, 2, 1024, 8
 """Words that a program copies at once, how often in a turn, and channels in a turn; swept on an
 H200 together with the programs per multiprocessor below."""
@@ -313,8 +313,8 @@ def tile_arguments(states: StateTable) -> dict[str, Any]:
         "window_channels": window.shape[2],
         "window_position_stride": window.stride(1),
         "window_channel_stride": window.stride(2),
-        "word_type": _TYPES[states.word],
-        "tap_type": _TYPES[window.element_size()],
+        "word_type": WORD_TYPES[states.word],
+        "tap_type": WORD_TYPES[window.element_size()],
         "TAPS": states.taps,
         "SSM_WORDS": words,
         "SSM_TILES": triton.cdiv(words, SSM_TILE * SSM_PARTS),

@@ -16,6 +16,7 @@ from triton.runtime.jit import JITFunction
 
 from hybrid_runtime.kernels.attention import paged, reduce, store_kv
 from hybrid_runtime.kernels.attention.launch import AttentionShape, CacheStrides, TokenStrides
+from hybrid_runtime.kernels.common.types import FLOAT_TYPES
 from hybrid_runtime.kernels.layers import activation, embedding, norm, pooling
 from hybrid_runtime.kernels.mamba import (
     chunk_scan_kernels,
@@ -244,7 +245,7 @@ def test_expert_products_stream_their_matrices(
         pytest.skip("the interpreter is on")
     shape = fused_moe.moe_tiling(6 * tokens, 128, dtype)
     constants = PRODUCT | sizes | {
-        "dot_type": fused_moe._TYPES[dtype], "BLOCK_M": shape.block_m, "BLOCK_N": shape.block_n,
+        "dot_type": FLOAT_TYPES[dtype], "BLOCK_M": shape.block_m, "BLOCK_N": shape.block_n,
         "BLOCK_K": shape.block_k,
     }  # fmt: skip
     half = "*fp16" if dtype == torch.float16 else "*bf16"
