@@ -9,6 +9,8 @@ block if that says `# begins every program on this page`. One whose first line i
 from __future__ import annotations
 
 import dataclasses
+import importlib
+import inspect
 import re
 import shlex
 import subprocess
@@ -21,6 +23,9 @@ import pytest
 from hybrid_runtime import cli
 from hybrid_runtime.engine import SamplingParams
 from hybrid_runtime.engine.config import EngineConfig
+from hybrid_runtime.kernels.common.varlen import StateRows
+from hybrid_runtime.kernels.replay.rows import ReplayRows
+from hybrid_runtime.state import BlockDemand, HybridStateManager, Stats, StepRows
 
 ROOT = Path(__file__).parents[2]
 PAGES = {
@@ -127,6 +132,58 @@ def test_commands_parse() -> None:
     assert shown
     for line in shown:
         cli.parser().parse_args(shlex.split(line)[1:])
+
+
+def named(page: str, header: str) -> set[str]:
+    """Names in the first column of the tables with this header there."""
+    rows = re.findall(
+        rf"^\| {re.escape(header)} \|.*\n\| :-.*\n((?:\|.*\n)+)", PAGES[page], re.MULTILINE
+    )
+    cells = [line.split(" | ")[0] for table in rows for line in table.splitlines()]
+    return {name for cell in cells for name in re.findall(r"`(\w+)`", cell)}
+
+
+def fields(kind: Any) -> set[str]:
+    return {field.name for field in dataclasses.fields(kind)}
+
+
+@pytest.mark.parametrize(
+    ("header", "names"),
+    [
+        ("field of `StepRows`", fields(StepRows)),
+        ("field of `BlockDemand`", set(BlockDemand._fields)),
+        ("counter of `stats()`", fields(Stats)),
+        (
+            "option of `HybridStateManager`",
+            set(inspect.signature(HybridStateManager).parameters),
+        ),
+        ("field of `rows`", {*StateRows._fields, *ReplayRows._fields}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_runner_page_names_all(header: str, names: set[str]) -> None:
+    assert named("runner.md", header) == names
+
+
+def test_runner_page_names_every_call() -> None:
+    calls = "\n".join(re.findall(r"^\| (`.*?) \| ", PAGES["runner.md"], re.MULTILINE))
+    for name in vars(HybridStateManager):
+        if not name.startswith("_"):
+            assert re.search(rf"`{name}[`(]", calls), f"docs/runner.md does not list {name}"
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_what_pages_name_exists(page: str) -> None:
+    """Paths, and modules of `kernels`."""
+    code = re.sub(r"^```.*?^```", "", PAGES[page], flags=re.MULTILINE | re.DOTALL)
+    for name in re.findall(r"`([\w./-]+)`", code):
+        if re.fullmatch(r"[\w./-]+/(?:[\w.-]+\.(?:py|md|json))?", name):
+            places = (ROOT, ROOT / "benchmarks", ROOT / "hybrid_runtime" / "integrations" / "vllm")
+            assert any((place / name).exists() for place in places), f"{page} names {name}"
+        elif re.fullmatch(r"kernels(?:\.\w+){2,}", name):
+            module, _, item = f"hybrid_runtime.{name}".rpartition(".")
+            if not hasattr(importlib.import_module(module), item):
+                importlib.import_module(f"hybrid_runtime.{name}")
 
 
 @pytest.mark.parametrize("options", [EngineConfig, SamplingParams])
