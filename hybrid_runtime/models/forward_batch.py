@@ -14,18 +14,18 @@ from hybrid_runtime.kernels.step.advance_replay import ReplayPositions
 class RowBatch:
     """Rows of one forward pass over a flat token dimension.
 
-    Tokens of row i are [cu_seqlens[i], cu_seqlens[i + 1]). Rows that update (at most K + 1 tokens)
-    stand first, prefill rows behind them.
+    Tokens of row i are [cu_seqlens[i], cu_seqlens[i + 1]). Update rows (decoding, at most K + 1
+    tokens each) come first, prompt rows after them.
 
     Attributes:
-        slot: int32 [rows]; -1 = padded row (touches nothing, mixer outputs 0).
+        slot: int32 [rows]; -1 = padded row: its outputs are zero, no cache is read or written.
         cu_seqlens: int32 [rows + 1].
         computed: int32 [rows], tokens already in the KV cache = position of the first token.
         max_scheduled: host upper bound of tokens per row.
         max_context: host upper bound of computed + scheduled.
-        num_update_rows: leading rows of the T-token update; -1 = all rows.
-        num_update_tokens: tokens of those rows; -1 = all tokens (only with all rows).
-        max_update: host upper bound of tokens per update row; -1 = what follows from the others.
+        num_update_rows: how many update rows; -1 = all rows.
+        num_update_tokens: tokens of the update rows; -1 = all tokens (only with all rows).
+        max_update: host upper bound of tokens per update row; -1 = that of all rows.
 
     Raises:
         ValueError: shapes or counts contradict each other.
@@ -57,7 +57,7 @@ class RowBatch:
             )
 
     def parts(self, tokens: int) -> "list[BatchPart]":
-        """The update rows and the prefill rows as batches of their own, empty ones left out.
+        """The update rows and the prompt rows, each if there are any.
 
         Args:
             tokens: size of the flat token dimension.
@@ -79,7 +79,13 @@ class RowBatch:
 
 @dataclass(frozen=True, slots=True)
 class BatchPart:
-    """Rows [first_row, last_row) of a batch, which own tokens [first_token, last_token)."""
+    """Rows of one kind: [first_row, last_row), which own tokens [first_token, last_token).
+
+    Attributes:
+        batch: all rows.
+        max_scheduled: host upper bound of tokens per row.
+        update: update rows, otherwise prompt rows.
+    """
 
     batch: RowBatch
     first_row: int
@@ -110,13 +116,13 @@ class StatePositions:
 
     Attributes:
         draft: int32 [rows], how many of the row's last tokens are guesses.
-        read_column: int32 [rows], column of state_block_table[slot]; -1 = zero initial state.
-        read_offset: int32 [rows], columns further (SSM) or inputs into the window (convolution).
+        read_column: int32 [rows], column of state_block_table[slot]; -1 = start from zeros.
+        read_offset: int32 [rows], where the state starts there: so many columns further (SSM
+            state), so many inputs into the window (convolution).
         write_column: int32 [rows]; -1 = padded row, nothing is written.
-        replay: the same and more for the replay layout, whose update rows fold guesses in; None in
-            the columns layout.
-        rounding: by what update rows round their states stochastically, layer 0 standing for all;
-            None rounds to nearest.
+        replay: what update rows fold and store in the replay layout; None in the columns layout.
+        rounding: how update rows round their states stochastically, for every layer (its `layer`
+            is not used); None rounds to nearest.
     """
 
     draft: Tensor
@@ -138,7 +144,8 @@ class Caches:
             ssm [blocks, H, P, N]).
         kv_block_table: int32 [slots, columns] of physical blocks of kv.
         state_block_table: int32 [slots, columns] of physical blocks of states.
-        records: layer index to the guesses recorded there; empty in the columns layout.
+        window_cache: layer index to the inputs of the last step's guesses; empty in the columns
+            layout.
     """
 
     kv: Mapping[int, tuple[Tensor, Tensor]]

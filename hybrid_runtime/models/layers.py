@@ -1,12 +1,15 @@
 """One layer of a Nemotron-H model or MTP head: norm, mixer, residual."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
 from hybrid_runtime.models.attention import Attention
 from hybrid_runtime.models.config import NemotronHConfig
-from hybrid_runtime.models.forward_batch import Caches, RowBatch, StatePositions
+from hybrid_runtime.models.forward_batch import Caches, RowBatch
 from hybrid_runtime.models.mamba import Mamba2Mixer
+from hybrid_runtime.models.mamba_kernels import MambaPart
 from hybrid_runtime.models.moe import MLP, MoE
 from hybrid_runtime.models.norm import RMSNorm
 
@@ -32,7 +35,7 @@ class Layer(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.layer_norm_epsilon, device, dtype)
         self.mixer: Mamba2Mixer | Attention | MLP | MoE
         if kind == "M":
-            self.mixer = Mamba2Mixer(config, device, dtype)
+            self.mixer = Mamba2Mixer(config, index, device, dtype)
         elif kind == "*":
             self.mixer = Attention(
                 config.hidden_size,
@@ -56,7 +59,7 @@ class Layer(nn.Module):
         x: Tensor,
         delta: Tensor | None,
         batch: RowBatch,
-        positions: StatePositions | None,
+        parts: Sequence[MambaPart] | None,
         caches: Caches,
     ) -> tuple[Tensor, Tensor]:
         """[T, hidden_size] to the residual stream and what this layer adds to it: of the same
@@ -68,17 +71,17 @@ class Layer(nn.Module):
             x: the residual stream.
             delta: what is still to be added to it; None = nothing.
             batch: the rows.
-            positions: where Mamba states lie; may be None in layers without a state.
+            parts: the rows with the kernels of Mamba layers; may be None in other layers.
             caches: addressed by the layer's index.
 
         Raises:
-            ValueError: a Mamba layer without positions.
+            ValueError: a Mamba layer without parts.
         """
         normed, x = self.norm.add(x, delta)
         if isinstance(self.mixer, Mamba2Mixer):
-            if positions is None:
-                raise ValueError("positions is None, must be given for a Mamba layer")
-            return x, self.mixer(normed, batch, positions, caches, self.index)
+            if parts is None:
+                raise ValueError("parts is None, must be given for a Mamba layer")
+            return x, self.mixer(normed, parts, caches)
         if isinstance(self.mixer, Attention):
             return x, self.mixer(normed, batch, caches, self.index, halves=True)
         if isinstance(self.mixer, MLP):

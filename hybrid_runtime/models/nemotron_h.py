@@ -10,6 +10,7 @@ from hybrid_runtime.models.config import NemotronHConfig
 from hybrid_runtime.models.forward_batch import Caches, RowBatch, StatePositions
 from hybrid_runtime.models.layers import Layer
 from hybrid_runtime.models.mamba import Mamba2Mixer
+from hybrid_runtime.models.mamba_kernels import mamba_parts
 from hybrid_runtime.models.norm import RMSNorm
 
 
@@ -96,9 +97,10 @@ class NemotronH(nn.Module):
         x = self.embed(tokens)
         if self.config.residual_in_fp32:
             x = x.to(torch.promote_types(x.dtype, torch.float32))
+        parts = mamba_parts(batch, positions, caches, x.shape[0], self.config)
         delta: Tensor | None = None
         for layer in self.backbone.layers:
-            x, delta = layer(x, delta, batch, positions, caches)
+            x, delta = layer(x, delta, batch, parts, caches)
         return self.backbone.norm_f.add(x, delta)[0]
 
     def logits(self, hidden: Tensor) -> Tensor:

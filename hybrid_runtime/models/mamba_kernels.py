@@ -1,0 +1,197 @@
+"""Which kernels run which rows of a batch through a Mamba layer, chosen once per forward pass."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+from hybrid_runtime.kernels.common.varlen import StateRows
+from hybrid_runtime.kernels.mamba.chunk_scan import chunk_scan
+from hybrid_runtime.kernels.mamba.conv1d_update import conv1d_update
+from hybrid_runtime.kernels.mamba.conv1d_varlen import conv1d_varlen
+from hybrid_runtime.kernels.mamba.selective_state_update import selective_state_update
+from hybrid_runtime.kernels.replay.conv1d import replay_conv1d_update
+from hybrid_runtime.kernels.replay.rounding import Rounding
+from hybrid_runtime.kernels.replay.rows import ReplayRows
+from hybrid_runtime.kernels.replay.update import replay_update
+from hybrid_runtime.kernels.replay.window_cache import WindowCache
+from hybrid_runtime.kernels.step.advance_replay import ReplayPositions
+from hybrid_runtime.models.config import NemotronHConfig
+from hybrid_runtime.models.forward_batch import BatchPart, Caches, RowBatch, StatePositions
+
+
+class LayerState(NamedTuple):
+    """The states of one Mamba layer.
+
+    mamba_layer: the layer's index among the Mamba layers.
+    windows: `[blocks, W - 1 + K, C]`, inputs of the convolution.
+    ssm: `[blocks, H, P, N]`.
+    window_cache: inputs of the last step's guesses (replay layout).
+    """
+
+    mamba_layer: int
+    windows: Tensor
+    ssm: Tensor
+    window_cache: WindowCache | None
+
+
+class ConvInputs(NamedTuple):
+    """The convolution's input and parameters; shapes as of `conv1d_update`."""
+
+    x: Tensor
+    weight: Tensor
+    bias: Tensor | None
+
+
+class ScanInputs(NamedTuple):
+    """The state space model's inputs and parameters; shapes as of `selective_state_update`."""
+
+    x: Tensor
+    dt: Tensor
+    A_log: Tensor
+    B: Tensor
+    C: Tensor
+    D: Tensor
+    dt_bias: Tensor
+
+
+class MambaPart(Protocol):
+    """Rows of a batch that one pair of kernels runs. States are changed in place."""
+
+    @property
+    def part(self) -> BatchPart:
+        """The rows and their tokens."""
+
+    def conv1d(self, inputs: ConvInputs, state: LayerState) -> Tensor:
+        """Convolution and SiLU over the part's tokens: `[tokens, C]`."""
+
+    def scan(self, inputs: ScanInputs, state: LayerState) -> Tensor:
+        """Output of the state space model at the part's tokens: `[tokens, H, P]`."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptPart:
+    """Rows of any length without guesses: the SSM state is scanned in chunks."""
+
+    part: BatchPart
+    rows: StateRows
+    dt_limit: tuple[float, float]
+    chunk_size: int
+
+    def conv1d(self, inputs: ConvInputs, state: LayerState) -> Tensor:
+        return conv1d_varlen(
+            **inputs._asdict(),
+            windows=state.windows,
+            rows=self.rows,
+            max_scheduled=self.part.max_scheduled,
+        )
+
+    def scan(self, inputs: ScanInputs, state: LayerState) -> Tensor:
+        return chunk_scan(
+            **inputs._asdict(),
+            states=state.ssm,
+            rows=self.rows,
+            max_scheduled=self.part.max_scheduled,
+            chunk_size=self.chunk_size,
+            dt_min=self.dt_limit[0],
+            dt_max=self.dt_limit[1],
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ColumnsUpdatePart:
+    """Decoding rows of the columns layout: the state after each guess is stored."""
+
+    part: BatchPart
+    rows: StateRows
+    dt_limit: tuple[float, float]
+
+    def conv1d(self, inputs: ConvInputs, state: LayerState) -> Tensor:
+        return conv1d_update(
+            **inputs._asdict(),
+            windows=state.windows,
+            rows=self.rows,
+            max_scheduled=self.part.max_scheduled,
+        )
+
+    def scan(self, inputs: ScanInputs, state: LayerState) -> Tensor:
+        return selective_state_update(
+            **inputs._asdict(),
+            states=state.ssm,
+            rows=self.rows,
+            max_scheduled=self.part.max_scheduled,
+            dt_min=self.dt_limit[0],
+            dt_max=self.dt_limit[1],
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayUpdatePart:
+    """Decoding rows of the replay layout: accepted guesses of the last step are folded in."""
+
+    part: BatchPart
+    rows: ReplayRows
+    dt_limit: tuple[float, float]
+    rounding: Rounding | None
+
+    def conv1d(self, inputs: ConvInputs, state: LayerState) -> Tensor:
+        return replay_conv1d_update(
+            **inputs._asdict(),
+            windows=state.windows,
+            rows=self.rows,
+            max_scheduled=self.part.max_scheduled,
+        )
+
+    def scan(self, inputs: ScanInputs, state: LayerState) -> Tensor:
+        if state.window_cache is None:
+            raise ValueError("caches.window_cache lacks a layer, must have each (replay layout)")
+        return replay_update(
+            **inputs._asdict(),
+            states=state.ssm,
+            window_cache=state.window_cache,
+            rows=self.rows,
+            max_scheduled=self.part.max_scheduled,
+            rounding=None
+            if self.rounding is None
+            else self.rounding._replace(layer=state.mamba_layer),
+            dt_min=self.dt_limit[0],
+            dt_max=self.dt_limit[1],
+        )
+
+
+def mamba_parts(
+    batch: RowBatch,
+    positions: StatePositions,
+    caches: Caches,
+    tokens: int,
+    config: NemotronHConfig,
+) -> list[MambaPart]:
+    """The parts of a batch of `tokens` tokens, each with the kernels for its rows."""
+    parts: list[MambaPart] = []
+    for part in batch.parts(tokens):
+        rows = StateRows(
+            block_table=caches.state_block_table,
+            slot=part.rows(batch.slot),
+            cu_seqlens=part.cu_seqlens,
+            draft=part.rows(positions.draft),
+            read_column=part.rows(positions.read_column),
+            read_offset=part.rows(positions.read_offset),
+            write_column=part.rows(positions.write_column),
+        )
+        limit = config.time_step_limit
+        if not part.update:
+            parts.append(PromptPart(part, rows, limit, config.chunk_size))
+        elif positions.replay is None:
+            parts.append(ColumnsUpdatePart(part, rows, limit))
+        else:
+            replay = ReplayRows(
+                block_table=rows.block_table,
+                slot=rows.slot,
+                cu_seqlens=rows.cu_seqlens,
+                draft=rows.draft,
+                positions=ReplayPositions(*(part.rows(field) for field in positions.replay)),
+            )
+            parts.append(ReplayUpdatePart(part, replay, limit, positions.rounding))
+    return parts
