@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.interpreter import CUDA, INTERPRETED
+from helpers.tensors import DEVICE, ints, noise
 from torch import Tensor
 
 from hybrid_runtime.kernels.common.varlen import StateRows
@@ -17,23 +18,10 @@ from hybrid_runtime.kernels.replay.rows import ReplayRows
 from hybrid_runtime.kernels.replay.window_cache import WindowCache
 from hybrid_runtime.kernels.step.advance_replay import ReplayPositions
 
-DEVICE = "cuda" if CUDA else "cpu"
 plain = pytest.mark.skipif(INTERPRETED, reason="runs no kernel")
 SEEDS = range(5 if CUDA else 1)
 BIG: dict[str, Any] = {"heads": 128, "groups": 8, "dim": 64, "state": 128}
 ROUNDS = {torch.float32: 3e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
-
-
-def ints(*values: Any) -> Tensor:
-    return torch.tensor(values, dtype=torch.int32, device=DEVICE)
-
-
-def same_bytes(a: Tensor, b: Tensor) -> bool:
-    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
-
-
-def noise(generator: torch.Generator, *shape: int, dtype: torch.dtype) -> Tensor:
-    return torch.randn(*shape, generator=generator, device=DEVICE).to(dtype)
 
 
 @dataclass(frozen=True)

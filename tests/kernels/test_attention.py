@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 import triton
 from helpers.interpreter import elsewhere, kernels, run_in_interpreter
+from helpers.tensors import DEVICE, same_bytes
 from torch import Tensor
 
 from hybrid_runtime.kernels.attention.launch import (
@@ -21,7 +22,6 @@ from hybrid_runtime.kernels.attention.paged import paged_attention, paged_attent
 from hybrid_runtime.kernels.attention.store_kv import store_kv, store_kv_reference
 
 GPU = torch.cuda.is_available()
-DEVICE = "cuda" if GPU else "cpu"
 
 
 @elsewhere
@@ -178,10 +178,6 @@ class Setup:
                 enable_gqa=True,
             )[0].transpose(0, 1)
         return y
-
-
-def same_bytes(a: Tensor, b: Tensor) -> bool:
-    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
 
 
 @kernels

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 from helpers.interpreter import CUDA, elsewhere, kernels, run_in_interpreter
+from helpers.state_rows import Rows, prefill_rows
+from helpers.tensors import DEVICE, ints, noise, same_bytes
 from torch import Tensor
 
 from hybrid_runtime.kernels.common.varlen import StateRows
@@ -15,69 +17,12 @@ from hybrid_runtime.kernels.mamba.chunk_scan import ScanTiling, chunk_scan
 from hybrid_runtime.kernels.mamba.conv1d_varlen import ConvTiling, conv1d_varlen
 from hybrid_runtime.kernels.mamba.naive import chunk_scan_reference, conv1d_reference
 
-DEVICE = "cuda" if CUDA else "cpu"
 SEEDS = range(5 if CUDA else 1)
-LEAD, TAIL = 2, 5  # tokens before and behind all rows
-INT = {"dtype": torch.int32, "device": DEVICE}
 
 
 @elsewhere
 def test_kernels_in_the_interpreter() -> None:
     run_in_interpreter(__file__)
-
-
-class Rows:
-    """Rows of the given lengths, each with a slot and columns of its own.
-
-    The read column lies one below, equal to and above the write column, with every read offset up
-    to `drafts`; every fourth row starts from nothing. Among them, when `padded`: padded rows of
-    both kinds with and without tokens, and an empty row.
-    """
-
-    def __init__(
-        self, lengths: tuple[int, ...], seed: int, drafts: int, padded: bool, pad: int = 0
-    ) -> None:
-        spec: list[list[int]] = []  # scheduled, slot, draft, read column, read offset, write column
-        for i, length in enumerate(lengths):
-            read = -1 if i % 4 == 3 else i % 4
-            draft = min(length - 1, i % (drafts + 1))
-            spec.append([length, i, draft, read, (i + seed) % (drafts + 1) if read >= 0 else 0, 1])
-        slots, columns = len(spec), drafts + 3
-        if padded:
-            spec[1:1] = [[9, -1, 0, 1, 0, 1], [0, -1, 0, -1, -1, -1]]
-            spec += [[40, 0, 0, 1, 0, -1], [0, 1, 0, 1, 0, 1], [7, -1, 0, -1, -1, -1]]
-        generator = torch.Generator().manual_seed(seed)
-        order = torch.randperm(len(spec), generator=generator).tolist()
-        self.spec = [spec[i] for i in order]
-        self.blocks = slots * columns + 1
-        table = torch.randperm(self.blocks - 1, generator=generator).int() + 1
-        self.table = torch.full((slots, columns + pad), 1 << 30, dtype=torch.int32)
-        self.table[:, :columns] = table.view(slots, columns)
-        scheduled, slot, draft, read, offset, write = torch.tensor(self.spec).int().T.contiguous()
-        start = torch.cat([torch.zeros(1, dtype=torch.int32), scheduled.cumsum(0).int()]) + LEAD
-        self.tokens = int(start[-1]) + TAIL
-        self.arguments: dict[str, Any] = {
-            "rows": StateRows(
-                *(v.to(DEVICE) for v in (self.table, slot, start, draft, read, offset, write))
-            ),
-            "max_scheduled": int(scheduled.max()),
-        }
-        live = (slot >= 0) & (write >= 0)
-        owner = torch.repeat_interleave(torch.arange(len(spec)), scheduled.long())
-        outside = torch.zeros(LEAD + TAIL, dtype=torch.bool)
-        self.owned = torch.cat([outside[:LEAD], live[owner], outside[LEAD:]]).to(DEVICE)
-        self.active = [row for row in self.spec if row[0] > 0 and min(row[1], row[5]) >= 0]
-
-    def block(self, slot: int, column: int) -> int:
-        return int(self.table[slot, column])
-
-
-def same_bytes(a: Tensor, b: Tensor) -> bool:
-    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
-
-
-def noise(generator: torch.Generator, *shape: int, dtype: torch.dtype) -> Tensor:
-    return torch.randn(*shape, generator=generator, device=DEVICE).to(dtype)
 
 
 MIXED = (1, 5, 16, 17, 33, 3)
@@ -145,7 +90,7 @@ if CUDA:
 @pytest.mark.parametrize("shape", CONVS, ids=str)
 def test_causal_conv_scan(shape: Conv) -> None:
     for seed in SEEDS:
-        rows = Rows(shape.lengths, seed, shape.drafts, shape.padded, shape.table_pad)
+        rows = prefill_rows(shape.lengths, seed, shape.drafts, shape.padded, shape.table_pad)
         generator = torch.Generator(DEVICE).manual_seed(seed)
         history, length = shape.taps - 1, shape.taps - 1 + shape.drafts
         wide = noise(generator, rows.tokens, shape.channels + shape.wide, dtype=shape.x)
@@ -289,7 +234,7 @@ def inputs(
 @pytest.mark.parametrize("shape", SSMS, ids=str)
 def test_ssm_chunk_scan(shape: Ssm) -> None:
     for seed in SEEDS:
-        rows = Rows(shape.lengths, seed, 0, shape.padded, shape.table_pad)
+        rows = prefill_rows(shape.lengths, seed, 0, shape.padded, shape.table_pad)
         arguments, states, pages = inputs(shape, rows, torch.Generator(DEVICE).manual_seed(seed))
         before = pages.clone()
         y = chunk_scan(states=states, tiling=shape.tiling, **arguments)
@@ -319,11 +264,11 @@ def test_ssm_chunk_scan(shape: Ssm) -> None:
 def test_the_same_as_in_two_calls() -> None:
     """A row in two parts, the second read from where the first was written."""
     shape = Ssm(lengths=(77,), padded=False)
-    rows = Rows(shape.lengths, 0, 0, False)
+    rows = prefill_rows(shape.lengths, 0, 0, False)
     arguments, states, pages = inputs(shape, rows, torch.Generator(DEVICE).manual_seed(0))
     where = arguments.pop("rows")
-    before, start = pages.clone(), torch.tensor([LEAD, LEAD + 77], **INT)
-    where = where._replace(cu_seqlens=start, read_column=where.write_column - 1)
+    before, start = pages.clone(), where.cu_seqlens
+    where = where._replace(read_column=where.write_column - 1)
     whole = chunk_scan(states=states, rows=where, tiling=SMALL, **arguments)
     state = states.clone()
     pages.copy_(before)
@@ -342,8 +287,8 @@ def test_the_same_as_in_two_calls() -> None:
 @kernels
 @pytest.mark.parametrize("tokens", [0, 3])
 def test_no_rows(tokens: int) -> None:
-    none = torch.zeros(0, **INT)
-    rows = StateRows(none.view(0, 1), none, torch.zeros(1, **INT), none, none, none, none)
+    none = ints()
+    rows = StateRows(none.view(0, 1), none, ints(0), none, none, none, none)
     head = torch.zeros(2, device=DEVICE)
     x = torch.ones(tokens, 8, device=DEVICE)
     weight, windows = torch.ones(8, 4, device=DEVICE), torch.ones(1, 6, 8, device=DEVICE)
@@ -358,7 +303,7 @@ def test_no_rows(tokens: int) -> None:
 
 @kernels
 def test_wrong_shapes_are_refused() -> None:
-    rows = Rows((9,), 0, 0, False)
+    rows = prefill_rows((9,), 0, 0, False)
     x = torch.zeros(rows.tokens, 4, device=DEVICE)
     weight = torch.zeros(4, 4, device=DEVICE)
     with pytest.raises(ValueError, match="windows is"):
@@ -381,7 +326,7 @@ def test_wrong_shapes_are_refused() -> None:
 def test_nothing_waits_and_the_graph_replays() -> None:
     """Both run without a host synchronisation and inside a CUDA graph."""
     shape = Ssm(x=torch.bfloat16, lengths=(200, 1, 90), tiling=None)
-    rows = Rows(shape.lengths, 0, 0, True)
+    rows = prefill_rows(shape.lengths, 0, 0, True)
     generator = torch.Generator(DEVICE).manual_seed(0)
     arguments, states, pages = inputs(shape, rows, generator)
     x = noise(generator, rows.tokens, 64, dtype=torch.bfloat16)
@@ -427,10 +372,7 @@ def test_block_strides_beyond_32_bits() -> None:
     weight, vector = noise(noises, 32, 4, dtype=torch.float32), torch.zeros(2, device="cuda")
     group = x[:, :16].unflatten(1, (1, 16))
     rows = StateRows(
-        *(
-            torch.tensor(values, **INT)
-            for values in ([[3, 1, 2, 0]], [0], [0, 50], [0], [0], [0], [0])
-        )
+        *(ints(*values) for values in ([[3, 1, 2, 0]], [0], [0, 50], [0], [0], [0], [0]))
     )
     given = (x.view(50, 2, 16), x[:, :2], vector, group, group, vector, vector)
     y = conv1d_varlen(x, weight, None, windows, rows, 50)

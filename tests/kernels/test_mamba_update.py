@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 from helpers.interpreter import CUDA, elsewhere, kernels, run_in_interpreter
+from helpers.state_rows import update_rows
+from helpers.tensors import DEVICE, noise, same_bytes
 from torch import Tensor
 
 from hybrid_runtime.kernels.common.varlen import StateRows
@@ -15,71 +17,12 @@ from hybrid_runtime.kernels.mamba.conv1d_update import conv1d_update
 from hybrid_runtime.kernels.mamba.naive import conv1d_reference, selective_state_update_reference
 from hybrid_runtime.kernels.mamba.selective_state_update import selective_state_update
 
-DEVICE = "cuda" if CUDA else "cpu"
 SEEDS = range(5 if CUDA else 1)
 
 
 @elsewhere
 def test_kernels_in_the_interpreter() -> None:
     run_in_interpreter(__file__)
-
-
-class Rows:
-    """Rows of at most `most` tokens, each with a slot and columns of its own.
-
-    Read column one below, equal to and above the write column, with every read offset; scheduled
-    and draft counts vary by row. Behind them: a zero initial state, padded rows of both kinds with
-    and without tokens, an empty row, and tokens that belong to no row.
-    """
-
-    def __init__(self, most: int, seed: int, table_pad: int = 0) -> None:
-        generator = torch.Generator().manual_seed(seed)
-
-        def pick(below: int) -> int:
-            return int(torch.randint(below, (1,), generator=generator))
-
-        spec: list[list[int]] = []  # scheduled, slot, draft, read column, read offset, write column
-        for read in (0, 1, 2):
-            for offset in range(most):
-                scheduled = 1 + (offset + read + pick(2)) % most
-                spec.append([scheduled, len(spec), pick(scheduled), read, offset, 1])
-        spec.append([most, len(spec), most - 1, 1, most - 1, 1])
-        spec.append([most, len(spec), most - 1, -1, 0, 1])
-        spec.append([1, len(spec), 0, 0, 0, 1])
-        slots = len(spec)
-        spec[1:1] = [[most, -1, most - 1, 1, 0, 1], [0, -1, 0, -1, -1, -1]]
-        spec += [[1, 0, 0, 1, 0, -1], [0, 1, 0, 1, 0, 1], [most, -1, 0, -1, -1, -1]]
-        order = torch.randperm(len(spec), generator=generator).tolist()
-        self.spec = [spec[i] for i in order]
-        self.most, columns = most, most + 3
-        self.blocks = slots * columns + 1
-        table = torch.randperm(self.blocks - 1, generator=generator).int() + 1
-        self.table = torch.full((slots, columns + table_pad), 1 << 30, dtype=torch.int32)
-        self.table[:, :columns] = table.view(slots, columns)
-        scheduled, slot, draft, read, offset, write = torch.tensor(self.spec).int().T.contiguous()
-        start = torch.cat([torch.zeros(1, dtype=torch.int32), scheduled.cumsum(0).int()])
-        self.tokens = int(start[-1]) + 3
-        self.arguments: dict[str, Any] = {
-            "rows": StateRows(
-                *(v.to(DEVICE) for v in (self.table, slot, start, draft, read, offset, write))
-            ),
-            "max_scheduled": most,
-        }
-        live = (slot >= 0) & (write >= 0)
-        owner = torch.repeat_interleave(torch.arange(len(spec)), scheduled.long())
-        self.owned = torch.cat([live[owner], torch.zeros(3, dtype=torch.bool)]).to(DEVICE)
-        self.active = [row for row in self.spec if row[0] > 0 and min(row[1], row[5]) >= 0]
-
-    def block(self, slot: int, column: int) -> int:
-        return int(self.table[slot, column])
-
-
-def same_bytes(a: Tensor, b: Tensor) -> bool:
-    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
-
-
-def noise(generator: torch.Generator, *shape: int, dtype: torch.dtype) -> Tensor:
-    return torch.randn(*shape, generator=generator, device=DEVICE).to(dtype)
 
 
 @dataclass(frozen=True)
@@ -131,7 +74,7 @@ if CUDA:
 @pytest.mark.parametrize("shape", CONVS, ids=str)
 def test_causal_conv_update(shape: Conv) -> None:
     for seed in SEEDS:
-        rows = Rows(shape.tokens, seed, shape.table_pad)
+        rows = update_rows(shape.tokens, seed, shape.table_pad)
         generator = torch.Generator(DEVICE).manual_seed(seed)
         history, length = shape.taps - 1, shape.taps - 2 + shape.tokens
         wide = noise(generator, rows.tokens, shape.channels + shape.wide, dtype=shape.x)
@@ -218,7 +161,7 @@ if CUDA:
 @pytest.mark.parametrize("shape", SSMS, ids=str)
 def test_ssm_update(shape: Ssm) -> None:
     for seed in SEEDS:
-        rows = Rows(shape.tokens, seed, shape.table_pad)
+        rows = update_rows(shape.tokens, seed, shape.table_pad)
         generator = torch.Generator(DEVICE).manual_seed(seed)
         heads, dim, groups, state = shape.heads, shape.dim, shape.groups, shape.state
         inner, outer = heads * dim, groups * state
@@ -330,7 +273,7 @@ def test_no_rows(tokens: int) -> None:
 
 @kernels
 def test_wrong_shapes_are_refused() -> None:
-    rows = Rows(2, 0)
+    rows = update_rows(2, 0)
     x = torch.zeros(rows.tokens, 4, device=DEVICE)
     weight = torch.zeros(4, 4, device=DEVICE)
     with pytest.raises(ValueError, match="windows is"):
@@ -349,7 +292,7 @@ def test_wrong_shapes_are_refused() -> None:
 @pytest.mark.parametrize("tokens", [1, 4])
 def test_nothing_waits_and_the_graph_replays(tokens: int) -> None:
     """Both run without a host synchronisation and inside a CUDA graph."""
-    rows = Rows(tokens, 0)
+    rows = update_rows(tokens, 0)
     generator = torch.Generator(DEVICE).manual_seed(0)
     x = noise(generator, rows.tokens, 64, dtype=torch.bfloat16)
     weight = noise(generator, 64, 4, dtype=torch.bfloat16)

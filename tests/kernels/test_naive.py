@@ -1,19 +1,18 @@
 """Every reference operation against a naive oracle that loops over rows and tokens."""
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.state_rows import Rows
+from helpers.tensors import same_bytes
 from torch import Tensor
 
 from hybrid_runtime.kernels.attention.launch import AttentionRows, KVCache
 from hybrid_runtime.kernels.attention.paged import paged_attention_reference
 from hybrid_runtime.kernels.attention.store_kv import store_kv_reference
-from hybrid_runtime.kernels.common.varlen import StateRows
 from hybrid_runtime.kernels.mamba.naive import (
     chunk_scan_reference,
     conv1d_reference,
@@ -21,30 +20,6 @@ from hybrid_runtime.kernels.mamba.naive import (
 )
 
 K, TAPS, COLUMNS, SLOTS = 3, 4, 8, 6
-
-
-@dataclass
-class Rows:
-    """Row arguments: (scheduled, slot, draft, read_column, read_offset, write_column) each."""
-
-    spec: list[tuple[int, int, int, int, int, int]]
-
-    def __post_init__(self) -> None:
-        ends = torch.tensor([row[0] for row in self.spec]).cumsum(0)
-        self.cu_seqlens = torch.cat([torch.zeros(1, dtype=torch.int64), ends]).to(torch.int32)
-        _, slot, draft, read, offset, write = (
-            torch.tensor(values, dtype=torch.int32) for values in zip(*self.spec, strict=True)
-        )
-        self.fields = (slot, self.cu_seqlens, draft, read, offset, write)
-        self.tokens = int(ends[-1])
-        self.max_scheduled = max(row[0] for row in self.spec)
-
-    def on(self, table: Tensor) -> StateRows:
-        return StateRows(table, *self.fields)
-
-    def __iter__(self) -> Iterator[tuple[slice, int, int, int, int, int, int]]:
-        for i, row in enumerate(self.spec):
-            yield slice(int(self.cu_seqlens[i]), int(self.cu_seqlens[i + 1])), *row
 
 
 # Read column one below, equal to, and above the write column; zero state; fewer tokens than taps;
@@ -59,7 +34,8 @@ UPDATE_ROWS = Rows(
         (2, 4, 0, 4, 3, 4),
         (0, -1, 0, -1, 0, -1),
         (3, 5, 1, 1, 0, -1),
-    ]
+    ],
+    device="cpu",
 )
 PREFILL_ROWS = Rows(
     [
@@ -69,7 +45,8 @@ PREFILL_ROWS = Rows(
         (16, 3, 0, 2, 1, 3),
         (2, 5, 0, 4, 0, 3),
         (6, 1, 0, 1, 0, -1),
-    ]
+    ],
+    device="cpu",
 )
 ALL_ROWS = pytest.mark.parametrize("rows", [UPDATE_ROWS, PREFILL_ROWS], ids=["update", "prefill"])
 
@@ -87,10 +64,6 @@ def poisoned(blocks: int, *shape: int, used: set[int], seed: int, dtype: torch.d
     for block in used:
         memory[block] = torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
     return memory
-
-
-def same_bytes(a: Tensor, b: Tensor) -> bool:
-    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
 
 
 @ALL_ROWS
@@ -358,5 +331,5 @@ def test_wrong_shapes_are_refused() -> None:
             torch.zeros(1, 2, 8),
             torch.zeros(1, 2, 8),
             KVCache(torch.zeros(3, 4, 2, 8), torch.zeros(3, 4, 1, 8), table),
-            AttentionRows(rows.fields[0][:1], rows.cu_seqlens[:2], rows.fields[2][:1]),
+            AttentionRows(rows.fields[0][:1], rows.fields[1][:2], rows.fields[2][:1]),
         )

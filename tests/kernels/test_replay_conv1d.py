@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import pytest
 import torch
 from helpers.interpreter import elsewhere, kernels, run_in_interpreter
-from helpers.replay_cases import DEVICE, SEEDS, Rows, ints, noise, plain, same_bytes
+from helpers.replay_cases import SEEDS, Rows, plain
+from helpers.tensors import DEVICE, ints, noise, same_bytes
 from torch import Tensor
 
 from hybrid_runtime.kernels.common.varlen import StateRows

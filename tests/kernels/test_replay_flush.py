@@ -7,18 +7,8 @@ from typing import Any
 import pytest
 import torch
 from helpers.interpreter import CUDA, elsewhere, kernels, run_in_interpreter
-from helpers.replay_cases import (
-    BIG,
-    DEVICE,
-    ROUNDS,
-    SEEDS,
-    History,
-    Ssm,
-    ints,
-    noise,
-    plain,
-    same_bytes,
-)
+from helpers.replay_cases import BIG, ROUNDS, SEEDS, History, Ssm, plain
+from helpers.tensors import DEVICE, ints, noise, same_bytes
 from torch import Tensor
 
 from hybrid_runtime.kernels.replay.flush import (

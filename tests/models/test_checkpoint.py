@@ -8,6 +8,7 @@ from typing import Any
 import huggingface_hub.constants
 import pytest
 import torch
+from helpers.heads import EAGLE, target_model
 from helpers.oracle import (
     hf_model,
     make_caches,
@@ -16,7 +17,6 @@ from helpers.oracle import (
     run_prompt,
     save_checkpoint,
 )
-from models.test_heads import EAGLE, target_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 

@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.heads import EAGLE, target_model
 from helpers.oracle import (
     hf_model,
     make_caches,
-    our_model,
     random_config,
     randomise,
     row_batch,
@@ -23,20 +23,6 @@ from hybrid_runtime.models.mtp import MTPHead
 from hybrid_runtime.models.nemotron_h import NemotronH
 
 BLOCK_SIZE, HIDDEN = 8, 32
-EAGLE: dict[str, Any] = {
-    "architectures": ["EagleLlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": HIDDEN,
-    "intermediate_size": 40,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "num_hidden_layers": 1,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 500.0,
-    "vocab_size": 96,
-    "hidden_act": "silu",
-}
 
 
 class DenseMTP:
@@ -88,11 +74,6 @@ class DenseEagle:
         positions = torch.arange(len(tokens))[None]
         y = self.layer(x, position_embeddings=self.rotary(x, positions), position_ids=positions)
         return (y[0] if isinstance(y, tuple) else y).reshape(len(tokens), -1)
-
-
-def target_model(seed: int = 0, **changes: object) -> NemotronH:
-    config = random_config("M*", **changes)
-    return our_model(config, hf_model(config, seed))
 
 
 def mtp_pair(pattern: str, seed: int) -> tuple[NemotronH, MTPHead, DenseMTP]:

@@ -1,0 +1,26 @@
+"""Tensors that tests of kernels make and compare."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from helpers.interpreter import CUDA
+from torch import Tensor
+
+DEVICE = "cuda" if CUDA else "cpu"
+
+
+def ints(*values: Any) -> Tensor:
+    """int32 on `DEVICE`."""
+    return torch.tensor(values, dtype=torch.int32, device=DEVICE)
+
+
+def noise(generator: torch.Generator, *shape: int, dtype: torch.dtype) -> Tensor:
+    """Normal numbers on `DEVICE`, drawn in fp32."""
+    return torch.randn(*shape, generator=generator, device=DEVICE).to(dtype)
+
+
+def same_bytes(a: Tensor, b: Tensor) -> bool:
+    """Equal bit by bit, NaN included."""
+    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
