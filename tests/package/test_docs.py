@@ -16,16 +16,17 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
 from hybrid_runtime import cli
-from hybrid_runtime.engine import SamplingParams
+from hybrid_runtime.engine import Engine, SamplingParams
 from hybrid_runtime.engine.config import EngineConfig
+from hybrid_runtime.engine.request import FinishReason, ShortHit
 from hybrid_runtime.kernels.common.varlen import StateRows
 from hybrid_runtime.kernels.replay.rows import ReplayRows
-from hybrid_runtime.state import BlockDemand, HybridStateManager, Stats, StepRows
+from hybrid_runtime.state import BlockDemand, HybridStateManager, Stats, StepRows, Strategy
 
 ROOT = Path(__file__).parents[2]
 PAGES = {
@@ -41,31 +42,43 @@ def fenced(page: str, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", PAGES[page], re.MULTILINE | re.DOTALL)
 
 
-def programs(page: str) -> list[str]:
-    first, *others = fenced(page, "python") or [""]
-    if first.startswith("# begins every program on this page\n"):
-        return [first + block for block in others]
-    return [first, *others] if first else []
+def programs(page: str) -> list[tuple[str, str]]:
+    """Each with what the page says that it prints, if it does."""
+    printed = r"(?:\nIt prints:\n\n```text\n(.*?)^```)?"
+    blocks = re.findall(rf"^```python\n(.*?)^```\n{printed}", PAGES[page], re.M | re.S)
+    if blocks and blocks[0][0].startswith("# begins every program on this page\n"):
+        beginning = blocks.pop(0)[0]
+        return [(beginning + program, text) for program, text in blocks]
+    return blocks
 
 
 PROGRAMS = [
-    pytest.param(program, f"{page}, program {number}", id=f"{page}-{number}")
+    pytest.param(*program, id=f"{page}-{number}")
     for page in PAGES
     for number, program in enumerate(programs(page), 1)
 ]
 
 
-@pytest.mark.parametrize(("program", "name"), PROGRAMS)
-def test_program(program: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    code = compile(program, name, "exec")
-    if not program.startswith(("# needs a GPU\n", "# needs vLLM\n")):
-        monkeypatch.chdir(ROOT)
-        exec(code, {"__name__": "__main__"})
+@pytest.mark.parametrize(("program", "printed"), PROGRAMS)
+def test_program(
+    program: str,
+    printed: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    request: pytest.FixtureRequest,
+) -> None:
+    code = compile(program, request.node.name, "exec")
+    if program.startswith(("# needs a GPU\n", "# needs vLLM\n")):
+        return
+    monkeypatch.chdir(ROOT)
+    exec(code, {"__name__": "__main__"})
+    if printed:
+        assert capsys.readouterr().out == printed
 
 
 @pytest.mark.parametrize(("page", "least"), [("README.md", 2), ("runner.md", 4), ("engine.md", 2)])
 def test_page_has_programs_that_run(page: str, least: int) -> None:
-    assert sum(not program.startswith("# needs") for program in programs(page)) >= least
+    assert sum(not program.startswith("# needs") for program, _ in programs(page)) >= least
 
 
 def test_tables_are_those_of_the_results() -> None:
@@ -140,7 +153,7 @@ def named(page: str, header: str) -> set[str]:
         rf"^\| {re.escape(header)} \|.*\n\| :-.*\n((?:\|.*\n)+)", PAGES[page], re.MULTILINE
     )
     cells = [line.split(" | ")[0] for table in rows for line in table.splitlines()]
-    return {name for cell in cells for name in re.findall(r"`(\w+)`", cell)}
+    return {name for cell in cells for name in re.findall(r'`"?(\w+)"?`', cell)}
 
 
 def fields(kind: Any) -> set[str]:
@@ -170,6 +183,26 @@ def test_runner_page_names_every_call() -> None:
     for name in vars(HybridStateManager):
         if not name.startswith("_"):
             assert re.search(rf"`{name}[`(]", calls), f"docs/runner.md does not list {name}"
+
+
+def test_engine_page_names_every_call() -> None:
+    calls = "\n".join(re.findall(r"^\| (`.*?) \| ", PAGES["engine.md"], re.MULTILINE))
+    for name in vars(Engine):
+        if not name.startswith("_"):
+            assert re.search(rf"`(?:engine|Engine)\.{name}[`(]", calls), f"engine.md: no {name}"
+
+
+@pytest.mark.parametrize(
+    ("page", "header", "values"),
+    [
+        ("engine.md", "`finish_reason`", get_args(FinishReason)),
+        ("memory.md", "`hit.short`", get_args(ShortHit)),
+        ("how-it-works.md", "strategy", get_args(Strategy)),
+    ],
+    ids=["finish_reason", "hit.short", "strategy"],
+)
+def test_pages_name_every_value(page: str, header: str, values: tuple[str, ...]) -> None:
+    assert named(page, header) - {"None"} == set(values)
 
 
 @pytest.mark.parametrize("page", PAGES)
