@@ -24,7 +24,6 @@ BASE_TABLE = Constant(4)
 STRIDE_TABLE = Constant(5)
 """and the table's row stride in entries."""
 ADDRESS_FIELDS = Constant(6)
-WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 
 
 @dataclass(frozen=True, slots=True)

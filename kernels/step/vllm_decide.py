@@ -33,13 +33,14 @@ from hybrid_runtime.kernels.step.entry import (
     SOURCE,
     TARGET,
 )
-from hybrid_runtime.kernels.step.state_copy import (
+from hybrid_runtime.kernels.step.move_rows import (
     PROGRAMS,
     WARPS,
+    copy_tiling,
     listed_rows,
+    move_arguments,
     move_reference,
     move_rows,
-    tile_arguments,
 )
 from hybrid_runtime.kernels.step.state_table import StateTable
 
@@ -122,29 +123,20 @@ def _decide_move_kernel(
     window_channels,
     window_position_stride,
     window_channel_stride,
-    word_type: tl.constexpr,
-    tap_type: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     PHASE: tl.constexpr,
     ROWS: tl.constexpr,
-    TAPS: tl.constexpr,
-    SSM_WORDS: tl.constexpr,
-    SSM_TILES: tl.constexpr,
-    SSM_TILE: tl.constexpr,
-    SSM_PARTS: tl.constexpr,
-    WINDOW_TILES: tl.constexpr,
-    WINDOW_TILE: tl.constexpr,
-    VECTOR: tl.constexpr,
+    TILING: tl.constexpr,
 ):
-    line = tl.arange(0, ROWS)
-    here = line < count
-    entry = entries + line * ENTRY_FIELDS
-    slot = tl.load(entry + REQUEST, mask=here, other=0)
+    i_line = tl.arange(0, ROWS)
+    here = i_line < count
+    p_entry = entries + i_line * ENTRY_FIELDS
+    slot = tl.load(p_entry + REQUEST, mask=here, other=0)
     held = tl.load(column + slot, mask=here, other=-1)
     a = tl.load(accepted + slot, mask=here, other=1)
     n = tl.load(computed + slot, mask=here, other=0)
     if PHASE == PRECOPY:
-        scheduled = tl.load(entry + SCHEDULED, mask=here, other=1)
+        scheduled = tl.load(p_entry + SCHEDULED, mask=here, other=1)
         target = running_column(n + scheduled, BLOCK_SIZE)
         offset = tl.maximum(a - 1, 0)
         acts = here & (held >= 0) & (held != target)
@@ -152,33 +144,15 @@ def _decide_move_kernel(
     else:
         boundary, offset, target = last_boundary(n - a + 1, n, BLOCK_SIZE)
         reached = here & (offset >= 0)
-        every, first, second = load_rule(entry, reached)
+        every, first, second = load_rule(p_entry, reached)
         reached = reached & keeps(boundary, every, first, second)
         acts = reached & ((offset > 0) | (target != held))
         rebased = reached & (target == held)
-    table_row = tl.load(entry + SLOT, mask=acts, other=0)
+    table_row = tl.load(p_entry + SLOT, mask=acts, other=0)
     move_rows(
-        acts,
-        table_row,
-        held,
-        offset,
-        target,
-        addresses,
-        num_layers,
-        window_channels,
-        window_position_stride,
-        window_channel_stride,
-        word_type,
-        tap_type,
-        TAPS,
-        SSM_WORDS,
-        SSM_TILES,
-        SSM_TILE,
-        SSM_PARTS,
-        WINDOW_TILES,
-        WINDOW_TILE,
-        VECTOR,
-    )
+        acts, table_row, held, offset, target, addresses, num_layers, window_channels,
+        window_position_stride, window_channel_stride, TILING,
+    )  # fmt: skip
     # Every program decides on all rows, so what it decides from may change only when all of them
     # have read it: whoever comes last writes the counts. Behind the moves, where nobody waits for
     # thousands of programs to be counted.
@@ -188,9 +162,9 @@ def _decide_move_kernel(
         if PHASE == PRECOPY:
             tl.store(column + slot, target, mask=here)
         tl.store(accepted + slot, 1, mask=rebased)
-        tl.store(moves + SOURCE * moves_stride + line, held, mask=here)
-        tl.store(moves + OFFSET * moves_stride + line, offset, mask=here)
-        tl.store(moves + TARGET * moves_stride + line, tl.where(acts, target, -1), mask=here)
+        tl.store(moves + SOURCE * moves_stride + i_line, held, mask=here)
+        tl.store(moves + OFFSET * moves_stride + i_line, offset, mask=here)
+        tl.store(moves + TARGET * moves_stride + i_line, tl.where(acts, target, -1), mask=here)
         moved = tl.sum(acts.to(tl.int64), axis=0)
         tl.store(totals + PHASE, tl.load(totals + PHASE) + moved)
 
@@ -214,17 +188,17 @@ def decide_and_move(
         decide_reference(entries, count, counts, moves, totals, block_size, phase)
         move_reference(states, entries[:count, SLOT], *moves[:, :count])
         return
-    tiles = tile_arguments(states)
-    most = count * tiles["num_layers"] * (tiles["SSM_TILES"] + tiles["WINDOW_TILES"])
+    tiling = copy_tiling(states)
+    most = count * len(states.windows) * (tiling.ssm_tiles + tiling.window_tiles)
     _decide_move_kernel[(min(num_programs(entries, PROGRAMS), most),)](
-        entries,
-        count,
-        *counts,
-        moves,
-        moves.stride(0),
-        totals,
-        arrived,
-        **tiles,
+        entries=entries,
+        count=count,
+        **counts._asdict(),
+        moves=moves,
+        moves_stride=moves.stride(0),
+        totals=totals,
+        arrived=arrived,
+        **move_arguments(states),
         BLOCK_SIZE=block_size,
         PHASE=phase,
         ROWS=listed_rows(count),

@@ -27,15 +27,23 @@ from hybrid_runtime.kernels.mamba import (
 from hybrid_runtime.kernels.mamba.chunk_scan import STEP_HEADS, scan_tiling
 from hybrid_runtime.kernels.moe import align_block_size, fused_moe, topk
 from hybrid_runtime.kernels.sampling import argmax
-from hybrid_runtime.kernels.step import advance_columns, block_fill, state_copy
-from hybrid_runtime.kernels.step import vllm_decide as decide
+from hybrid_runtime.kernels.step import (
+    advance_columns,
+    block_fill,
+    move_rows,
+    state_copy,
+    vllm_decide,
+)
 
+COPY = move_rows.CopyTiling(
+    word=tl.int32, tap=tl.int16, taps=3, ssm_words=8192, ssm_tiles=2, ssm_tile=4096, ssm_parts=4,
+    window_tiles=1, window_tile=1024, vector=True,
+)  # fmt: skip
+BYTES = COPY._replace(word=tl.int8, tap=tl.int32, vector=False)
 MOVE: dict[str, Any] = {
-    "word_type": tl.int32, "tap_type": tl.int16, "POST": True, "EVERY_ROW": False,
-    "BLOCK_SIZE": 4336, "ROWS": 16, "TAPS": 3, "SSM_WORDS": 8192, "SSM_TILES": 2,
-    "SSM_TILE": 4096, "WINDOW_TILES": 1, "WINDOW_TILE": 1024, "VECTOR": True, "SSM_PARTS": 4,
+    "POST": True, "EVERY_ROW": False, "BLOCK_SIZE": 4336, "ROWS": 16, "TILING": COPY,
 }  # fmt: skip
-SETTLE = {key: value for key, value in MOVE.items() if key not in ("POST", "EVERY_ROW")}
+DECIDE: dict[str, Any] = {"BLOCK_SIZE": 4336, "ROWS": 16, "TILING": COPY}
 FILL: dict[str, Any] = {
     "window_type": tl.bfloat16, "ssm_type": tl.float16, "WINDOW": 600, "SSM": 8192,
     "WINDOW_TILES": 1, "SSM_TILES": 2, "TILE": 4096,
@@ -57,8 +65,8 @@ KERNELS = [
     (state_copy._move_kernel, MOVE),
     (state_copy._move_kernel, MOVE | {"POST": False}),
     (state_copy._move_kernel, MOVE | {"EVERY_ROW": True, "ROWS": 1024}),
-    (state_copy._move_kernel, MOVE | {"word_type": tl.int8, "tap_type": tl.int32, "VECTOR": False}),
-    *((decide._decide_move_kernel, SETTLE | {"PHASE": phase}) for phase in (0, 1)),
+    (state_copy._move_kernel, MOVE | {"TILING": BYTES}),
+    *((vllm_decide._decide_move_kernel, DECIDE | {"PHASE": phase}) for phase in (0, 1)),
     (block_fill._fill_kernel, FILL),
     (block_fill._fill_kernel, FILL | {"window_type": tl.float32, "ssm_type": tl.float32}),
     (pooling._pooling_kernel, POOL),

@@ -31,7 +31,7 @@ from hybrid_runtime.integrations.vllm import config, models, plugin, versions
 from hybrid_runtime.integrations.vllm.bounds import Bounds
 from hybrid_runtime.integrations.vllm.state import AlignedStates, model_state_class
 from hybrid_runtime.kernels.step.entry import ENTRY_FIELDS, SCHEDULED, SLOT
-from hybrid_runtime.kernels.step.state_copy import move_reference
+from hybrid_runtime.kernels.step.move_rows import move_reference
 from hybrid_runtime.kernels.step.state_table import StateTable
 from hybrid_runtime.kernels.step.vllm_decide import (
     POSTCOPY,
