@@ -30,6 +30,7 @@ from record import copy_bandwidth, graph_us, host_us, save, show
 from hybrid_runtime.kernels.step import entry as fields
 from hybrid_runtime.kernels.step.state_copy import postcopy
 from hybrid_runtime.state import HybridStateManager, StateLayout, StepRows
+from hybrid_runtime.state.checks import check_rows
 from hybrid_runtime.state.layouts.pack import pack_step
 
 LAYERS, DRAFTS, BLOCK = 40, 3, 4336
@@ -188,7 +189,8 @@ def gpu_cases(peer_path: Path | None) -> list[dict[str, Any]]:
 
 
 def host_cases() -> list[dict[str, Any]]:
-    """Host time of a skipped step under `auto`, queue drained before each, and where it goes.
+    """Host time of a skipped step under `auto`, queue drained before each, and where it goes:
+    `block_demand` and `begin_step` ("begin"), as the engine calls them, and `end_step` ("end").
 
     "whole" steps pack and send their rows, as after any change in the batch; "again" steps repeat
     the last one's rows, as steady decode does. Repeats of all cases take turns.
@@ -233,6 +235,7 @@ class HostRun:
                 )
                 torch.cuda.synchronize()
                 t0 = time.perf_counter()
+                self.manager.block_demand(rows, computed)
                 step = self.manager.begin_step(rows)
                 t1 = time.perf_counter()
                 self.manager.end_step(step, self.accepted)
@@ -273,11 +276,12 @@ def parts(manager: HybridStateManager, rows: StepRows) -> dict[str, float]:
     _, lines = pack_step(packed, slot_table, rows, manager.layout, 64, False)
     entries = manager._staging.upload(index, lines)
     pieces: dict[str, Callable[[], object]] = {
-        "check": lambda: rows.check(n, DRAFTS),
+        "demand": lambda: manager.block_demand(rows, rows.computed_min),
+        "check": lambda: check_rows(rows, n, DRAFTS),
         "plan and pack": lambda: pack_step(packed, slot_table, rows, manager.layout, 64, False),
         "upload": lambda: manager._staging.upload(index, lines),
         "launch": lambda: manager._advance(
-            entries, lines, n, manager._placed[0], manager._positions
+            entries, lines, n, manager._placed[0], manager._policy.outputs
         ),
     }
     return {name: statistics.median(host_us(call, number=50)) for name, call in pieces.items()}

@@ -30,12 +30,12 @@ class Staging:
         self._twins = [host.to(device) if cuda else host for host in self._host]
         self._copied: list[torch.cuda.Event | None] = [None] * depth
         self._events = [torch.cuda.Event() if cuda else None for _ in range(depth)]
-        self._turn = depth - 1
+        self._turn = 0
         self._waits = waits
 
     def take(self) -> tuple[int, NDArray[np.int32]]:
-        """Index of the next buffer and its host array `[lines, fields]`, free to be written."""
-        self._turn = (self._turn + 1) % len(self._host)
+        """Index of the next buffer and its host array `[lines, fields]`, free to be written; the
+        same one again until it is uploaded."""
         copied = self._copied[self._turn]
         if copied is not None:
             wait(copied, self._waits, "staging buffer still being copied")
@@ -43,7 +43,9 @@ class Staging:
         return self._turn, self._views[self._turn]
 
     def upload(self, index: int, lines: int) -> Tensor:
-        """Start copying the first `lines` lines; the device twin, valid in stream order."""
+        """Start copying the first `lines` lines of the buffer taken last; its device twin, valid in
+        stream order."""
+        self._turn = (index + 1) % len(self._host)
         event = self._events[index]
         twin = self._twins[index]
         if event is not None:

@@ -193,6 +193,13 @@ def columns_held(
     return np.where(held_min >= 0, np.minimum(held_min, below), below), column_max + draft
 
 
+def lost_boundaries(computed: Ints, certain: Ints, retention: RetentionRule) -> Ints:
+    """The last retained boundary that a row passes on its way from `computed` to `certain` tokens
+    without ending on one, so that no snapshot of it can exist; 0: there is none."""
+    last = last_retained(certain, retention)
+    return np.where((last > computed) & (last < certain), last, 0)
+
+
 class Stored(NamedTuple):
     """Snapshots of one step, `[rows]`: the boundary in tokens (0 = none), how many of the tokens
     that become part of the state precede it, and whether it costs a write beside the state's."""

@@ -24,13 +24,11 @@ class InFlightSteps:
         readback: Readback | None,
         policy: LayoutPolicy,
         block_size: int,
-        debug: bool,
     ) -> None:
         self._slot_table = slot_table
         self._readback = readback
         self._policy = policy
         self._block_size = block_size
-        self._debug = debug
         self._open: list[Step] = []
         self.rows_copied = 0
 
@@ -105,14 +103,6 @@ class InFlightSteps:
                 f"0..{rows.draft[i] + 1}, drafts plus the bonus token"
             )
         computed = np.where(current, slot_table.computed[rows.slot], 0).astype(np.int64)
-        if self._debug:
-            outside = current & ((computed < rows.computed_min) | (computed > rows.computed_max))
-            if outside.any():
-                i = int(outside.argmax())
-                raise ValueError(
-                    f"rows.computed_min/max[{i}] was {rows.computed_min[i]}..{rows.computed_max[i]}"
-                    f" in step {step.number}; the exact count is {computed[i]}"
-                )
         certain = computed + rows.scheduled - rows.draft
         boundary, complete, copied = self._policy.outcome(
             step, computed, certain, accepted, current

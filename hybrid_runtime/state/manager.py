@@ -15,7 +15,7 @@ from hybrid_runtime.device.transfer import Readback, Staging
 from hybrid_runtime.kernels.step import entry as fields
 from hybrid_runtime.kernels.step.block_fill import fill_blocks
 from hybrid_runtime.kernels.step.state_table import StateTable
-from hybrid_runtime.state.align import Ints
+from hybrid_runtime.state.align import Ints, RetentionRule, lost_boundaries
 from hybrid_runtime.state.checks import (
     Strategy,
     check_counts,
@@ -25,6 +25,7 @@ from hybrid_runtime.state.checks import (
     check_states,
     check_tables,
 )
+from hybrid_runtime.state.debug import check_step
 from hybrid_runtime.state.demand import BlockDemand
 from hybrid_runtime.state.in_flight import InFlightSteps
 from hybrid_runtime.state.layout import StateLayout
@@ -56,6 +57,8 @@ class HybridStateManager:
     steps_in_flight: steps that may be outstanding (begun, results not yet read) beyond the current.
     readback: whether accepted counts are copied to the host; a runner that fetches them itself
         hands them in through `resolve`.
+    debug: `begin_step` waits for the device and checks each step against its exact counts and the
+        block tables, see `debug.check_step`; for a runner that is being written.
     """
 
     def __init__(
@@ -95,7 +98,7 @@ class HybridStateManager:
         self._saved = SavedUpload(table, self._policy, layout.block_size)
         counts = Readback(max_requests, steps_in_flight + 1, device, self._waits)
         self._in_flight = InFlightSteps(
-            table, counts if readback else None, self._policy, layout.block_size, debug
+            table, counts if readback else None, self._policy, layout.block_size
         )
         self._placed = [
             torch.full((4, max_requests), -1, dtype=torch.int32, device=device)
@@ -106,6 +109,7 @@ class HybridStateManager:
         self._pending: tuple[Step, Tensor] | None = None
         self._next = 0
         self._states: StateTable | None = None
+        self._tables: list[Tensor] = []
 
     @property
     def computed(self) -> Tensor:
@@ -148,6 +152,7 @@ class HybridStateManager:
             [tables[0 if groups is None else groups[layer]] for layer in states],
             self.layout.conv_width - 1,
         )
+        self._tables = tables
         self._policy.bind(self._states, min(t.shape[1] for t in tables), flush_inputs)
 
     # -- requests --------------------------------------------------------------------------------
@@ -198,6 +203,8 @@ class HybridStateManager:
         saved = self._saved.match(rows, None if self._pending is None else self._pending[0])
         if saved is not None:
             like, plan = saved
+            if self.debug:
+                self._check(rows, like.entries, len(rows))
             self._advance(like.entries, len(rows), len(rows), placed, self._policy.outputs)
             step = like.repeated(self._next, rows, placed, plan.candidates)
             self._saved.repeated(step)
@@ -205,6 +212,8 @@ class HybridStateManager:
         check_rows(rows, self.max_requests, self.num_speculative_tokens)
         index, packed = self._staging.take()
         plan, lines = self._policy.pack(packed, rows)
+        if self.debug:
+            self._check(rows, torch.tensor(packed[:lines], device=self.device), lines)
         entries = self._staging.upload(index, lines)
         self._stats.uploads += 1
         self._advance(entries, lines, len(rows), placed, self._policy.outputs)
@@ -213,6 +222,7 @@ class HybridStateManager:
         step = Step(
             self._next, rows, own[:, fields.GENERATION], own[:, fields.EVERY : fields.SECOND + 1],
             self._policy.positions, entries, packed, placed, plan.candidates,
+            chunked=bool((rows.scheduled - rows.draft > 1).any()),
         )  # fmt: skip
         if not self.in_place:
             self._saved.keep(step, lines)
@@ -231,10 +241,11 @@ class HybridStateManager:
         check_counts(num_accepted, len(step.rows), self.device)
         if self._pending is not None:
             self._finish_pending()
-        current = step.current(self._slot_table.generation, self._slot_table.live)
-        candidates, gone = step.candidates, None
-        if not current.all():
-            candidates, gone = candidates[current[candidates]], current
+        candidates, current = step.candidates, None
+        if not self._saved.undisturbed(step):
+            rows = step.current(self._slot_table.generation, self._slot_table.live)
+            if not rows.all():
+                candidates, current = candidates[rows[candidates]], rows
         on_host = self.strategy == "blocking" or (self.strategy == "defer" and len(candidates) > 0)
         if on_host:
             self._in_flight.check_turn(step)
@@ -244,7 +255,7 @@ class HybridStateManager:
         if on_host:
             self._in_flight.settle_until(step, f"{self.strategy}: the host decides on the counts")
         every_row = self.strategy == "always"
-        self._policy.launch_postcopy(step, num_accepted, candidates, gone, on_host, every_row)
+        self._policy.launch_postcopy(step, num_accepted, candidates, current, on_host, every_row)
         self._slot_table.end_step(step.rows.slot, current)
         self._pending = (step, num_accepted)
 
@@ -325,18 +336,41 @@ class HybridStateManager:
         self._stats.steps += 1
         self._stats.skipped += step.skipped
         self._stats.candidate_rows += len(step.candidates)
+        if step.chunked:
+            kept = RetentionRule(*step.retention.T)
+            certain = step.rows.computed_min + step.rows.scheduled - step.rows.draft
+            lost = lost_boundaries(step.rows.computed_min, certain, kept)
+            self._stats.lost_boundaries += int(((lost > 0) & (step.rows.slot >= 0)).sum())
         return step
 
     def _advance(
         self, entries: Tensor, lines: int, num_rows: int, placed: Tensor, outputs: Any
     ) -> None:
         """Fold the pending step's counts in and place `num_rows` rows, in one launch."""
-        if self._pending is None:
-            previous, counts = placed, self._no_counts
-        else:
-            previous, counts = self._pending[0].placed, self._pending[1]
-        self._policy.advance(entries, lines, num_rows, previous, counts, placed, outputs)
+        previous, counts = self._previous(placed)
+        slots = self._policy.slots
+        self._policy.advance(entries, lines, num_rows, previous, counts, placed, slots, outputs)
         self._pending = None
+
+    def _previous(self, placed: Tensor) -> tuple[Tensor, Tensor]:
+        """What the pending step placed, and its counts; where there is none, any such tensors."""
+        if self._pending is None:
+            return placed, self._no_counts
+        return self._pending[0].placed, self._pending[1]
+
+    def _check(self, rows: StepRows, entries: Tensor, lines: int) -> None:
+        """Place a step into copies, and refuse it if what it would read and write is wrong."""
+        slots, outputs = (type(part)(*(t.clone() for t in part)) for part in (
+            self._policy.slots, self._policy.nowhere,
+        ))  # fmt: skip
+        placed = torch.empty_like(self._placed[0])
+        previous, counts = self._previous(placed)
+        self._policy.advance(entries, lines, len(rows), previous, counts, placed, slots, outputs)
+        with allowed("debug=True: exact counts and block tables"):
+            check_step(
+                self._next, rows, self._slot_table, slots.computed.cpu().numpy(),
+                self._policy, outputs, [table.cpu().numpy() for table in self._tables],
+            )  # fmt: skip
 
     def _finish_pending(self) -> None:
         """Fold the pending step in by a launch of its own: a second step ends before a begin."""

@@ -60,6 +60,10 @@ class SavedUpload:
         plan = self._policy.repeat(rows, last.rows, kept)
         return None if plan is None else (last, plan)
 
+    def undisturbed(self, step: Step) -> bool:
+        """Whether `step` is the last one begun, and all of its requests still hold their slots."""
+        return step is self._last and self._version == self._slot_table.version
+
     def repeated(self, step: Step) -> None:
         """`step` was begun with the saved lines."""
         self._last = step

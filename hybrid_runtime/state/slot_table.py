@@ -64,6 +64,7 @@ class SlotTable:
         self.computed = np.zeros(max_requests, np.int32)
         self.covered = np.zeros(max_requests, np.int32)
         self.stored = np.zeros(max_requests, np.int32)
+        self._row = np.arange(max_requests, dtype=np.int32)
         self._admitted: list[int] = []
         self._special: set[int] = set()
         self.version = 0
@@ -108,6 +109,11 @@ class SlotTable:
         """Whether the request of `generation` still lives in `slot`."""
         return bool(self.live[slot]) and int(self.generation[slot]) == generation
 
+    def rules(self, slot: NDArray[np.int32]) -> NDArray[np.int32]:
+        """Which boundaries are retained, `[rows, 3]`: `every` and two positions; meaningless where
+        the slot is -1."""
+        return self.lines.take(slot, axis=0, mode="wrap")[:, fields.EVERY : fields.SECOND + 1]
+
     @property
     def uniform(self) -> bool:
         """Whether all requests have the rule that they were admitted with: retain each boundary."""
@@ -128,10 +134,13 @@ class SlotTable:
             self.lines[slot, fields.ADMIT] = 0
             self._admitted = [s for s in self._admitted if self.lines[s, fields.ADMIT]]
 
-    def end_step(self, slot: NDArray[np.int32], current: NDArray[np.bool_]) -> None:
-        """Book an ended step: the next launch folds in the counts of its `current` rows."""
-        row = np.flatnonzero(current)
-        slot = slot[row]
+    def end_step(self, slot: NDArray[np.int32], current: NDArray[np.bool_] | None) -> None:
+        """Book an ended step: the next launch folds in the counts of its `current` rows (None: of
+        all)."""
+        row = self._row[: len(slot)]
+        if current is not None:
+            row = np.flatnonzero(current)
+            slot = slot[row]
         self.unfinished[slot] = row
         self.known[slot, self.OPEN_STEP] = NONE
 

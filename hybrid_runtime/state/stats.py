@@ -7,7 +7,19 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class Stats:
-    """Counters since construction. Copies are counted when a step's results reach the host."""
+    """Counters since construction.
+
+    steps, skipped: steps begun, and those in which no counts could make a state be copied.
+    candidate_rows: rows in which some count could.
+    rows_copied, bytes_copied: rows in which a state was copied (columns layout) or a snapshot
+        stored at the cost of a write (replay layout), counted when a step's results are known.
+    copy_launches: launches of the pre-copy and the post-copy.
+    uploads, readbacks: packed lines sent to the device, and accepted counts sent to the host.
+    rows_flushed, flush_launches: of `flush`.
+    lost_boundaries: rows that passed a retained boundary without ending on one, as prompt chunks
+        may: there is no snapshot that a prefix hit could start from.
+    waits, wait_seconds: of the host for the device.
+    """
 
     steps: int = 0
     skipped: int = 0
@@ -19,5 +31,6 @@ class Stats:
     readbacks: int = 0
     rows_flushed: int = 0
     flush_launches: int = 0
+    lost_boundaries: int = 0
     waits: int = 0
     wait_seconds: float = 0.0

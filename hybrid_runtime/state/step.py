@@ -71,6 +71,7 @@ class Step:
     entries, packed: its lines as `kernels.step` reads them, on the device and on the host.
     placed: int32 `[4, max_requests]`, where the device has put its rows.
     candidates: rows for which a copy of a state could not be ruled out.
+    chunked: some row runs more than one certain token.
     ended: `end_step` has been called, or the step was abandoned.
     accepted: int32 `[rows]`, accepted counts; None until the host knows them.
     copied: rows whose state was copied; None until then.
@@ -86,6 +87,7 @@ class Step:
     packed: NDArray[np.int32]
     placed: Tensor
     candidates: NDArray[np.intp]
+    chunked: bool
     ended: bool = False
     accepted: NDArray[np.int32] | None = None
     copied: NDArray[np.intp] | None = None

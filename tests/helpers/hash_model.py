@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import numpy as np
+import pytest
 import torch
 
 from hybrid_runtime.state.layout import LayoutKind, StateLayout
@@ -97,6 +98,7 @@ class HashRunner:
         device: str = "cpu",
         num_blocks: int | None = None,
         own_all: bool = False,
+        debug: bool = True,
     ) -> None:
         self.layout = StateLayout(
             conv_channels=channels,
@@ -109,7 +111,7 @@ class HashRunner:
             conv_layout=conv_layout,  # type: ignore[arg-type]
             kind=self.kind,
         )
-        self.depth, self.num_draft, self.device = depth, num_draft, device
+        self.depth, self.num_draft, self.device, self.debug = depth, num_draft, device, debug
         self.own_all = own_all  # every column from admission on, so that the manager is not asked
         self.manager = HybridStateManager(
             self.layout,
@@ -119,7 +121,7 @@ class HashRunner:
             strategy=strategy,  # type: ignore[arg-type]
             in_place=in_place,
             steps_in_flight=depth,
-            debug=True,
+            debug=debug,
         )
         each = columns if own_all else num_draft + 6
         count = num_blocks or groups * max_requests * each + 64
@@ -282,7 +284,14 @@ class HashRunner:
         )
         if not self.own_all:
             self._hand_out(rows)
+        lost = sum(map(self._loses, plan))
+        if lost and self.debug:
+            with pytest.raises(ValueError, match="which passes the retained boundary"):
+                self.manager.begin_step(rows)
+        self.manager.debug, before = self.debug and not lost, self.manager.stats().lost_boundaries
         step = self.manager.begin_step(rows)
+        assert self.manager.stats().lost_boundaries == before + lost
+        self.manager.debug = self.debug
         requests = [self.requests[slot] if slot >= 0 else None for slot, *_ in plan]
         opened = Open(step, plan, requests, [], [])
         for request, (_, certain, drafts, accepted) in zip(requests, plan, strict=True):
@@ -296,6 +305,16 @@ class HashRunner:
             opened.snapshots.append(self._may_leave(request, certain, most))
         self.outstanding.append(opened)
         return opened
+
+    def _loses(self, row: Row) -> bool:
+        """Whether a row passes a retained boundary, and ends on none."""
+        slot, certain, *_ = row
+        if slot < 0 or self.requests[slot].dead:
+            return False
+        request, block = self.requests[slot], self.layout.block_size
+        start, end = request.computed, request.computed + certain
+        passed = [b for b in range(start + 1, end + 1) if b % block == 0 and request.keeps(b)]
+        return bool(passed) and passed[-1] != end
 
     def _may_leave(self, request: Request, certain: int, most: int) -> set[int]:
         """Boundaries whose snapshots may come of a step that computes `certain..most` tokens."""

@@ -54,7 +54,8 @@ class Interleavings(RuleBasedStateMachine):
         options["in_place"] &= self.kind == "columns"
         runner = RUNNERS[self.kind]
         self.runners = [
-            runner(strategy=s, **options) for s in (get_args(Strategy) if in_turn else FAST)
+            runner(strategy=s, debug=s == "auto", **options)
+            for s in (get_args(Strategy) if in_turn else FAST)
         ]
         self.some_tokens = st.lists(st.integers(0, TOKENS - 1), min_size=1, max_size=20)
 

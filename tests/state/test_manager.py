@@ -253,6 +253,7 @@ def test_steps_may_end_late_and_out_of_turn(late: int) -> None:
     """As on a pipeline stage: other slots' steps are begun before this one's counts exist."""
     runs = HashRunner(max_requests=8, depth=8, block_size=4, columns=30)
     made, waiting = runs.manager, []
+    made.debug = False  # rows of two certain tokens pass boundaries
     for slot in range(6):
         made.admit(slot)
         runs.tables[0][slot] = torch.arange(30, dtype=torch.int32)

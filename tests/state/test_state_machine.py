@@ -40,7 +40,14 @@ class Histories(RuleBasedStateMachine):
         options |= {"conv_dtype": dtypes[0], "ssm_dtype": dtypes[1], "block_size": BLOCK}
         options["in_place"] &= self.kind == "columns"
         self.runners = [
-            RUNNERS[self.kind](strategy=s, max_requests=SLOTS, layers=3, device=DEVICE, **options)
+            RUNNERS[self.kind](
+                strategy=s,
+                max_requests=SLOTS,
+                layers=3,
+                device=DEVICE,
+                debug=s == "auto",
+                **options,
+            )
             for s in get_args(Strategy)
         ]
 

@@ -18,6 +18,7 @@ from hybrid_runtime.state.rows import StepRows
 from hybrid_runtime.state.step import Snapshot, Step, StepPositions
 
 NO_ROWS: NDArray[np.intp] = np.empty(0, np.intp)
+Ints2D = NDArray[np.int64]
 
 
 class Outcome(NamedTuple):
@@ -80,9 +81,21 @@ class LayoutPolicy(Protocol):
         previous: Tensor,
         accepted: Tensor,
         placed: Tensor,
+        slots: Any,
         outputs: Any,
     ) -> None:
-        """Fold the previous step's counts in and place this one, in one launch."""
+        """Fold the previous step's counts into `slots` and place this one, in one launch.
+
+        entries: the step's lines, of which the first `num_rows` are rows.
+        previous, accepted: what the previous step placed, and the counts that it ended with.
+        placed, slots, outputs: written; `slots` and `outputs` as the policy has them.
+        """
+
+    def touched(self, rows: StepRows, computed: align.Ints, outputs: Any) -> tuple[Ints2D, Ints2D]:
+        """Columns that a placed step reads and those that it may write, `[rows, ..]`; -1: none.
+
+        computed: exact tokens computed before it. outputs: what the launch that places it wrote.
+        """
 
     def launch_precopy(self, entries: Tensor, plan: StepPlan) -> None:
         """Move the states that must move before the forward pass."""

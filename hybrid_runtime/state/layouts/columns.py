@@ -17,7 +17,7 @@ from hybrid_runtime.kernels.step.state_table import StateTable
 from hybrid_runtime.state import align
 from hybrid_runtime.state.demand import BlockDemand
 from hybrid_runtime.state.layout import StateLayout
-from hybrid_runtime.state.layouts.base import NO_ROWS, Outcome
+from hybrid_runtime.state.layouts.base import NO_ROWS, Ints2D, Outcome
 from hybrid_runtime.state.layouts.flush import FlushInputs
 from hybrid_runtime.state.layouts.pack import StepPlan, pack_step, unfiled_column
 from hybrid_runtime.state.rows import StepRows
@@ -99,13 +99,14 @@ class ColumnsPolicy:
         previous: Tensor,
         accepted: Tensor,
         placed: Tensor,
+        slots: SlotState,
         outputs: Positions,
     ) -> None:
         advance(
             entries,
             lines,
             num_rows,
-            self.slots,
+            slots,
             previous,
             accepted,
             placed,
@@ -114,6 +115,29 @@ class ColumnsPolicy:
             self.layout.block_size,
             self.in_place,
         )
+
+    def touched(
+        self, rows: StepRows, computed: align.Ints, outputs: Positions
+    ) -> tuple[Ints2D, Ints2D]:
+        """In-place rows that move read where the move reads. Written are the running column, one
+        per guess, and where a snapshot may be copied to."""
+        n, block = len(rows), self.layout.block_size
+        read, offset, write = torch.stack(outputs).cpu().numpy()[:, :n].astype(np.int64)
+        if self.in_place:
+            source, shift, target = self._moves.cpu().numpy()[:, :n]
+            read = np.where(target >= 0, source, read)
+            offset = np.where(target >= 0, shift, offset)
+        guess = np.arange(self.layout.num_speculative_tokens + 1)
+        writes = np.where(
+            (write[:, None] >= 0) & (guess <= rows.draft[:, None]), write[:, None] + guess, -1
+        )
+        kept = align.RetentionRule(*self._slot_table.rules(rows.slot).T)
+        certain = computed + rows.scheduled - rows.draft
+        boundary = align.next_retained(certain, kept)
+        copies = (write >= 0) & (rows.draft > 0) & (boundary <= certain + rows.draft)
+        copied = np.where(copies, boundary // block - 1, -1)
+        reads = np.stack([read, np.where(read >= 0, read + offset, -1)], 1)
+        return reads, np.concatenate([writes, copied[:, None]], 1)
 
     def launch_precopy(self, entries: Tensor, plan: StepPlan) -> None:
         if len(plan.moving):

@@ -10,7 +10,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hybrid_runtime.device.sync import Waits
-from hybrid_runtime.kernels.step import entry as fields
 from hybrid_runtime.kernels.step.advance_replay import (
     IDLE,
     ReplayPositions,
@@ -22,7 +21,7 @@ from hybrid_runtime.state import align
 from hybrid_runtime.state.checks import Refusal, refuse
 from hybrid_runtime.state.demand import BlockDemand
 from hybrid_runtime.state.layout import StateLayout
-from hybrid_runtime.state.layouts.base import NO_ROWS, Outcome
+from hybrid_runtime.state.layouts.base import NO_ROWS, Ints2D, Outcome
 from hybrid_runtime.state.layouts.flush import Flusher, FlushInputs
 from hybrid_runtime.state.layouts.pack import (
     StepPlan,
@@ -156,13 +155,14 @@ class ReplayPolicy:
         previous: Tensor,
         accepted: Tensor,
         placed: Tensor,
+        slots: ReplaySlots,
         outputs: ReplayPositions,
     ) -> None:
         advance_replay(
             entries,
             lines,
             num_rows,
-            self.slots,
+            slots,
             previous,
             accepted,
             placed,
@@ -170,6 +170,14 @@ class ReplayPolicy:
             self.layout.block_size,
             self._live,
         )
+
+    def touched(
+        self, rows: StepRows, computed: align.Ints, outputs: ReplayPositions
+    ) -> tuple[Ints2D, Ints2D]:
+        n = len(rows)
+        reads = outputs.read_column[:n, None]
+        writes = torch.stack([outputs.write_column, outputs.snapshot_column], 1)[:n]
+        return reads.cpu().numpy().astype(np.int64), writes.cpu().numpy().astype(np.int64)
 
     def launch_precopy(self, entries: Tensor, plan: StepPlan) -> None:
         """Nothing: kernels take separate read and write columns."""
@@ -214,8 +222,7 @@ class ReplayPolicy:
     def _kept(self, rows: StepRows) -> align.RetentionRule:
         if self._slot_table.uniform:
             return align.RetentionRule(self.layout.block_size)
-        lines = self._slot_table.lines.take(rows.slot, axis=0, mode="wrap")
-        return align.RetentionRule(*lines[:, fields.EVERY : fields.SECOND + 1].T)
+        return align.RetentionRule(*self._slot_table.rules(rows.slot).T)
 
     def _first_stored(self, rows: StepRows, known: NDArray[np.int32]) -> align.Ints:
         last_draft = known[:, SlotTable.LAST_DRAFT]

@@ -1,0 +1,60 @@
+"""What `debug=True` checks before a step is placed: mistakes of a runner that would otherwise lose
+prefix hits or give wrong text without an error."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hybrid_runtime.state.align import RetentionRule, lost_boundaries
+from hybrid_runtime.state.layouts.base import LayoutPolicy
+from hybrid_runtime.state.rows import StepRows
+from hybrid_runtime.state.slot_table import SlotTable
+
+
+def check_step(
+    number: int,
+    rows: StepRows,
+    slot_table: SlotTable,
+    computed: NDArray[np.int32],
+    policy: LayoutPolicy,
+    outputs: Any,
+    tables: Sequence[NDArray[np.int32]],
+) -> None:
+    """Raise `ValueError` that names request, step, what it was and what it must be.
+
+    number: of the step that is about to begin.
+    computed: exact tokens computed before it, by slot.
+    outputs: where `policy` would place its rows.
+    tables: block tables, `[slots, columns]` each.
+    """
+    exact = np.where(rows.slot >= 0, computed[rows.slot], 0).astype(np.int64)
+    reads, writes = policy.touched(rows, exact, outputs)
+    rule = RetentionRule(*slot_table.rules(rows.slot).T)
+    lost = lost_boundaries(exact, exact + rows.scheduled - rows.draft, rule)
+    for i in np.flatnonzero(writes[:, 0] >= 0):  # the others do not run
+        slot, low, high = int(rows.slot[i]), rows.computed_min[i], rows.computed_max[i]
+        request = f"slot {slot}, generation {slot_table.generation[slot]}, step {number}"
+        if not low <= exact[i] <= high:
+            raise ValueError(
+                f"rows.computed_min..max[{i}] is {low}..{high} ({request}); "
+                f"it must include the exact count, {exact[i]}"
+            )
+        for verb, columns in (("reads", reads[i]), ("writes", writes[i])):
+            for group, table in enumerate(tables):
+                bad = [c for c in columns.tolist() if c >= 0 and table[slot, c] < 0]
+                if bad:
+                    raise ValueError(
+                        f"block_tables[{group}][{slot}, {bad[0]}] is {table[slot, bad[0]]} "
+                        f"({request}), which {verb} that column; it must be a block"
+                    )
+        if lost[i]:
+            certain = exact[i] + rows.scheduled[i] - rows.draft[i]
+            raise ValueError(
+                f"rows.scheduled[{i}] is {rows.scheduled[i]} ({request}), which passes the "
+                f"retained boundary {lost[i]} and ends on {certain}; it must end on {lost[i]}, or "
+                "there is no snapshot to hit"
+            )

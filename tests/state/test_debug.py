@@ -1,0 +1,122 @@
+"""With `debug=True` the mistakes of a runner that lose hits or give wrong text are errors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from helpers.replay_model import RUNNERS
+
+from hybrid_runtime.state import HybridStateManager, StateLayout, StepRows
+
+K, SLOTS, COLUMNS, BLOCK = 3, 3, 12, 8
+layouts = pytest.mark.parametrize("kind", sorted(RUNNERS))
+
+
+def manager(kind: Any, debug: bool = True, **options: Any) -> HybridStateManager:
+    """Slots 0 and 1 hold requests that have read 5 tokens."""
+    layout = StateLayout(2, 4, (1, 1, 4), K, BLOCK, kind=kind)
+    made = HybridStateManager(layout, SLOTS, K, "cpu", debug=debug, **options)
+    table = torch.arange(SLOTS * COLUMNS, dtype=torch.int32).view(SLOTS, COLUMNS)
+    made.bind({0: layout.allocate(SLOTS * COLUMNS, "cpu")}, table)
+    for slot in (0, 1):
+        made.admit(slot)
+    run(made, [0, 0], 5, 0, 1)
+    return made
+
+
+def run(made: HybridStateManager, computed: list[int], s: int, d: int, a: int) -> None:
+    n = len(computed)
+    step = made.begin_step(StepRows.exact(range(n), computed, [s] * n, [d] * n))
+    made.end_step(step, torch.tensor([a] * n, dtype=torch.int32))
+
+
+def known(made: HybridStateManager) -> list[Any]:
+    """Everything that a refused step must leave as it was."""
+    policy, table = made._policy, made._slot_table
+    device = [t.clone().tolist() for t in (*policy.slots, *policy.outputs)]
+    return [*device, table.known.tolist(), table.lines.tolist(), made.stats().steps]
+
+
+@layouts
+@pytest.mark.parametrize("off", [-1, 1])
+@pytest.mark.parametrize("steady", [False, True])
+def test_a_count_off_by_one_is_named_before_anything_changes(
+    kind: str, off: int, steady: bool
+) -> None:
+    made, n = manager(kind), 5
+    for _ in range(3 * steady):
+        run(made, [n, n], 4, 3, 2)
+        n += 2
+    before = known(made)
+    for _ in range(30):  # refusals use nothing up
+        with pytest.raises(ValueError, match="rows.computed_min") as error:
+            made.begin_step(StepRows.exact([0, 1], [n, n + off], [4, 4], [3, 3]))
+    step = 1 + 3 * steady
+    assert f"[1] is {n + off}..{n + off} (slot 1, generation 0, step {step})" in str(error.value)
+    assert str(error.value).endswith(f"it must include the exact count, {n}")
+    assert known(made) == before
+    run(made, [n, n], 4, 3, 1)
+
+
+@layouts
+def test_a_chunk_that_loses_a_boundary_is_named_and_counted(kind: str) -> None:
+    made = manager(kind)
+    message = (
+        r"rows.scheduled\[0\] is 13 \(slot 0, generation 0, step 1\), which passes the retained "
+        r"boundary 16 and ends on 18; it must end on 16"
+    )
+    with pytest.raises(ValueError, match=message):
+        run(made, [5], 13, 0, 0)
+    assert made.stats().lost_boundaries == 0
+    run(made, [5], 11, 0, 0)  # ends on 16
+    made.retain(0, 0)
+    run(made, [16], 13, 0, 0)  # nobody wants 24
+
+    plain = manager(kind, debug=False)
+    for _ in range(2):
+        run(plain, [5, 5], 13, 0, 0)
+        for slot in (0, 1):
+            plain.release(slot)
+            plain.admit(slot, 5, 0)
+    assert plain.stats().lost_boundaries == 4
+
+
+@layouts
+def test_unowned_columns_are_named(kind: str) -> None:
+    made = manager(kind)
+    table = made._tables[0]
+    live = COLUMNS - 1 if kind == "replay" else 0
+    for column, verb in ((live, "reads"), (live + 2, "writes"))[: 1 if kind == "replay" else 2]:
+        was = int(table[1, column])
+        table[1, column] = -1
+        message = (
+            rf"block_tables\[0\]\[1, {column}\] is -1 \(slot 1, generation 0, step 1\), "
+            rf"which {verb} that column; it must be a block"
+        )
+        with pytest.raises(ValueError, match=message):
+            run(made, [5, 5], 4, 3, 1)
+        table[1, column] = was
+    run(made, [5, 5], 4, 3, 3)
+
+
+@layouts
+def test_a_column_for_a_snapshot_must_be_owned(kind: str) -> None:
+    """Replay stores the state after 8 tokens as it folds them; columns may copy it to column 0."""
+    made, accepted = manager(kind), 3 if kind == "replay" else 1
+    run(made, [5, 5], 4, 3, accepted)
+    made._tables[0][0, 0] = -1
+    with pytest.raises(ValueError, match=r"\[0, 0\] is -1 .*, which writes that column"):
+        run(made, [5 + accepted] * 2, 4, 3, 1)
+
+
+@pytest.mark.parametrize("accepted", range(1, K + 2))
+def test_what_an_in_place_step_moves_from_must_be_owned(accepted: int) -> None:
+    made = manager("columns", in_place=True)
+    run(made, [5, 5], 4, 3, accepted)
+    n = 5 + accepted
+    offset = 0 if n == 9 else accepted - 1
+    made._tables[0][1, 1 + offset] = -1
+    with pytest.raises(ValueError, match=rf"block_tables\[0\]\[1, {1 + offset}\] is -1"):
+        run(made, [n, n], 4, 3, 1)
