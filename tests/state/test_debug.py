@@ -51,7 +51,7 @@ def test_a_count_off_by_one_is_named_before_anything_changes(
         n += 2
     before = known(made)
     for _ in range(30):  # refusals use nothing up
-        with pytest.raises(ValueError, match="rows.computed_min") as error:
+        with pytest.raises(ValueError, match=r"rows\.computed_min") as error:
             made.begin_step(StepRows.exact([0, 1], [n, n + off], [4, 4], [3, 3]))
     step = 1 + 3 * steady
     assert f"[1] is {n + off}..{n + off} (slot 1, generation 0, step {step})" in str(error.value)
