@@ -64,7 +64,7 @@ class SlotTable:
         self.computed = np.zeros(max_requests, np.int32)
         self.covered = np.zeros(max_requests, np.int32)
         self.stored = np.zeros(max_requests, np.int32)
-        self._row = np.arange(max_requests, dtype=np.int32)
+        self._row = np.arange(max_requests)
         self._admitted: list[int] = []
         self._special: set[int] = set()
         self.version = 0
@@ -137,7 +137,7 @@ class SlotTable:
     def end_step(self, slot: NDArray[np.int32], current: NDArray[np.bool_] | None) -> None:
         """Book an ended step: the next launch folds in the counts of its `current` rows (None: of
         all)."""
-        row = self._row[: len(slot)]
+        row: NDArray[np.signedinteger[Any]] = self._row[: len(slot)]
         if current is not None:
             row = np.flatnonzero(current)
             slot = slot[row]
