@@ -34,7 +34,7 @@ class VerifyOutput:
     """What the target's pass over a step leaves for acceptance and drafter.
 
     batch: rows of the pass.
-    inputs: its tokens, and where each row stands.
+    inputs: the same rows with their tokens and counts.
     hidden: `[T, hidden]`, the target's hidden states after the final norm.
     draft_inputs: of the drafter's passes; filled once tokens are accepted.
     sequences: text of all requests; the accepted tokens are appended.

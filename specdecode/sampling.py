@@ -1,7 +1,6 @@
 """Sampling parameters, counter-based random numbers and token distributions, without host waits."""
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
 
@@ -36,11 +35,11 @@ class SamplingParams:
     """What one request asks for.
 
     Attributes:
-        temperature: 0 = greedy, otherwise logits are divided by it.
-        top_k: keep only this many most likely tokens, 0 = all.
-        top_p: keep the fewest most likely tokens that together reach this probability.
+        temperature: logits are divided by it; 0 = greedy.
+        top_k: sample among the k most likely tokens only; 0 = among all.
+        top_p: sample among the fewest most likely tokens that together reach this probability.
         seed: key of the request's random numbers; None = the engine picks one.
-        max_tokens: most tokens to generate.
+        max_tokens: tokens to generate at most.
         stop: generation ends when one of these texts appears.
         stop_token_ids: generation ends after one of these tokens.
         ignore_eos: go on after the model's end-of-text token.
@@ -103,13 +102,13 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class SamplingTensors:
-    """Sampling parameters of the rows of one step.
+    """Sampling parameters of the rows of one step, fields as of ``SamplingParams``.
 
     Attributes:
         temperature: float32 [rows], 0 = greedy.
         top_k: int32 [rows], 0 = off.
         top_p: float32 [rows], 1 = off.
-        seed: int64 [rows].
+        seed: int64 [rows], key of the row's random numbers.
     """
 
     temperature: Tensor
@@ -117,25 +116,8 @@ class SamplingTensors:
     top_p: Tensor
     seed: Tensor
 
-    @classmethod
-    def from_params(
-        cls, params: Sequence[SamplingParams], seeds: Sequence[int], device: torch.device | str
-    ) -> "SamplingTensors":
-        """Row i samples as ``params[i]`` with ``seeds[i]``, which stands for ``params[i].seed``.
-
-        Raises:
-            ValueError: as many seeds as params are needed.
-        """
-        _require(len(seeds) == len(params), "seeds", list(seeds), f"{len(params)} integers")
-        return cls(
-            torch.tensor([p.temperature for p in params], dtype=torch.float32, device=device),
-            torch.tensor([p.top_k for p in params], dtype=torch.int32, device=device),
-            torch.tensor([p.top_p for p in params], dtype=torch.float32, device=device),
-            torch.tensor(seeds, dtype=torch.int64, device=device),
-        )
-
     def select(self, index: Tensor) -> "SamplingTensors":
-        """Rows ``index`` (int [n], negative = padded row, gets row 0's parameters)."""
+        """Parameters of rows ``index``, int [n]; a negative one is padding and gets row 0's."""
         safe = index.clamp(min=0)
         return SamplingTensors(
             self.temperature[safe], self.top_k[safe], self.top_p[safe], self.seed[safe]
@@ -143,8 +125,7 @@ class SamplingTensors:
 
 
 def uniform(seed: Tensor, position: Tensor, stream: int) -> Tensor:
-    """Uniform random numbers that depend on nothing but their arguments, on every device (see
-    `kernels.uniform`).
+    """Uniform random numbers that depend on nothing but their arguments, on every device.
 
     Args:
         seed: int64 [rows].

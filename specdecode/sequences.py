@@ -1,4 +1,4 @@
-"""Tokens, lengths, guesses and sampling parameters of every slot, on the device."""
+"""Tokens, lengths, drafts and sampling parameters of every slot, on the device."""
 
 from __future__ import annotations
 
@@ -12,18 +12,25 @@ from hybrid_runtime.device.sync import Waits
 from hybrid_runtime.device.transfer import Staging
 from hybrid_runtime.specdecode.sampling import SamplingParams, SamplingTensors
 
-# Words of a slot's line. The seed takes two and lies where a 64-bit integer may.
+# Words of a slot's line. The seed takes two, at an offset that suits a 64-bit integer.
 _SEED, _TEMPERATURE, _TOP_K, _TOP_P, _LENGTH, _DRAFTS = 0, 2, 3, 4, 5, 6
 
 
 class Sequences:
-    """What steps take their inputs from, by slot; one line more than there are slots takes what
+    """What steps take their inputs from, by slot. One line more than there are slots takes what
     rows that emit nothing would write.
 
-    history: int32 `[slots + 1, max_length]`. length: int32 `[slots + 1]`, tokens known (prompt and
-    emitted). drafts: int32 `[slots + 1, K]`, -1 where there is none. sampling: by slot.
-    draft_probs: float32 `[slots + 1, K, V]`, what drafts were drawn from, or None.
+    history: int32 `[slots + 1, max_length]`, prompt and emitted tokens.
+    length: int32 `[slots + 1]`, how many.
+    drafts: int32 `[slots + 1, K]`, proposed for the next step; -1 where there is none.
+    draft_probs: float32 `[slots + 1, K, V]`, what drafts were drawn from; None if none are.
+    sampling: parameters, by slot.
     rounding_seed: int32 `[slots + 1]`, the low half of each seed.
+
+    slots: requests that run at once.
+    max_length: most tokens of one.
+    num_draft: most drafts per step, K.
+    sampled_vocabulary: V where drafts are drawn, otherwise 0.
     steps_ahead: steps that may be queued before the first one's results are read.
     """
 
@@ -62,7 +69,10 @@ class Sequences:
         self._staging = Staging(slots, fields, steps_ahead + 2, device, Waits())
 
     def admit(self, entries: Sequence[tuple[int, Sequence[int], SamplingParams, int]]) -> None:
-        """Start sequences: slot, prompt, parameters and seed of each. One copy to the device."""
+        """Start sequences, by one copy to the device.
+
+        entries: slot, prompt, parameters and seed of each.
+        """
         index, packed = self._staging.take()
         for line, (slot, prompt, params, seed) in zip(packed, entries, strict=False):
             line[_SEED : _SEED + 2].view(np.int64)[0] = seed
@@ -83,8 +93,12 @@ class Sequences:
         self.history[:, :width].index_copy_(0, slots, texts)
 
     def propose(self, slot: Tensor, drafts: Tensor, probs: Tensor | None) -> None:
-        """Keep drafts int32 `[rows, K]`, drawn from float32 `[rows, K, V]`, for the rows' next
-        step; slot int32 `[rows]`, -1 where there is nothing to keep."""
+        """Keep what the drafter proposes for the next step.
+
+        slot: int32 `[rows]`, -1 where there is nothing to keep.
+        drafts: int32 `[rows, K]`.
+        probs: float32 `[rows, K, V]`, what they were drawn from; None if they were not drawn.
+        """
         at = torch.where(slot >= 0, slot, self.history.shape[0] - 1).long()
         self.drafts.index_copy_(0, at, drafts)
         if probs is not None and self.draft_probs is not None:

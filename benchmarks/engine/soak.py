@@ -173,8 +173,12 @@ class Judge:
         logits = found[0]
         if case.params.temperature == 0:
             return float(logits.max() - logits[0, token]) < TIE
-        sampling = SamplingTensors.from_params(
-            [case.params], [case.params.seed or 0], logits.device
+        params, device = case.params, logits.device
+        sampling = SamplingTensors(
+            temperature=torch.tensor([params.temperature], dtype=torch.float32, device=device),
+            top_k=torch.tensor([params.top_k], dtype=torch.int32, device=device),
+            top_p=torch.tensor([params.top_p], dtype=torch.float32, device=device),
+            seed=torch.tensor([params.seed or 0], dtype=torch.int64, device=device),
         )
         chances = probabilities(logits[:, None], sampling)[:, 0]
         at = torch.tensor([len(known)], device=logits.device)

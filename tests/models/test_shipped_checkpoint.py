@@ -8,6 +8,9 @@ from transformers import NemotronHForCausalLM
 
 from hybrid_runtime.demo import PROMPTS, SHIPPED
 from hybrid_runtime.engine import Engine, SamplingParams
+from hybrid_runtime.specdecode.drafter import DrafterName
+from hybrid_runtime.state.checks import Strategy
+from hybrid_runtime.state.layout import LayoutKind
 
 TOKENS = 64
 
@@ -47,19 +50,19 @@ def wanted(hf: NemotronHForCausalLM) -> list[list[int]]:
 def test_greedy_text_is_that_of_transformers(
     hf: NemotronHForCausalLM,
     wanted: list[list[int]],
-    drafter: str | None,
+    drafter: DrafterName | None,
     drafts: int,
-    strategy: str,
+    strategy: Strategy,
     least: float | None,
-    state_layout: str,
+    state_layout: LayoutKind,
 ) -> None:
     engine = Engine.from_pretrained(
         SHIPPED,
-        drafter=drafter,  # type: ignore[arg-type]
+        drafter=drafter,
         num_speculative_tokens=drafts,
         strategy=strategy,
         block_size=32,
-        state_layout=state_layout,  # type: ignore[arg-type]
+        state_layout=state_layout,
     )
     answers = engine.generate(PROMPTS, SamplingParams(max_tokens=TOKENS, ignore_eos=True))
     for prompt, answer, want in zip(PROMPTS, answers, wanted, strict=True):

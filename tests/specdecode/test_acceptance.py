@@ -8,6 +8,7 @@ from functools import partial
 
 import pytest
 import torch
+from helpers.sampling import sampling_tensors
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -46,7 +47,7 @@ def tables(seed: int = 0) -> tuple[Tensor, Tensor]:
 
 
 def rows_of(params: SamplingParams, rows: int = ROWS) -> SamplingTensors:
-    one = SamplingTensors.from_params([params], [0], "cpu").select(torch.zeros(rows).int())
+    one = sampling_tensors([params], [0]).select(torch.zeros(rows).int())
     return replace(one, seed=torch.arange(rows))
 
 
@@ -291,7 +292,7 @@ def test_greedy_and_sampled_rows_share_a_batch() -> None:
     target, draft = tables()
     rows = 400
     params = [SamplingParams(), SAMPLED] * (rows // 2)
-    sampling = SamplingTensors.from_params(params, list(range(rows)), "cpu")
+    sampling = sampling_tensors(params, list(range(rows)))
     text = generate(target, sampling, 3, 4, draft.softmax(-1))
     assert (text[::2] == text[0]).all()
     assert not (text[1::2] == text[1]).all()
@@ -375,7 +376,7 @@ def test_nothing_depends_on_the_data() -> None:
     with torch.device("meta"):
         logits, drafts = torch.zeros(2, 4, V), torch.zeros(2, 3, dtype=torch.int32)
         count = torch.ones(2, dtype=torch.int32)
-        sampling = SamplingTensors.from_params([SAMPLED] * 2, [0, 1], "meta")
+        sampling = sampling_tensors([SAMPLED] * 2, [0, 1], "meta")
         position = torch.zeros(2, dtype=torch.int64)
         for method in methods:
             for q in (None, logits[:, 1:]):
@@ -399,7 +400,7 @@ def test_captured_in_a_cuda_graph(name: str) -> None:
         forced = synthetic_acceptance([1.0, 0.5, 0.0], device)
         methods: dict[str, Acceptance] = {"greedy": greedy, "synthetic": forced}
         q = draft.softmax(-1)[previous[:, :3]].to(device) if "drawn" in name else None
-        sampling = SamplingTensors.from_params(params, list(range(rows)), device)
+        sampling = sampling_tensors(params, list(range(rows)), device)
         num_draft, emits = (torch.arange(rows) % 4).int(), torch.arange(rows) % 5 != 0
         inputs = [x.to(device) for x in (target[previous], drafts, num_draft, emits)]
         accept = methods.get(name, rejection)
