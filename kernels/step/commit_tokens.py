@@ -1,7 +1,7 @@
-"""What a step emitted: added to its sequences, and turned into the inputs of the drafter's passes.
+"""Append the tokens of a step to their sequences, and make the inputs of the drafter's passes.
 
-One launch after acceptance. The drafter's first pass covers the step's own tokens, each position
-with the token that follows it; its further passes run one token a row, behind the new end.
+One launch after acceptance. The drafter's first pass covers the step's own positions, each with the
+token that follows it; its further passes run one token a row, behind the new end.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ from hybrid_runtime.kernels.step.prepare_inputs import StepInputs
 class DraftInputs(NamedTuple):
     """Inputs of the drafter's passes, int32 throughout.
 
-    tokens: `[T]`, the token after each of the step's tokens. last: `[rows]`, index of the row's
-    last token that stood. slot: `[rows]`, -1 in rows that emitted nothing: those in the middle of
-    their prompt have no token to go on from. computed: `[passes, rows]`, position of the one token
-    that a row runs in pass 1, 2, ...
+    tokens: `[T]`, the token after each of the step's tokens.
+    last: `[rows]`, index of the row's last accepted token.
+    slot: `[rows]`, -1 in rows that emitted nothing: those in the middle of their prompt have no
+        token to go on from.
+    computed: `[passes, rows]`, position of the one token that a row runs in pass 1, 2, ...
     """
 
     tokens: Tensor
@@ -58,7 +59,7 @@ def commit_tokens_reference(
 
     Args:
         inputs: the step's rows.
-        tokens: int32 `[rows, K + 1]`, what each row emits, the tail -1.
+        tokens: int32 `[rows, K + 1]`, what each row emits, then -1.
         num_accepted: int32 `[rows]`, how many: 0 in rows that emit none.
         history: int32 `[slots + 1, length]`, appended to behind `length` tokens; its last row is
             nobody's.
@@ -97,10 +98,10 @@ def commit_tokens_reference(
 
 
 @triton.jit(
-    do_not_specialize=["rows", "tokens"],
+    do_not_specialize=["rows", "num_tokens"],
     do_not_specialize_on_alignment=[
         "slot", "cu_seqlens", "computed", "certain", "emits", "accepted", "num_accepted", "history",
-        "length", "emitted", "out", "last", "draft_slot", "draft_computed",
+        "length", "emitted", "tokens", "last", "draft_slot", "draft_computed",
     ],
 )  # fmt: skip
 def _commit_tokens_kernel(
@@ -116,58 +117,61 @@ def _commit_tokens_kernel(
     length,
     length_stride,
     emitted,
-    out,
+    tokens,
     last,
     draft_slot,
     draft_computed,
     draft_stride,
     rows,
-    tokens,
+    num_tokens,
     NUM_DRAFT: tl.constexpr,
     WIDTH: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    row = tl.program_id(0)
-    tile = tl.program_id(1)
-    at = tl.load(slot + row)
-    start = tl.load(cu_seqlens + row)
-    scheduled = tl.load(cu_seqlens + row + 1) - start
-    n = tl.load(computed + row)
-    live = at >= 0
-    count = tl.load(num_accepted + row)
-    samples = live & (tl.load(emits + row) > 0)
+    i_row = tl.program_id(0)
+    i_tile = tl.program_id(1)
+    i_slot = tl.load(slot + i_row)
+    start = tl.load(cu_seqlens + i_row)
+    scheduled = tl.load(cu_seqlens + i_row + 1) - start
+    n = tl.load(computed + i_row)
+    live = i_slot >= 0
+    count = tl.load(num_accepted + i_row)
+    samples = live & (tl.load(emits + i_row) > 0)
     count = tl.where(samples, count, 0)
-    stood = tl.load(certain + row) + tl.maximum(count, 1) - 1
-    text = history + at.to(tl.int64) * history_stride
-    if tile == 0:
-        j = tl.arange(0, WIDTH)
-        said = tl.load(accepted + row * (NUM_DRAFT + 1) + j, mask=j < count, other=-1)
-        known = tl.load(length + at * length_stride, mask=live, other=0)
-        tl.store(text + known + j, said, mask=j < count)
-        tl.store(length + at * length_stride, known + count, mask=live)
-        value = tl.where(j == NUM_DRAFT + 1, count, said)
-        tl.store(emitted + row * (NUM_DRAFT + 2) + j, value, mask=j < NUM_DRAFT + 2)
-        tl.store(last + row, tl.where(live, tl.maximum(start + stood - 1 - n, 0), start))
-        tl.store(draft_slot + row, tl.where(samples, at, -1))
+    end = tl.load(certain + i_row) + tl.maximum(count, 1) - 1  # tokens computed after the step
+    p_history = history + i_slot.to(tl.int64) * history_stride
+    p_accepted = accepted + i_row * (NUM_DRAFT + 1)
+    if i_tile == 0:
+        o_out = tl.arange(0, WIDTH)
+        b_accepted = tl.load(p_accepted + o_out, mask=o_out < count, other=-1)
+        known = tl.load(length + i_slot * length_stride, mask=live, other=0)
+        tl.store(p_history + known + o_out, b_accepted, mask=o_out < count)
+        tl.store(length + i_slot * length_stride, known + count, mask=live)
+        b_emitted = tl.where(o_out == NUM_DRAFT + 1, count, b_accepted)
+        p_emitted = emitted + i_row * (NUM_DRAFT + 2)
+        tl.store(p_emitted + o_out, b_emitted, mask=o_out < NUM_DRAFT + 2)
+        tl.store(last + i_row, tl.where(live, tl.maximum(start + end - 1 - n, 0), start))
+        tl.store(draft_slot + i_row, tl.where(samples, i_slot, -1))
         if NUM_DRAFT > 1:
-            position = tl.where(live, stood + j, 0)
-            tl.store(draft_computed + j * draft_stride + row, position, mask=j < NUM_DRAFT - 1)
+            position = tl.where(live, end + o_out, 0)
+            p_computed = draft_computed + o_out * draft_stride + i_row
+            tl.store(p_computed, position, mask=o_out < NUM_DRAFT - 1)
 
     # What this launch appends is taken from `accepted`: other programs of the row may not have
     # stored it yet.
-    i = tile * TILE + tl.arange(0, TILE)
-    inside = i < scheduled
-    fresh = n + i + 1 - tl.load(certain + row)
-    old = inside & live & ((fresh < 0) | ~samples)
-    token = tl.load(text + n + i + 1, mask=old, other=0)
-    new = inside & samples & (fresh >= 0) & (fresh < count)
-    token += tl.load(accepted + row * (NUM_DRAFT + 1) + fresh, mask=new, other=0)
-    tl.store(out + start + i, tl.maximum(token, 0), mask=inside)
-    if (row == rows - 1) & (tile == tl.num_programs(1) - 1):
-        behind = start + scheduled + tl.arange(0, TILE)
-        while tl.min(behind, axis=0) < tokens:
-            tl.store(out + behind, tl.zeros_like(behind), mask=behind < tokens)
-            behind += TILE
+    o_token = i_tile * TILE + tl.arange(0, TILE)
+    inside = o_token < scheduled
+    fresh = n + o_token + 1 - tl.load(certain + i_row)
+    is_old = inside & live & ((fresh < 0) | ~samples)
+    b_tokens = tl.load(p_history + n + o_token + 1, mask=is_old, other=0)
+    is_new = inside & samples & (fresh >= 0) & (fresh < count)
+    b_tokens += tl.load(p_accepted + fresh, mask=is_new, other=0)
+    tl.store(tokens + start + o_token, tl.maximum(b_tokens, 0), mask=inside)
+    if (i_row == rows - 1) & (i_tile == tl.num_programs(1) - 1):
+        o_behind = start + scheduled + tl.arange(0, TILE)
+        while tl.min(o_behind, axis=0) < num_tokens:
+            tl.store(tokens + o_behind, tl.zeros_like(o_behind), mask=o_behind < num_tokens)
+            o_behind += TILE
 
 
 TILE = 128
@@ -192,25 +196,25 @@ def commit_tokens(
         )
         return
     _commit_tokens_kernel[(rows, triton.cdiv(max(max_scheduled, 1), TILE))](
-        inputs.slot,
-        inputs.cu_seqlens,
-        inputs.computed,
-        inputs.certain,
-        inputs.emits,
-        tokens,
-        num_accepted,
-        history,
-        history.stride(0),
-        length,
-        length.stride(0),
-        emitted,
-        out.tokens,
-        out.last,
-        out.slot,
-        out.computed,
-        out.computed.stride(0),
-        rows,
-        inputs.tokens.shape[0],
+        slot=inputs.slot,
+        cu_seqlens=inputs.cu_seqlens,
+        computed=inputs.computed,
+        certain=inputs.certain,
+        emits=inputs.emits,
+        accepted=tokens,
+        num_accepted=num_accepted,
+        history=history,
+        history_stride=history.stride(0),
+        length=length,
+        length_stride=length.stride(0),
+        emitted=emitted,
+        tokens=out.tokens,
+        last=out.last,
+        draft_slot=out.slot,
+        draft_computed=out.computed,
+        draft_stride=out.computed.stride(0),
+        rows=rows,
+        num_tokens=inputs.tokens.shape[0],
         NUM_DRAFT=width - 1,
         WIDTH=triton.next_power_of_2(width + 1),
         TILE=TILE,

@@ -1,7 +1,8 @@
-"""Inputs of a step's forward pass: where each row stands, and the tokens it runs.
+"""Inputs of a step's forward pass: the position of each row, and the tokens it runs.
 
-The host says who runs and how much; how far each sequence has come, and what it guessed last, only
-the device knows. One launch makes the model's inputs from both, in buffers that never move.
+The host knows which rows run and how many tokens each; how far each sequence has come, and its last
+guesses, only the device knows. One launch makes the model's inputs from both, in buffers whose
+addresses never change.
 """
 
 from __future__ import annotations
@@ -22,15 +23,15 @@ class StepInputs(NamedTuple):
 
     slot: `[rows]`, -1 = padded row.
     cu_seqlens: `[rows + 1]`, row i owns tokens `[cu_seqlens[i], cu_seqlens[i + 1])`.
-    computed: `[rows]`, tokens before the step = position of the row's first token.
+    computed: `[rows]`, tokens computed before the step, the position of the row's first token.
     draft: `[rows]`, guesses at the row's end.
     certain: `[rows]`, computed + scheduled - draft.
     emits: `[rows]`, 1 where the row reaches the end of what is known of its sequence, so that its
         step brings a new token; 0 for an unfinished prefill chunk and for padding.
-    tokens: `[T]`.
-    guesses: `[rows, K]`, the drafts among the tokens, -1 where there is none.
-    verify: `[rows * (K + 1)]`, index of the token after which draft j is judged (repeated once a
-        row has no more).
+    tokens: `[T]`, token ids.
+    guesses: `[rows, K]`, the drafts among the tokens; -1 behind a row's last one.
+    verify: `[rows * (K + 1)]`, index of the token whose logits judge draft j, and then choose the
+        bonus token; repeated behind a row's last one.
     """
 
     slot: Tensor
@@ -146,10 +147,10 @@ def prepare_inputs_reference(
 
 
 @triton.jit(
-    do_not_specialize=["num_rows", "rows", "pad", "tokens"],
+    do_not_specialize=["num_rows", "rows", "pad", "num_tokens"],
     do_not_specialize_on_alignment=[
         "slot_computed", "history", "drafts", "length", "slot", "cu_seqlens", "computed", "draft",
-        "certain", "emits", "out", "guesses_made", "verify",
+        "certain", "emits", "tokens", "guesses", "verify",
     ],
 )  # fmt: skip
 def _prepare_inputs_kernel(
@@ -157,7 +158,7 @@ def _prepare_inputs_kernel(
     num_rows,
     rows,
     pad,
-    tokens,
+    num_tokens,
     slot_computed,
     history,
     history_stride,
@@ -171,63 +172,63 @@ def _prepare_inputs_kernel(
     draft,
     certain,
     emits,
-    out,
-    guesses_made,
+    tokens,
+    guesses,
     verify,
     NUM_DRAFT: tl.constexpr,
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    row = tl.program_id(0)
-    tile = tl.program_id(1)
-    index = tl.arange(0, ROWS)
-    listed = index < num_rows
-    entry = entries + index * ENTRY_FIELDS
-    owned = tl.load(entry + SLOT, mask=listed, other=-1) >= 0
-    counts = tl.load(entry + SCHEDULED, mask=listed & owned, other=0)
+    i_row = tl.program_id(0)
+    i_tile = tl.program_id(1)
+    o_row = tl.arange(0, ROWS)
+    listed = o_row < num_rows
+    p_entries = entries + o_row * ENTRY_FIELDS
+    owned = tl.load(p_entries + SLOT, mask=listed, other=-1) >= 0
+    counts = tl.load(p_entries + SCHEDULED, mask=listed & owned, other=0)
     counts = tl.where(listed, counts, pad)
-    start = tl.sum(tl.where(index < row, counts, 0), axis=0)
-    scheduled = tl.sum(tl.where(index == row, counts, 0), axis=0)
+    start = tl.sum(tl.where(o_row < i_row, counts, 0), axis=0)
+    scheduled = tl.sum(tl.where(o_row == i_row, counts, 0), axis=0)
 
-    mine = entries + row * ENTRY_FIELDS
-    at = tl.load(mine + SLOT, mask=row < num_rows, other=-1)
-    live = at >= 0
-    guesses = tl.load(mine + DRAFT, mask=live, other=0)
-    n = tl.load(slot_computed + at, mask=live, other=0)
-    final = tl.where(live, n + scheduled - guesses, 0)
-    if tile == 0:
-        known = tl.load(length + at * length_stride, mask=live, other=0)
-        tl.store(slot + row, at)
-        tl.store(cu_seqlens + row, start)
-        tl.store(cu_seqlens + rows, start + scheduled, mask=row == rows - 1)
-        tl.store(computed + row, n)
-        tl.store(draft + row, guesses)
-        tl.store(certain + row, final)
-        tl.store(emits + row, (live & (final >= known)).to(tl.int32))
-        j = tl.arange(0, WIDTH)
-        judged = tl.maximum(start + scheduled - 1 - guesses + tl.minimum(j, guesses), 0)
-        tl.store(verify + row * (NUM_DRAFT + 1) + j, judged, mask=j <= NUM_DRAFT)
+    p_entry = entries + i_row * ENTRY_FIELDS
+    i_slot = tl.load(p_entry + SLOT, mask=i_row < num_rows, other=-1)
+    live = i_slot >= 0
+    d = tl.load(p_entry + DRAFT, mask=live, other=0)
+    n = tl.load(slot_computed + i_slot, mask=live, other=0)
+    end = tl.where(live, n + scheduled - d, 0)  # of what is certain
+    p_drafts = drafts + i_slot.to(tl.int64) * draft_stride
+    if i_tile == 0:
+        known = tl.load(length + i_slot * length_stride, mask=live, other=0)
+        tl.store(slot + i_row, i_slot)
+        tl.store(cu_seqlens + i_row, start)
+        tl.store(cu_seqlens + rows, start + scheduled, mask=i_row == rows - 1)
+        tl.store(computed + i_row, n)
+        tl.store(draft + i_row, d)
+        tl.store(certain + i_row, end)
+        tl.store(emits + i_row, (live & (end >= known)).to(tl.int32))
+        o_draft = tl.arange(0, WIDTH)
+        judged = tl.maximum(start + scheduled - 1 - d + tl.minimum(o_draft, d), 0)
+        tl.store(verify + i_row * (NUM_DRAFT + 1) + o_draft, judged, mask=o_draft <= NUM_DRAFT)
         if NUM_DRAFT > 0:
-            made = tl.load(drafts + at.to(tl.int64) * draft_stride + j, mask=j < guesses, other=-1)
-            tl.store(guesses_made + row * NUM_DRAFT + j, made, mask=j < NUM_DRAFT)
+            b_drafts = tl.load(p_drafts + o_draft, mask=o_draft < d, other=-1)
+            tl.store(guesses + i_row * NUM_DRAFT + o_draft, b_drafts, mask=o_draft < NUM_DRAFT)
 
-    i = tile * TILE + tl.arange(0, TILE)
-    inside = i < scheduled
-    certainly = inside & live & (n + i < final)
-    guessed = inside & live & (n + i >= final)
-    text = history + at.to(tl.int64) * history_stride
-    token = tl.load(text + n + i, mask=certainly, other=0)
+    o_token = i_tile * TILE + tl.arange(0, TILE)
+    inside = o_token < scheduled
+    is_known = inside & live & (n + o_token < end)
+    is_guess = inside & live & (n + o_token >= end)
+    p_history = history + i_slot.to(tl.int64) * history_stride
+    b_tokens = tl.load(p_history + n + o_token, mask=is_known, other=0)
     if NUM_DRAFT > 0:
-        guess = drafts + at.to(tl.int64) * draft_stride + (n + i - final)
-        token += tl.load(guess, mask=guessed, other=0)
-    tl.store(out + start + i, tl.maximum(token, 0), mask=inside)
+        b_tokens += tl.load(p_drafts + (n + o_token - end), mask=is_guess, other=0)
+    tl.store(tokens + start + o_token, tl.maximum(b_tokens, 0), mask=inside)
     # Tokens behind the last row run through the model as well and need a valid id.
-    if (row == rows - 1) & (tile == tl.num_programs(1) - 1):
-        behind = start + scheduled + tl.arange(0, TILE)
-        while tl.min(behind, axis=0) < tokens:
-            tl.store(out + behind, tl.zeros_like(behind), mask=behind < tokens)
-            behind += TILE
+    if (i_row == rows - 1) & (i_tile == tl.num_programs(1) - 1):
+        o_behind = start + scheduled + tl.arange(0, TILE)
+        while tl.min(o_behind, axis=0) < num_tokens:
+            tl.store(tokens + o_behind, tl.zeros_like(o_behind), mask=o_behind < num_tokens)
+            o_behind += TILE
 
 
 TILE = 128
@@ -254,27 +255,19 @@ def prepare_inputs(
         return
     num_draft = drafts.shape[1]
     _prepare_inputs_kernel[(rows, triton.cdiv(max(max_scheduled, pad, 1), TILE))](
-        entries,
-        num_rows,
-        rows,
-        pad,
-        out.tokens.shape[0],
-        computed,
-        history,
-        history.stride(0),
-        drafts,
-        drafts.stride(0),
-        length,
-        length.stride(0),
-        out.slot,
-        out.cu_seqlens,
-        out.computed,
-        out.draft,
-        out.certain,
-        out.emits,
-        out.tokens,
-        out.guesses,
-        out.verify,
+        entries=entries,
+        num_rows=num_rows,
+        rows=rows,
+        pad=pad,
+        num_tokens=out.tokens.shape[0],
+        slot_computed=computed,
+        history=history,
+        history_stride=history.stride(0),
+        drafts=drafts,
+        draft_stride=drafts.stride(0),
+        length=length,
+        length_stride=length.stride(0),
+        **out._asdict(),
         NUM_DRAFT=num_draft,
         WIDTH=triton.next_power_of_2(num_draft + 1),
         ROWS=triton.next_power_of_2(rows),

@@ -71,12 +71,14 @@ class World:
         self.longest = max([s for _, s, _ in rows], default=1)
         self.accepted = [1 + int(draw(0, d + 1, 1)) for _, _, d in rows]
 
-    def placed(self, put: Callable[..., None], padded: int, pad: int, behind: int) -> StepInputs:
+    def prepared(
+        self, prepare: Callable[..., None], padded: int, pad: int, behind: int
+    ) -> StepInputs:
         rows = len(self.rows) + padded
         tokens = self.tokens + padded * pad + behind
         out = StepInputs.empty(rows, tokens, self.num_draft, DEVICE)
         garbage(out)
-        put(
+        prepare(
             self.entries, len(self.rows), self.computed, self.history, self.drafts, self.length,
             out, self.longest, pad,
         )  # fmt: skip
@@ -98,24 +100,26 @@ EXTRA = {"exact": (0, 0, 0), "uniform": (3, 4, 0), "tokens behind": (0, 0, 70)}
 @kernels
 @pytest.mark.parametrize("extra", EXTRA.values(), ids=EXTRA)
 @pytest.mark.parametrize("case", ROWS.values(), ids=ROWS)
-def test_place(case: tuple[int, list[tuple[int, int, int]]], extra: tuple[int, int, int]) -> None:
+def test_prepare_inputs(
+    case: tuple[int, list[tuple[int, int, int]]], extra: tuple[int, int, int]
+) -> None:
     world = World(*case, seed=1)
     if not len(case[1]) + extra[0]:
         return
-    found = world.placed(prepare_inputs.prepare_inputs, *extra)
-    wanted = world.placed(prepare_inputs.prepare_inputs_reference, *extra)
+    found = world.prepared(prepare_inputs.prepare_inputs, *extra)
+    wanted = world.prepared(prepare_inputs.prepare_inputs_reference, *extra)
     for name in StepInputs._fields:
         assert torch.equal(getattr(found, name), getattr(wanted, name)), name
 
 
-def test_place_by_hand() -> None:
+def test_prepare_inputs_by_hand() -> None:
     world = World(2, [(1, 3, 2), (3, 4, 0)], seed=0)
     world.computed[:] = ints(0, 5, 0, 2, 0, 0)
     world.length[1], world.length[3] = 6, 9
     world.history[1, :6] = ints(10, 11, 12, 13, 14, 15)
     world.history[3, :9] = ints(20, 21, 22, 23, 24, 25, 26, 27, 28)
     world.drafts[1] = ints(70, -1)
-    out = world.placed(prepare_inputs.prepare_inputs, padded=1, pad=3, behind=0)
+    out = world.prepared(prepare_inputs.prepare_inputs, padded=1, pad=3, behind=0)
     assert out.tokens.tolist() == [15, 70, 0, 22, 23, 24, 25, 0, 0, 0]
     assert out.cu_seqlens.tolist() == [0, 3, 7, 10]
     assert out.slot.tolist() == [1, 3, -1]
@@ -125,8 +129,8 @@ def test_place_by_hand() -> None:
     assert out.verify.view(3, 3).tolist() == [[0, 1, 2], [6, 6, 6], [9, 9, 9]]
 
 
-def emitted(world: World, act: Callable[..., None]) -> Iterator[Tensor]:
-    at = world.placed(prepare_inputs.prepare_inputs_reference, 2, world.num_draft + 1, 3)
+def committed(world: World, act: Callable[..., None]) -> Iterator[Tensor]:
+    at = world.prepared(prepare_inputs.prepare_inputs_reference, 2, world.num_draft + 1, 3)
     rows, width = at.slot.shape[0], world.num_draft + 1
     counts = torch.zeros(rows, dtype=torch.int32, device=DEVICE)
     counts[: len(world.rows)] = ints(*world.accepted)
@@ -144,22 +148,22 @@ def emitted(world: World, act: Callable[..., None]) -> Iterator[Tensor]:
 @kernels
 @pytest.mark.parametrize("seed", [1, 2, 3])
 @pytest.mark.parametrize("case", ROWS.values(), ids=ROWS)
-def test_emit(case: tuple[int, list[tuple[int, int, int]]], seed: int) -> None:
+def test_commit_tokens(case: tuple[int, list[tuple[int, int, int]]], seed: int) -> None:
     world = World(*case, seed=seed)
-    found = list(emitted(world, commit_tokens.commit_tokens))
-    wanted = list(emitted(world, commit_tokens.commit_tokens_reference))
+    found = list(committed(world, commit_tokens.commit_tokens))
+    wanted = list(committed(world, commit_tokens.commit_tokens_reference))
     for name, a, b in zip(
         ("history", "length", "emitted", *DraftInputs._fields), found, wanted, strict=True
     ):
         assert torch.equal(a, b), name
 
 
-def test_emit_by_hand() -> None:
+def test_commit_tokens_by_hand() -> None:
     world = World(2, [(1, 3, 2), (3, 4, 0)], seed=0)
     world.computed[:] = ints(0, 5, 0, 2, 0, 0)
     world.length[1], world.length[3] = 6, 9
     world.history[3, :9] = ints(20, 21, 22, 23, 24, 25, 26, 27, 28)
-    at = world.placed(prepare_inputs.prepare_inputs, 0, 0, 0)
+    at = world.prepared(prepare_inputs.prepare_inputs, 0, 0, 0)
     out = DraftInputs.empty(2, 7, 2, DEVICE)
     sent = torch.zeros(2, 4, dtype=torch.int32, device=DEVICE)
     tokens = torch.stack([ints(70, 33, -1), ints(-1, -1, -1)])
@@ -261,11 +265,11 @@ def test_uniform(shape: tuple[int, ...]) -> None:
 
 
 I32 = "*i32"
-PLACED = {"WIDTH": 8, "ROWS": 64, "TILE": 128}
-COMMITTED = {"WIDTH": 8, "TILE": 128}
+PREPARE = {"WIDTH": 8, "ROWS": 64, "TILE": 128}
+COMMIT = {"WIDTH": 8, "TILE": 128}
 COMPILED = [
-    *((prepare_inputs._prepare_inputs_kernel, PLACED | {"NUM_DRAFT": k}, {}) for k in (0, 3)),
-    *((commit_tokens._commit_tokens_kernel, COMMITTED | {"NUM_DRAFT": k}, {}) for k in (0, 1, 3)),
+    *((prepare_inputs._prepare_inputs_kernel, PREPARE | {"NUM_DRAFT": k}, {}) for k in (0, 3)),
+    *((commit_tokens._commit_tokens_kernel, COMMIT | {"NUM_DRAFT": k}, {}) for k in (0, 1, 3)),
     (
         argmax._part_kernel,
         {"V": 131072, "PARTS": 32, "TILE": 4096},
@@ -289,7 +293,7 @@ COMPILED = [
         {"seed": "*i64", "position": "*i64", "out": "*fp32"},
     ),
 ]  # fmt: skip
-NUMBERS = {"num_rows", "rows", "pad", "tokens", "count", "width", "stride"}
+NUMBERS = {"num_rows", "rows", "pad", "num_tokens", "count", "width", "stride"}
 
 
 @pytest.mark.parametrize(("kernel", "constants", "types"), COMPILED)
@@ -300,10 +304,7 @@ def test_compiles_for_hopper(
         pytest.skip("the interpreter is on")
     signature = {}
     for name in kernel.arg_names:
-        number = name in NUMBERS and not (
-            name == "tokens" and kernel is accept._accept_drafts_kernel
-        )
-        plain = "i32" if number or name.endswith("_stride") else I32
+        plain = "i32" if name in NUMBERS or name.endswith("_stride") else I32
         signature[name] = "constexpr" if name in constants else types.get(name, plain)
     source = ASTSource(kernel, signature, constants)
     assert compile_kernel(source, target=HOPPER).asm["cubin"]
