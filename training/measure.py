@@ -10,9 +10,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.record import save, show
 from rich.progress import track
 
+from benchmarks.common.record import save, show
 from hybrid_runtime.engine import Engine, SamplingParams
 
 from .corpus import default_root, read_files, windows

@@ -1,7 +1,8 @@
-"""What every benchmark shares: the machine it ran on, its JSON, its table, medians with repeats."""
+"""What benchmarks share: their options, the machine they ran on, their JSON and table, timing."""
 
 from __future__ import annotations
 
+import argparse
 import os
 import time
 from collections.abc import Callable
@@ -11,9 +12,27 @@ from typing import Any
 from hybrid_runtime.bench.machine import copy_bandwidth, graph_us, machine, output
 from hybrid_runtime.bench.report import dumps, show
 
-__all__ = ["copy_bandwidth", "environment", "folder", "graph_us", "host_us", "save", "show"]
+__all__ = [
+    "arguments",
+    "copy_bandwidth",
+    "environment",
+    "folder",
+    "graph_us",
+    "host_us",
+    "save",
+    "show",
+]
 
 RESULTS = Path(__file__).parents[1] / "results"
+
+
+def arguments(doc: str | None) -> argparse.ArgumentParser:
+    """A parser that shows a script's docstring, and the option that all scripts have."""
+    parser = argparse.ArgumentParser(
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, help="JSON file; default under benchmarks/results/")
+    return parser
 
 
 def environment() -> dict[str, Any]:

@@ -26,7 +26,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1] / "common"))
 
 import torch
-from record import environment, save, show
+from record import arguments, environment, save, show
 from shapes import SHAPES, build, config
 
 from hybrid_runtime.bench.drive import Run, drive, summarize
@@ -216,10 +216,8 @@ def run(args: argparse.Namespace) -> Row:
     return result
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = arguments(__doc__)
     parser.add_argument("--shape", choices=SHAPES, default="8b")
     parser.add_argument("--gib", type=float, default=60, help="cache: keys, values and states")
     parser.add_argument("--isl", type=int, default=1024, help="mean tokens of a prompt")
@@ -230,8 +228,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--max-tokens-per-step", type=int, default=8192)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, help="JSON file; default under benchmarks/results/")
-    args = parser.parse_args(arguments)
+    args = parser.parse_args(argv)
     result = run(args)
     show(
         "state of one request, MB (10^6 bytes), one snapshot",

@@ -1,10 +1,12 @@
 """Inter-token latency of the engine on Nemotron shapes with random weights.
 
-    itl.py --shape 8b --batches 1,8,16,32,64 --strategies all --lengths all --acceptance 3
-    itl.py merge A.json B.json --peer vllm.jsonl     results of several runs as one, vLLM's beside
-    itl.py plot benchmarks/results/h200/itl-8b.json  needs matplotlib
+    python benchmarks/engine/itl.py --shape 8b --strategies all --lengths all --acceptance 3
+    python benchmarks/engine/itl.py --shape tiny
+    python benchmarks/engine/itl.py merge A.json B.json --peer vllm.jsonl
+    python benchmarks/engine/itl.py plot benchmarks/results/h200/itl-8b.json
 
-Each run prints a table and writes JSON; `hybrid-runtime bench DIR` measures a checkpoint likewise.
+`merge` makes one result of several runs, with vLLM's beside; `plot` needs matplotlib. Each run
+prints a table and writes JSON; `hybrid-runtime bench DIR` measures a checkpoint in the same way.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "common"))
 
 import peer
 import torch
-from record import copy_bandwidth, environment, save
+from record import arguments, copy_bandwidth, environment, save
 from shapes import SHAPES, build, config
 
 from hybrid_runtime.bench import options
@@ -32,9 +34,9 @@ Row = dict[str, Any]
 TIMELINE_BATCH = 16
 
 
-def run(arguments: Sequence[str]) -> Path:
+def run(argv: Sequence[str]) -> Path:
     """Measure one shape."""
-    args = _parse(arguments)
+    args = _parse(argv)
     shape = SHAPES[args.shape]
     sizes = config(shape, args.layers, args.mtp_pattern)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -57,7 +59,7 @@ def run(arguments: Sequence[str]) -> Path:
         "weight_bytes": sum(p.nbytes for part in (model, head) for p in part.parameters()),
         # JSON has no infinity, which that limit holds.
         "config": {k: v for k, v in asdict(sizes).items() if k != "time_step_limit"},
-        "runs": [env | {"arguments": list(arguments)}],
+        "runs": [env | {"arguments": list(argv)}],
     }
     path = Path()
 
@@ -74,13 +76,13 @@ def run(arguments: Sequence[str]) -> Path:
     return path
 
 
-def merge(arguments: Sequence[str]) -> Path:
+def merge(argv: Sequence[str]) -> Path:
     """Results of several runs as one."""
     parser = argparse.ArgumentParser(prog="itl.py merge", description=merge.__doc__)
     parser.add_argument("results", type=Path, nargs="+", help="JSON of earlier runs, one shape")
     parser.add_argument("--peer", type=Path, nargs="+", default=[], help="run_nemotron.py's lines")
     parser.add_argument("--out", type=Path, help="default: under benchmarks/results/")
-    args = parser.parse_args(arguments)
+    args = parser.parse_args(argv)
     result = peer.merge([json.loads(path.read_text()) for path in args.results])
     if args.peer:
         result = peer.attach(result, peer.read(args.peer))
@@ -89,13 +91,13 @@ def merge(arguments: Sequence[str]) -> Path:
     return path
 
 
-def plot(arguments: Sequence[str]) -> Path:
+def plot(argv: Sequence[str]) -> Path:
     """ITL and TPS over batch, and one step's timeline, beside the JSON they are made from."""
     import plots
 
     parser = argparse.ArgumentParser(prog="itl.py plot", description=plot.__doc__)
     parser.add_argument("results", type=Path, nargs="+")
-    args = parser.parse_args(arguments)
+    args = parser.parse_args(argv)
     made = [
         picture
         for path in args.results
@@ -107,20 +109,17 @@ def plot(arguments: Sequence[str]) -> Path:
     return made[-1]
 
 
-def _parse(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = arguments(__doc__)
     parser.add_argument("--shape", choices=SHAPES, default="8b")
     parser.add_argument("--layers", type=int, help="the first so many only")
     parser.add_argument("--mtp-pattern", help="layers of the MTP head, of * - E")
     parser.add_argument("--dtype", help="of weights; bfloat16, float32 on a CPU")
     parser.add_argument("--peer", type=Path, nargs="+", help="JSON lines of run_nemotron.py")
-    parser.add_argument("--out", type=Path, help="JSON file; default under benchmarks/results/")
     options.add_options(parser, repeats=5)
-    chosen = parser.parse_known_args(arguments)[0].shape
+    chosen = parser.parse_known_args(argv)[0].shape
     parser.set_defaults(**SHAPES[chosen].defaults)
-    return parser.parse_args(arguments)
+    return parser.parse_args(argv)
 
 
 def _with_one_timeline(rows: list[Row]) -> list[Row]:
@@ -145,9 +144,9 @@ def _table(result: Row) -> None:
     table(title, result["rows"])
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """2 and one line on standard error for input that can't be used."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
+    given = list(sys.argv[1:] if argv is None else argv)
     commands = {"merge": merge, "plot": plot}
     try:
         if given and given[0] in commands:

@@ -1,4 +1,4 @@
-"""vLLM's figures beside ours, and results of several runs made into one.
+"""For `itl.py`: vLLM's figures beside ours, and results of several runs made into one.
 
 The peer's are the JSON lines of `run_nemotron.py`, taken on the same machine in the same call, with
 `HYBRID_RUNTIME_VLLM=0`: vLLM would otherwise find our plug-in, because this package is installed.

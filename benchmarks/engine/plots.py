@@ -1,4 +1,4 @@
-"""Pictures of a committed result: ITL and TPS over batch, and one step's timeline."""
+"""For `itl.py plot`: ITL and TPS over batch, and one step's timeline, as pictures."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1] / "common"))
 
 import torch
-from record import environment, save, show
+from record import arguments, environment, save, show
 from shapes import SHAPES, build, config
 
 from hybrid_runtime.engine import Engine, EngineConfig, Request, SamplingParams
@@ -193,10 +193,8 @@ def run(args: argparse.Namespace) -> tuple[Row, Path]:
     return result, path
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = arguments(__doc__)
     parser.add_argument("--shape", choices=SHAPES, default="8b")
     parser.add_argument("--isl", type=int, default=8000, help="tokens of a prompt")
     parser.add_argument("--alike", type=int, default=3000, help="tokens of three identical prompts")
@@ -206,8 +204,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--max-tokens-per-step", type=int, default=8192)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, help="JSON file; default under benchmarks/results/")
-    args = parser.parse_args(arguments)
+    args = parser.parse_args(argv)
     result, path = run(args)
     names = ("state_layout", "block_size", "retention", "host_tier", "run_tokens")
     show(

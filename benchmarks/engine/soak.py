@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import heapq
 import json
+import math
 import resource
 import sys
 import sysconfig
@@ -319,7 +320,7 @@ def parsed(argv: list[str] | None = None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--requests", type=int, default=20000)
-    parser.add_argument("--seconds", type=float, default=420)
+    parser.add_argument("--seconds", type=float, default=420, help="no request comes after these")
     parser.add_argument("--distinct", type=int, default=400)
     parser.add_argument("--longest", type=int, default=48, help="tokens that a request asks for")
     parser.add_argument("--rate", type=float, default=6.0, help="arrivals per step")
@@ -331,13 +332,13 @@ def parsed(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--state-layout", default="replay")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--state", type=Path)
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--short", action="store_true", help="what the tests run")
+    parser.add_argument("--state", type=Path, help="counters that parts of a run share")
+    parser.add_argument("--out", type=Path, help="JSON file; default: none")
+    parser.add_argument("--short", action="store_true", help="what the tests run: ends by count")
     args = parser.parse_args(argv)
     if args.short:
         small = {
-            "requests": 200, "seconds": 60.0, "distinct": 16, "longest": 24, "rate": 0.5,
+            "requests": 200, "seconds": math.inf, "distinct": 16, "longest": 24, "rate": 0.5,
             "faults": 0.015, "max_requests": 6, "max_waiting": 12, "blocks": (34, 14),
             "host_blocks": (60, 40),
         }  # fmt: skip
@@ -356,7 +357,7 @@ def main() -> None:
         print(f"{name:28} {value}")
     print("left behind:", result["left"], "memory:", result["memory"])
     if args.out:
-        save("soak", result, args.out)
+        print(save("soak", result, args.out))
     sys.exit(any(result["counts"].get(name, 0) for name in BAD))
 
 

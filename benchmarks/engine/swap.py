@@ -1,6 +1,8 @@
 """Moving cache blocks between device and host: one batch of copies against loops over them.
 
-python benchmarks/engine/swap.py [--shapes 80-layer,8b] [--device cpu]
+    python benchmarks/engine/swap.py
+    python benchmarks/engine/swap.py --device cpu --shapes tiny --blocks 1,3 --repeats 2
+
 Keys and values of all attention layers (draft head's too) and states of all Mamba layers, fp16 SSM
 state, else bf16, in blocks of the size that both share; "80-layer" is a model with attention only,
 8 KV heads x 128 and blocks of 16 tokens, or of 64. *submit*: host us of the whole call, queue
@@ -24,7 +26,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1] / "common"))
 
 import torch
-from record import save, show
+from record import arguments, save, show
 from swap_cases import DENSE, DIRECTIONS, Bench, Kind, kinds, limits
 
 from hybrid_runtime.engine.offload.memcpy import driver_version
@@ -103,16 +105,15 @@ def line(row: Row) -> Row:
     return result | {"GB/s": row["bytes_per_s"] / 1e9, "share": row["share"]}
 
 
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+def main(argv: list[str] | None = None) -> int:
+    parser = arguments(__doc__)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--shapes", default=",".join([*DENSE, "8b", "nano-30b", "super-120b"]))
     parser.add_argument("--blocks", default="1,4,16,64,256")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--gib", type=float, default=7, help="most host memory of one kind")
     parser.add_argument("--seconds", type=float, default=120, help="no size starts after these")
-    parser.add_argument("--out", type=Path, help="JSON file; default under benchmarks/results/")
-    args = parser.parse_args(arguments)
+    args = parser.parse_args(argv)
     until = time.monotonic() + args.seconds
     counts = [int(n) for n in args.blocks.split(",")]
     cuda = torch.device(args.device).type == "cuda"
