@@ -1,7 +1,7 @@
 """Align-mode arithmetic on NumPy arrays: which column a state lives in, and when it must move;
 from `replay_snapshot` on, which snapshots a step of the replay layout stores.
 
-Words as in README's "How it works": before a step `computed` (n) tokens are final; the step runs
+Words as in docs/how-it-works.md: before a step `computed` (n) tokens are final; the step runs
 `scheduled` (s) tokens of which the last `draft` (d) are guesses; `certain` R = n + s - d tokens are
 in the state whatever the sampler says; `accepted` (a, 1..d+1) counts the tokens it emitted.
 All arguments broadcast; block sizes and positions are in tokens, columns index a block table.
