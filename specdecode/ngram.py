@@ -46,7 +46,7 @@ def propose(
     if width == 0 or num_draft == 0:
         return history.new_full((rows, num_draft), -1)
 
-    # Column e stands for "an occurrence ends before token e": token e is the first that followed.
+    # Column e: an occurrence ends before token e, the first of its followers.
     end = torch.arange(width, device=history.device)
     size = length.long()[:, None]
     alive = (end >= 1) & (end < size)
