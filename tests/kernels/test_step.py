@@ -1,5 +1,4 @@
-"""Kernels of the step loop against their references: placing rows, argmax, acceptance, emission,
-pooling."""
+"""The inputs of a step's forward pass and of its drafter, against their references."""
 
 from __future__ import annotations
 
@@ -8,17 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.hopper import HOPPER
+from helpers.hopper import compiled
 from helpers.interpreter import elsewhere, kernels, run_in_interpreter
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
-from triton.compiler import ASTSource
-from triton.compiler import compile as compile_kernel
 from triton.runtime.jit import JITFunction
 
-from hybrid_runtime.kernels.layers import pooling
-from hybrid_runtime.kernels.sampling import accept, argmax, uniform
 from hybrid_runtime.kernels.step import commit_tokens, entry, prepare_inputs
 from hybrid_runtime.kernels.step.commit_tokens import DraftInputs
 from hybrid_runtime.kernels.step.prepare_inputs import StepInputs
@@ -177,134 +170,21 @@ def test_commit_tokens_by_hand() -> None:
     assert out.computed.tolist() == [[7, 6]]
 
 
-@kernels
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("lines", "vocabulary"), [(3, 9000), (1, 4096), (5, 37), (0, 10)])
-def test_argmax(lines: int, vocabulary: int, dtype: torch.dtype) -> None:
-    generator = torch.Generator().manual_seed(lines)
-    logits = torch.randint(-9, 9, (lines, vocabulary + 3), generator=generator)  # many ties
-    logits = logits.to(DEVICE, dtype)[:, :vocabulary]
-    out = torch.full((lines, 2), -1, dtype=torch.int32, device=DEVICE)
-    argmax.argmax(logits, out[:, 1])
-    best = logits.float().amax(-1, keepdim=True) if lines else logits
-    wanted = (logits == best).int().argmax(-1) if lines else ints()
-    assert torch.equal(out[:, 1].long(), wanted.long())
-    assert (out[:, 0] == -1).all()
-
-
-@kernels
-def test_argmax_of_nothing_finite_is_a_token() -> None:
-    for value in (float("-inf"), float("nan")):
-        for vocabulary in (5000, 2 * argmax.TILE):
-            found = argmax.argmax(torch.full((2, vocabulary), value, device=DEVICE))
-            assert ((found >= 0) & (found < vocabulary)).all()
-
-
-@kernels
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("size", [32, 200])
-def test_pool(size: int, dtype: torch.dtype) -> None:
-    """Three prompts over two steps, in rows between others', whose hidden states are NaN."""
-    generator = torch.Generator().manual_seed(size)
-    lengths, instruction = (70, 5, 1), 3
-    states = [torch.randn(n + instruction, size, generator=generator) for n in lengths]
-    states = [s.to(DEVICE, dtype) for s in states]
-    wanted = torch.stack([s[instruction:].float().mean(0) for s in states])
-    found = []
-    for run in (pooling.pooling, pooling.pooling_reference):
-        sums, out = (torch.full((n, size), float("nan"), device=DEVICE) for n in (4, 3))
-        # The first prompt takes both steps, 40 of its tokens and 30; the others one each.
-        steps: list[tuple[list[Tensor], Tensor]] = [
-            ([states[0][:43], states[2]], ints(1, 3, 43, 2, 0, -1, 2, 3, 4, 0, 0, 0)),
-            ([states[1], states[0][43:]], ints(1, 3, 8, 0, 0, 2, 2, 0, 30, 2, 40, 1)),
-        ]
-        for rows, entries in steps:
-            other = torch.full((9, size), float("nan"), dtype=dtype, device=DEVICE)
-            hidden = torch.cat([other, *rows, other])
-            start = ints(0, 9, 9 + len(rows[0]), len(hidden) - 9, len(hidden))
-            run(hidden, start, entries.view(2, pooling.ENTRY_FIELDS), sums, out, 43)
-        torch.testing.assert_close(out, wanted[[2, 0, 1]], rtol=1e-6, atol=1e-6)
-        assert sums[[0, 1, 3]].isnan().all()
-        found.append(out)
-    torch.testing.assert_close(found[0], found[1], rtol=1e-6, atol=1e-6)
-
-
-@kernels
-@settings(max_examples=40)
-@given(st.data())
-def test_accept_drafts(data: st.DataObject) -> None:
-    rows, num_draft = data.draw(st.integers(1, 4)), data.draw(st.integers(0, 5))
-    few = st.integers(-1, 2)
-
-    def table(width: int, values: st.SearchStrategy[int]) -> Tensor:
-        lines = [data.draw(st.lists(values, min_size=width, max_size=width)) for _ in range(rows)]
-        return torch.tensor(lines, dtype=torch.int32, device=DEVICE).view(rows, width)
-
-    chosen, drafts = table(num_draft + 1, st.integers(0, 2)), table(num_draft, few)
-    count = table(1, st.integers(0, num_draft))[:, 0]
-    emits = table(1, st.integers(0, 1))[:, 0]
-    forced = ()
-    if data.draw(st.booleans()) and num_draft:
-        rates = torch.tensor([0.9, 0.5, 0.5, 0.2, 0.0], device=DEVICE)[:num_draft]
-        forced = (rates, table(1, st.integers(0, 9))[:, 0] / 10)
-    found = accept.accept_drafts(chosen, drafts, count, emits, *forced)
-    wanted = accept.accept_drafts_reference(chosen, drafts, count, emits, *forced)
-    for a, b in zip(found, wanted, strict=True):
-        assert torch.equal(a, b)
-
-
-@kernels
-@pytest.mark.parametrize("shape", [(1,), (5,), (3, 4), (200, 3)])
-def test_uniform(shape: tuple[int, ...]) -> None:
-    generator = torch.Generator().manual_seed(len(shape))
-    seed = torch.randint(-(2**62), 2**62, shape[:1], generator=generator).to(DEVICE)
-    position = torch.randint(0, 2**20, shape, generator=generator).to(DEVICE)
-    for stream in (0, 3):
-        found = uniform.uniform(seed, position, stream)
-        assert torch.equal(found, uniform.uniform_reference(seed, position, stream))
-
-
-I32 = "*i32"
 PREPARE = {"WIDTH": 8, "ROWS": 64, "TILE": 128}
 COMMIT = {"WIDTH": 8, "TILE": 128}
 COMPILED = [
-    *((prepare_inputs._prepare_inputs_kernel, PREPARE | {"NUM_DRAFT": k}, {}) for k in (0, 3)),
-    *((commit_tokens._commit_tokens_kernel, COMMIT | {"NUM_DRAFT": k}, {}) for k in (0, 1, 3)),
-    (
-        argmax._part_kernel,
-        {"V": 131072, "PARTS": 32, "TILE": 4096},
-        {"logits": "*bf16", "values": "*fp32"},
-    ),
-    (argmax._whole_kernel, {"PARTS": 32, "WIDTH": 32}, {"values": "*fp32"}),
-    *(
-        (
-            accept._accept_drafts_kernel,
-            {"NUM_DRAFT": 3, "FORCED": forced, "WIDTH": 8},
-            {"rates": "*fp32", "drawn": "*fp32"},
-        )
-        for forced in (False, True)
-    ),
-    (
-        uniform._uniform_kernel,
-        {
-            "STREAM": -5, "GAMMA": uniform.GAMMA, "MIX_1": uniform.MIX_1, "MIX_2": uniform.MIX_2,
-            "TILE": 128,
-        },
-        {"seed": "*i64", "position": "*i64", "out": "*fp32"},
-    ),
-]  # fmt: skip
-NUMBERS = {"num_rows", "rows", "pad", "num_tokens", "count", "width", "stride"}
+    *((prepare_inputs._prepare_inputs_kernel, PREPARE | {"NUM_DRAFT": k}) for k in (0, 3)),
+    *((commit_tokens._commit_tokens_kernel, COMMIT | {"NUM_DRAFT": k}) for k in (0, 1, 3)),
+]
+NUMBERS = {"num_rows", "rows", "pad", "num_tokens"}
 
 
-@pytest.mark.parametrize(("kernel", "constants", "types"), COMPILED)
-def test_compiles_for_hopper(
-    kernel: JITFunction, constants: dict[str, Any], types: dict[str, str]
-) -> None:
+@pytest.mark.parametrize(("kernel", "constants"), COMPILED)
+def test_compiles_for_hopper(kernel: JITFunction, constants: dict[str, Any]) -> None:
     if not isinstance(kernel, JITFunction):
         pytest.skip("the interpreter is on")
-    signature = {}
-    for name in kernel.arg_names:
-        plain = "i32" if name in NUMBERS or name.endswith("_stride") else I32
-        signature[name] = "constexpr" if name in constants else types.get(name, plain)
-    source = ASTSource(kernel, signature, constants)
-    assert compile_kernel(source, target=HOPPER).asm["cubin"]
+    types = {
+        name: "i32" if name in NUMBERS or name.endswith("_stride") else "*i32"
+        for name in kernel.arg_names
+    }
+    assert compiled(kernel, constants, **types).asm["cubin"]

@@ -1,0 +1,121 @@
+"""Kernels that choose, accept and draw tokens, against their references."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from helpers.hopper import compiled
+from helpers.interpreter import elsewhere, kernels, run_in_interpreter
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from triton.runtime.jit import JITFunction
+
+from hybrid_runtime.kernels.sampling import accept, argmax, uniform
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@elsewhere
+def test_in_the_interpreter() -> None:
+    run_in_interpreter(__file__)
+
+
+@kernels
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("lines", "vocabulary"), [(3, 9000), (1, 4096), (5, 37), (0, 10)])
+def test_argmax(lines: int, vocabulary: int, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(lines)
+    logits = torch.randint(-9, 9, (lines, vocabulary + 3), generator=generator)  # many ties
+    logits = logits.to(DEVICE, dtype)[:, :vocabulary]
+    out = torch.full((lines, 2), -1, dtype=torch.int32, device=DEVICE)
+    argmax.argmax(logits, out[:, 1])
+    best = logits.float().amax(-1, keepdim=True) if lines else logits
+    wanted = (logits == best).int().argmax(-1) if lines else logits[:, 0]
+    assert torch.equal(out[:, 1].long(), wanted.long())
+    assert (out[:, 0] == -1).all()
+
+
+@kernels
+def test_argmax_of_nothing_finite_is_a_token() -> None:
+    for value in (float("-inf"), float("nan")):
+        for vocabulary in (5000, 2 * argmax.TILE):
+            found = argmax.argmax(torch.full((2, vocabulary), value, device=DEVICE))
+            assert ((found >= 0) & (found < vocabulary)).all()
+
+
+@kernels
+@settings(max_examples=40)
+@given(st.data())
+def test_accept_drafts(data: st.DataObject) -> None:
+    rows, num_draft = data.draw(st.integers(1, 4)), data.draw(st.integers(0, 5))
+    few = st.integers(-1, 2)
+
+    def table(width: int, values: st.SearchStrategy[int]) -> Tensor:
+        lines = [data.draw(st.lists(values, min_size=width, max_size=width)) for _ in range(rows)]
+        return torch.tensor(lines, dtype=torch.int32, device=DEVICE).view(rows, width)
+
+    chosen, drafts = table(num_draft + 1, st.integers(0, 2)), table(num_draft, few)
+    count = table(1, st.integers(0, num_draft))[:, 0]
+    emits = table(1, st.integers(0, 1))[:, 0]
+    forced = ()
+    if data.draw(st.booleans()) and num_draft:
+        rates = torch.tensor([0.9, 0.5, 0.5, 0.2, 0.0], device=DEVICE)[:num_draft]
+        forced = (rates, table(1, st.integers(0, 9))[:, 0] / 10)
+    found = accept.accept_drafts(chosen, drafts, count, emits, *forced)
+    wanted = accept.accept_drafts_reference(chosen, drafts, count, emits, *forced)
+    for a, b in zip(found, wanted, strict=True):
+        assert torch.equal(a, b)
+
+
+@kernels
+@pytest.mark.parametrize("shape", [(1,), (5,), (3, 4), (200, 3)])
+def test_uniform(shape: tuple[int, ...]) -> None:
+    generator = torch.Generator().manual_seed(len(shape))
+    seed = torch.randint(-(2**62), 2**62, shape[:1], generator=generator).to(DEVICE)
+    position = torch.randint(0, 2**20, shape, generator=generator).to(DEVICE)
+    for stream in (0, 3):
+        found = uniform.uniform(seed, position, stream)
+        assert torch.equal(found, uniform.uniform_reference(seed, position, stream))
+
+
+COMPILED = [
+    (
+        argmax._part_kernel,
+        {"V": 131072, "PARTS": 32, "TILE": 4096},
+        {"logits": "*bf16", "values": "*fp32"},
+    ),
+    (argmax._whole_kernel, {"PARTS": 32, "WIDTH": 32}, {"values": "*fp32"}),
+    *(
+        (
+            accept._accept_drafts_kernel,
+            {"NUM_DRAFT": 3, "FORCED": forced, "WIDTH": 8},
+            {"rates": "*fp32", "drawn": "*fp32"},
+        )
+        for forced in (False, True)
+    ),
+    (
+        uniform._uniform_kernel,
+        {
+            "STREAM": -5, "GAMMA": uniform.GAMMA, "MIX_1": uniform.MIX_1, "MIX_2": uniform.MIX_2,
+            "TILE": 128,
+        },
+        {"seed": "*i64", "position": "*i64", "out": "*fp32"},
+    ),
+]  # fmt: skip
+NUMBERS = {"rows", "count", "width", "stride"}
+
+
+@pytest.mark.parametrize(("kernel", "constants", "types"), COMPILED)
+def test_compiles_for_hopper(
+    kernel: JITFunction, constants: dict[str, Any], types: dict[str, str]
+) -> None:
+    if not isinstance(kernel, JITFunction):
+        pytest.skip("the interpreter is on")
+    plain = {
+        name: "i32" if name in NUMBERS or name.endswith("_stride") else "*i32"
+        for name in kernel.arg_names
+    }
+    assert compiled(kernel, constants, **plain | types).asm["cubin"]
