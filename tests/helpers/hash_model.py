@@ -5,71 +5,16 @@ integer. `HashRunner` drives one manager with it, as a model runner would.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
 import numpy as np
 import pytest
 import torch
+from helpers.hash_request import TOKENS, Kept, Open, Request, Row, prefix_hash
 
 from hybrid_runtime.state.layout import LayoutKind, StateLayout
 from hybrid_runtime.state.layouts.flush import FlushInputs
 from hybrid_runtime.state.manager import HybridStateManager
 from hybrid_runtime.state.rows import StepRows
 from hybrid_runtime.state.step import Snapshot, Step
-
-Row = tuple[int, int, list[int], int]
-"""(slot, certain tokens, drafts, accepted); accepted 0: unfinished prefill, or dead with drafts."""
-PRIME = 2039  # every hash is an integer below 2**11: exact in float16
-TOKENS = 251  # every token is below 2**8: exact in bfloat16
-
-
-def prefix_hash(tokens: list[int]) -> int:
-    value = 1
-    for token in tokens:
-        value = (value * 31 + token + 1) % PRIME
-    return value
-
-
-@dataclass
-class Request:
-    """A request with its exact history, and what its host is allowed to know of it."""
-
-    slot: int
-    tokens: list[int]  # prompt and everything emitted: the token at position n is fed next
-    computed: int = 0
-    known: int = 0  # computed tokens as of the last result that the host has read
-    generation: int = 0
-    blocks: list[dict[int, int]] = field(default_factory=list)  # per group {column: block id}
-    in_flight: list[tuple[int, int]] = field(default_factory=list)  # (most, least) advance
-    rule: tuple[int, tuple[int, ...]] = (0, ())  # which boundaries are retained
-    place: tuple[int, int] = (-1, 0)  # where its state lies: column and offset
-    covered: int = 0  # replay: tokens in that state, without the guesses accepted since
-    dead: bool = False
-
-    def keeps(self, boundary: int) -> bool:
-        every, positions = self.rule
-        return bool(every and boundary % every == 0) or boundary in positions
-
-
-@dataclass(eq=False)
-class Open:
-    """A begun step: its rows, whose they are (None: padded), and the snapshots it may leave."""
-
-    step: Step
-    plan: list[Row]
-    requests: list[Request | None]
-    starts: list[int]  # tokens computed before
-    snapshots: list[set[int]]  # boundaries retained when it began
-    ran: bool = False
-    abandoned: bool = False
-
-
-@dataclass
-class Kept:
-    """A published snapshot that holds on to its blocks, one per group."""
-
-    tokens: list[int]
-    blocks: list[int]
 
 
 class HashRunner:

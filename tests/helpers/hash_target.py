@@ -13,7 +13,7 @@ from functools import cache
 from types import SimpleNamespace
 
 import torch
-from helpers.hash_model import PRIME
+from helpers.hash_request import PRIME
 from torch import Tensor
 
 from hybrid_runtime.kernels.replay.rounding import Rounding

@@ -8,7 +8,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from helpers.hash_model import PRIME, HashRunner, Kept, Open, Request, prefix_hash
+from helpers.hash_model import HashRunner
+from helpers.hash_request import PRIME, Kept, Open, Request, prefix_hash
 
 from hybrid_runtime.kernels.replay.naive import WindowCache
 from hybrid_runtime.state.layouts.flush import FlushInputs

@@ -13,7 +13,8 @@ from typing import Any, get_args
 
 import hypothesis.strategies as st
 import torch
-from helpers.hash_model import TOKENS, HashRunner, Open, Row
+from helpers.hash_model import HashRunner
+from helpers.hash_request import TOKENS, Open, Row
 from helpers.replay_model import RUNNERS
 from hypothesis import settings
 from hypothesis.stateful import (

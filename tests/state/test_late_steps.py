@@ -8,7 +8,8 @@ from typing import Any, get_args
 import numpy as np
 import pytest
 import torch
-from helpers.hash_model import HashRunner, Open, Row
+from helpers.hash_model import HashRunner
+from helpers.hash_request import Open, Row
 
 from hybrid_runtime.device.sync import Waits, wait
 from hybrid_runtime.state import (

@@ -11,7 +11,8 @@ from typing import Any, get_args
 
 import hypothesis.strategies as st
 import torch
-from helpers.hash_model import TOKENS, HashRunner
+from helpers.hash_model import HashRunner
+from helpers.hash_request import TOKENS
 from helpers.replay_model import RUNNERS
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers.hash_model import TOKENS, HashRunner
+from helpers.hash_model import HashRunner
+from helpers.hash_request import TOKENS
 from helpers.replay_model import RUNNERS
 
 from hybrid_runtime.state import HybridStateManager, StateLayout, StepRows
