@@ -1,4 +1,4 @@
-"""A bound manager of four slots in the columns layout, and its steps, to test the interface with."""
+"""A bound manager of four slots in the columns layout, and steps of it: to test the interface."""
 
 from __future__ import annotations
 
