@@ -4,7 +4,7 @@ A load of at least as many elements as there are threads gets the layout that su
 passes through shared memory to where it is used; so what is used in small pieces is loaded at once.
 """
 
-# mypy: disable-error-code="assignment,var-annotated"
+# mypy: disable-error-code="assignment"
 from __future__ import annotations
 
 import triton
@@ -12,85 +12,89 @@ import triton.language as tl
 
 
 @triton.jit
-def load_scalars(
-    past_dt, dt, dt_bias, A_log, D, count, scheduled,
-    HEADS: tl.constexpr, RECORDS: tl.constexpr, TOKENS: tl.constexpr, dt_token: tl.constexpr,
-):  # fmt: skip
-    """Scalars of the heads that are pointed to: time step of each record, raw time step of each
-    token, bias, A_log and D."""
+def load_scalars(inputs, past, i_heads, row, strides, shape):
+    """Of the heads `i_heads`: time step of each guess that is folded, raw time step of each token,
+    bias, A_log and D."""
+    p_past = past.dt + i_heads
+    p_dt = inputs.dt + i_heads * strides.dt_head
+    p_bias = inputs.dt_bias + i_heads
+    p_A = inputs.A_log + i_heads
+    p_D = inputs.D + i_heads
     loaded = ()
-    for j in tl.static_range(RECORDS):
-        loaded += (tl.load(past_dt + j * HEADS, mask=j < count, other=0.0),)
-    for i in tl.static_range(TOKENS):
-        loaded += (tl.load(dt + i * dt_token, mask=i < scheduled, other=0.0),)
-    loaded += (tl.load(dt_bias), tl.load(A_log), tl.load(D))
+    for j in tl.static_range(shape.DRAFTS):
+        loaded += (tl.load(p_past + j * shape.HEADS, mask=j < row.fold, other=0.0),)
+    for i in tl.static_range(shape.TOKENS):
+        loaded += (tl.load(p_dt + i * strides.dt_token, mask=i < row.scheduled, other=0.0),)
+    loaded += (tl.load(p_bias), tl.load(p_A), tl.load(p_D))
     return loaded
 
 
 @triton.jit
-def load_vectors(
-    source, across: tl.constexpr, stride: tl.constexpr, live, COUNT: tl.constexpr,
-    STATE: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
-    """COUNT vectors `[STATE]` as the first rows of a tensor `[1, 2, 4 or 8, WIDTH]`; 0 behind."""
+def load_vectors(source, across: tl.constexpr, stride: tl.constexpr, live, COUNT: tl.constexpr,
+    shape):  # fmt: skip
+    """COUNT vectors `[STATE]`, of which `live` are loaded, as the first rows of a tensor
+    `[1, 2, 4 or 8, PARTS * PART]`; 0 behind. across, stride: from vector to vector and within."""
     rows: tl.constexpr = 1 if COUNT == 1 else 2 if COUNT == 2 else 4 if COUNT <= 4 else 8
-    row = tl.arange(0, rows)[:, None]
-    column = tl.arange(0, WIDTH)[None, :]
-    inside = (row < tl.minimum(live, COUNT)) & (column < STATE)
-    return tl.load(source + row * across + column * stride, mask=inside, other=0.0)
+    o_row = tl.arange(0, rows)[:, None]
+    o_n = tl.arange(0, shape.PARTS * shape.PART)[None, :]
+    inside = (o_row < tl.minimum(live, COUNT)) & (o_n < shape.STATE)
+    return tl.load(source + o_row * across + o_n * stride, mask=inside, other=0.0)
 
 
 @triton.jit
-def take_apart(vectors, COUNT: tl.constexpr, SPLIT: tl.constexpr, LOW: tl.constexpr):
-    """Each of the first COUNT rows as SPLIT parts `[LOW]` in fp32."""
-    parts: tl.constexpr = vectors.shape[0] * SPLIT
-    pieces = (vectors.reshape(parts, LOW).trans(),)
+def take_apart(vectors, COUNT: tl.constexpr, shape):
+    """Each of the first COUNT rows as PARTS parts `[PART]` in fp32."""
+    PART: tl.constexpr = shape.PART
+    PARTS: tl.constexpr = shape.PARTS
+    total: tl.constexpr = vectors.shape[0] * PARTS
+    pieces = (vectors.reshape(total, PART).trans(),)
     for level in tl.static_range(10):
-        if parts > 1 << level:
+        if total > 1 << level:
             evens = ()
             odds = ()
             for k in tl.static_range(1 << level):
-                pair = pieces[k].reshape(LOW, parts >> level + 1, 2).split()
+                pair = pieces[k].reshape(PART, total >> level + 1, 2).split()
                 evens += (pair[0],)
                 odds += (pair[1],)
             pieces = evens + odds
     taken = ()
     for i in tl.static_range(COUNT):
         vector = ()
-        for s in tl.static_range(SPLIT):
-            vector += (pieces[i * SPLIT + s].reshape(LOW).to(tl.float32),)
+        for s in tl.static_range(PARTS):
+            vector += (pieces[i * PARTS + s].reshape(PART).to(tl.float32),)
         taken += (vector,)
     return taken
 
 
 @triton.jit
-def load_chunk(
-    cells, p, n, reads, q: tl.constexpr, DIM: tl.constexpr, STATE: tl.constexpr,
-    TILE: tl.constexpr, SPLIT: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr,
-):  # fmt: skip
-    """Parts `[HIGH, LOW]` of chunk q of a head's tile; `cells`: addresses of the tile's first."""
-    held = ()
-    for s in tl.static_range(SPLIT):
-        spot = cells + (q * HIGH * STATE + s * LOW)
-        if (DIM % TILE == 0) & (STATE == SPLIT * LOW):
-            held += (tl.load(spot, mask=reads, other=0.0),)
+def load_chunk(p_cells, o_p, o_n, reads, q: tl.constexpr, shape):
+    """Parts `[CHUNK, PART]` of chunk q of a head's tile; p_cells: addresses of chunk 0's first."""
+    STATE: tl.constexpr = shape.STATE
+    PART: tl.constexpr = shape.PART
+    first: tl.constexpr = q * shape.CHUNK
+    parts = ()
+    for s in tl.static_range(shape.PARTS):
+        p_part = p_cells + (first * STATE + s * PART)
+        if (shape.DIM % shape.TILE == 0) & (STATE == shape.PARTS * PART):
+            parts += (tl.load(p_part, mask=reads, other=0.0),)
         else:
-            inside = (p + q * HIGH < DIM)[:, None] & (n + s * LOW < STATE)[None, :] & reads
-            held += (tl.load(spot, mask=inside, other=0.0),)
-    return held
+            inside = (o_p + first < shape.DIM)[:, None] & (o_n + s * PART < STATE)[None, :] & reads
+            parts += (tl.load(p_part, mask=inside, other=0.0),)
+    return parts
 
 
 @triton.jit
-def load_rows(
-    x, past_x, p, valid, count, scheduled, x_token: tl.constexpr, x_dim: tl.constexpr,
-    HEADS: tl.constexpr, DIM: tl.constexpr, TOKENS: tl.constexpr, RECORDS: tl.constexpr,
-):  # fmt: skip
-    """x `[TILE]` of a head's tokens and then of its records in one flat tuple that a loop can
-    carry."""
+def load_rows(inputs, past, i_head, o_p, row, strides, shape):
+    """x `[TILE]` of a head's tokens and then of the guesses that are folded, in one flat tuple that
+    a loop can carry."""
+    p_x = inputs.x + i_head * strides.x_head
+    p_past = past.x + i_head * shape.DIM
+    in_dim = o_p < shape.DIM
     loaded = ()
-    for i in tl.static_range(TOKENS):
-        loaded += (tl.load(x + p * x_dim + i * x_token, mask=valid & (i < scheduled)),)
-    for j in tl.static_range(RECORDS):
-        live = valid & (j < count)
-        loaded += (tl.load(past_x + p + j * (HEADS * DIM), mask=live, other=0.0),)
+    for i in tl.static_range(shape.TOKENS):
+        at = p_x + o_p * strides.x_dim + i * strides.x_token
+        loaded += (tl.load(at, mask=in_dim & (i < row.scheduled)),)
+    for j in tl.static_range(shape.DRAFTS):
+        at = p_past + o_p + j * (shape.HEADS * shape.DIM)
+        loaded += (tl.load(at, mask=in_dim & (j < row.fold), other=0.0),)
     return loaded

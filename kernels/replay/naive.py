@@ -76,7 +76,7 @@ def replay_update_reference(
     Raises:
         ValueError: heads are no multiple of groups, or states or cache have another shape.
     """
-    heads_per_group = check_window_cache(x.shape[1:], B.shape[1:], states, window_cache)
+    heads_per_group = check_window_cache(x, B, states, window_cache)
     acc = _accumulator(x, states)
     positions = rows.positions
     scheduled = rows.cu_seqlens[1:] - rows.cu_seqlens[:-1]

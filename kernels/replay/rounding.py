@@ -5,9 +5,9 @@ is a hash of the request's seed, the layer, the position and the element of the 
 give equal bytes, whatever slot, row or batch the request is in.
 """
 
-# mypy: disable-error-code="assignment"
 from __future__ import annotations
 
+import functools
 import math
 from typing import NamedTuple
 
@@ -40,9 +40,16 @@ class LastPlace(NamedTuple):
 
 
 LAST_PLACE = {
-    torch.float16: LastPlace(10 << 23, 103 << 23),  # least 2**-24
-    torch.bfloat16: LastPlace(7 << 23, 1 << 23),  # the least normal number of fp32
+    torch.float16: LastPlace(10 << 23, 103 << 23),  # least: 2**-24
+    torch.bfloat16: LastPlace(7 << 23, 1 << 23),  # least: fp32's normal numbers
 }
+"""The dtypes that are rounded stochastically; wider ones are always rounded to nearest."""
+
+
+@functools.cache
+def last_place(dtype: torch.dtype) -> LastPlace:
+    """`LAST_PLACE[dtype]` as constexprs for a kernel."""
+    return LastPlace(*(tl.constexpr(bits) for bits in LAST_PLACE[dtype]))
 
 
 def rounding_key_reference(seed: Tensor, layer: int, position: Tensor) -> Tensor:
@@ -94,11 +101,14 @@ def rounding_key(seed, layer, position):
 
 
 @triton.jit
-def round_state(h, element, key, DIGITS: tl.constexpr, LEAST: tl.constexpr):
-    """fp32 numbers that the narrower dtype has; `element`: their indices in the row's state."""
+def round_state(h, element, key, place):
+    """fp32 numbers that the narrower dtype has, exactly.
+
+    element: their indices in the row's state. place: `LastPlace` of the dtype, as constexprs.
+    """
     chance = (_hash(element.to(tl.uint32) ^ key) >> 8).to(tl.float32) * (1 / (1 << 24))
     power = h.to(tl.int32, bitcast=True) & 0x7F800000
-    unit = tl.maximum(power - DIGITS, LEAST)
+    unit = tl.maximum(power - place.digits, place.least)
     inverse = (0x7F000000 - unit).to(tl.float32, bitcast=True)
     rounded = tl.floor(tl.abs(h) * inverse + chance) * unit.to(tl.float32, bitcast=True)
     return tl.where(h < 0, -rounded, rounded)

@@ -7,6 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from hybrid_runtime.kernels.mamba.naive import check_ssm_shapes
+
 
 class WindowCache(NamedTuple):
     """Inputs of the guesses of each slot's last step, of one layer; or of all, layers first.
@@ -49,23 +51,16 @@ class WindowCache(NamedTuple):
         return WindowCache(*(part[index] for part in self))
 
 
-def check_window_cache(
-    x_shape: torch.Size, B_shape: torch.Size, states: Tensor, cache: WindowCache
-) -> int:
+def check_window_cache(x: Tensor, B: Tensor, states: Tensor, cache: WindowCache) -> int:
     """Check shapes of states and of a layer's cache against the inputs'; heads per group.
 
-    x_shape: (H, P). B_shape: (G, N). states: [blocks, H, P, N].
+    x: [..., H, P]. B: [..., G, N]. states: [blocks, H, P, N].
 
     Raises:
         ValueError: H is no multiple of G, or states or cache have another shape.
     """
-    (heads, dim), (groups, state) = x_shape, B_shape
-    if heads % groups:
-        raise ValueError(f"x has {heads} heads, must be a multiple of B's {groups} groups")
-    if tuple(states.shape[1:]) != (heads, dim, state):
-        raise ValueError(
-            f"states is {tuple(states.shape)}, must be [blocks, {heads}, {dim}, {state}]"
-        )
+    heads_per_group = check_ssm_shapes(x, B, states)
+    (heads, dim), (groups, state) = x.shape[-2:], B.shape[-2:]
     lead = tuple(cache.x.shape[:3])
     own = ((heads, dim), (groups, state), (heads,))
     for name, part, shape in zip(cache._fields, cache, own, strict=True):
@@ -74,7 +69,7 @@ def check_window_cache(
             raise ValueError(
                 f"window_cache.{name} is {tuple(part.shape)}, must be [2, slots, drafts, {must}]"
             )
-    return heads // groups
+    return heads_per_group
 
 
 def check_contiguous(states: Tensor, cache: WindowCache, dtype: torch.dtype) -> None:

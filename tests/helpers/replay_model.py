@@ -1,5 +1,5 @@
 """The rolling-hash model of `hash_model` in the replay layout: a verify pass folds the guesses that
-it finds recorded into the state that it finds in memory, as kernels.replay's contract says, and
+it finds cached into the state that it finds in memory, as kernels.replay's contract says, and
 what comes out must be the hash of exactly the right tokens.
 """
 
@@ -15,7 +15,7 @@ from hybrid_runtime.kernels.replay.naive import WindowCache
 from hybrid_runtime.state.layouts.flush import FlushInputs
 
 POISON = -1000
-"""Record that nobody wrote."""
+"""Cached guess that nobody wrote."""
 
 
 class ReplayRunner(HashRunner):
@@ -96,7 +96,7 @@ class ReplayRunner(HashRunner):
         return found
 
     def knows(self, opened: Open, row: int) -> bool:
-        """How many records the last step's count makes is known exactly only if its rows were."""
+        """How many guesses the last step accepted is known exactly only if its rows were."""
         return self.depth == 0 and super().knows(opened, row)
 
     def may_copy(self, opened: Open, row: int) -> bool:
@@ -171,7 +171,7 @@ class ReplayRunner(HashRunner):
             for j, token in enumerate(run):
                 states[j + 1] = (states[j] * 31 + token + 1) % PRIME
             self._one(torch.tensor(float(states[fold])), prefix_hash(request.tokens[:n]))
-            # The window holds the guesses' inputs too: what is folded needs no record of its own.
+            # The window holds the guesses' inputs too: what is folded needs no cache of its own.
             seen = before + [t + 1 for t in inputs[fold:]]
             history = ([0, 0, 0] + [t + 1 for t in request.tokens[: n + certain]])[
                 -3 - fold - certain :

@@ -7,49 +7,50 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import triton.language as tl
 from helpers.hopper import compiled, spilled
 from triton.runtime.jit import JITFunction
 
 from hybrid_runtime.kernels.replay import flush, launch, update
+from hybrid_runtime.kernels.replay.rounding import LAST_PLACE
 
-REPLAY: dict[str, Any] = {
-    "x_token": 10240, "x_head": 64, "x_dim": 1, "dt_token": 18560, "dt_head": 1, "B_token": 10240,
-    "B_group": 128, "B_state": 1, "C_token": 10240, "C_group": 128, "C_state": 1, "HEADS": 128,
-    "HEADS_PER_GROUP": 16, "DIM": 64, "STATE": 128, "TOKENS": 4, "RECORDS": 3, "dot_type": None,
-}  # fmt: skip
-RECORDS = {"x_cache": "*bf16", "B_cache": "*bf16", "dt_cache": "*fp32"}
-RECORDS |= {"rows": "*i32", "seed": "*i32", "position": "*i32"}
-NEAREST: dict[str, Any] = {
-    "seed": None, "position": None, "ROUND": False, "DIGITS": 0, "LEAST": 0,
-}  # fmt: skip
-BY_CHANCE: dict[str, Any] = {"ROUND": True, "DIGITS": 10 << 23, "LEAST": 103 << 23}
+STRIDES = launch.InputStrides(
+    x_token=10240, x_head=64, x_dim=1, dt_token=18560, dt_head=1, B_token=10240, B_group=128,
+    B_state=1, C_token=10240, C_group=128, C_state=1,
+)  # fmt: skip
+TYPES = dict.fromkeys(("seed", "certain", "listed"), "*i32")
+TYPES |= {"x_cache": "*bf16", "B_cache": "*bf16", "dt_cache": "*fp32"}
+ALIGNED = ("x", "B", "C", "x_cache", "B_cache", "states", "state_stride", "out")
+NEAREST: dict[str, Any] = {"seed": None, "place": None}
 
 
-def replay_tile(shape: launch.Shape) -> dict[str, Any]:
-    return {
-        "TILE": shape.tile, "LOW": shape.low, "SPLIT": 128 // shape.low, "HIGH": shape.high,
-        "RUN": shape.run, "STAGES": shape.stages,
-    }  # fmt: skip
+def shape_of(
+    tiling: launch.ReplayTiling, tokens: int = 4, drafts: int = 3, dim: int = 64, state: int = 128
+) -> launch.ReplayShape:
+    """Of 128 heads in 8 groups, constants as values."""
+    shape = launch.replay_shape(128, 8, dim, state, tokens, drafts, tiling)
+    return shape._make(constant.value for constant in shape)
 
 
 @pytest.mark.parametrize("type_", ["*fp32", "*fp16"])
-@pytest.mark.parametrize("changed", [{}, {"TOKENS": 1, "RECORDS": 0}, {"TOKENS": 3, "RECORDS": 5}])
-def test_replay_moves_16_bytes_at_once(type_: str, changed: dict[str, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize(("tokens", "drafts"), [(4, 3), (1, 0), (3, 5)])
+def test_replay_moves_16_bytes_at_once(
+    type_: str, tokens: int, drafts: int, tmp_path: Path
+) -> None:
     kernel = update._replay_update_kernel
     if not isinstance(kernel, JITFunction):
         pytest.skip("the interpreter is on")
     itemsize = 4 if type_ == "*fp32" else 2
-    shape = launch.shape_of(64, 128, itemsize)
-    constants = REPLAY | NEAREST | replay_tile(shape) | changed
-    constants["KEEP"] = constants["TOKENS"] + constants["RECORDS"] < 8
+    tiling = launch.replay_tiling(64, 128, itemsize)
+    shape = shape_of(tiling, tokens, drafts)
     options = {"num_warps": 1}
     # States of 16 bits come here with inputs that are not bfloat16.
-    types = RECORDS | dict.fromkeys(("x", "B", "C", "dt", "x_cache", "B_cache"), "*fp16")
-    types |= {"states": type_, "out": "*fp16"}
-    names = ("x", "B", "C", "x_cache", "B_cache", "states", "state_stride", "out")
-    code = compiled(kernel, constants, names, options, **types)
-    parts = shape.tile * 128 * itemsize // (16 * 32)
+    types: dict[str, Any] = TYPES | {"strides": STRIDES, "shape": shape}
+    types |= dict.fromkeys(("x", "B", "C", "dt", "x_cache", "B_cache", "out"), "*fp16")
+    types |= {"states": type_}
+    code = compiled(kernel, NEAREST | {"dot_type": None}, ALIGNED, options, **types)
+    parts = tiling.tile * 128 * itemsize // (16 * 32)
     text = code.asm["ptx"]
     # States are copied to shared memory ahead of their use.
     copies = re.findall(r"cp\.async\.cg\.shared\.global \[[^]]*\], \[[^]]*\], (\S+),", text)
@@ -57,10 +58,10 @@ def test_replay_moves_16_bytes_at_once(type_: str, changed: dict[str, Any], tmp_
     assert set(copies) == {"0x10"}
     # The live state, and again with a snapshot where there are registers for that; token by token,
     # which takes one chunk after another, it and snapshots in three places.
-    passes = 3 if type_ == "*fp32" and constants["KEEP"] else 1
-    chunk = parts * shape.high // shape.tile
+    passes = 3 if type_ == "*fp32" and shape.HOLD else 1
+    chunk = parts * tiling.chunk // tiling.tile
     assert len(re.findall(r"st\.global\S*\.v4\.b32", text)) == passes * parts + 4 * chunk
-    if constants["KEEP"]:
+    if shape.HOLD:
         assert spilled(code, tmp_path) == 0
 
 
@@ -69,12 +70,12 @@ def test_replay_by_matrix_products(type_: str, tmp_path: Path) -> None:
     kernel = update._replay_update_kernel
     if not isinstance(kernel, JITFunction):
         pytest.skip("the interpreter is on")
-    shape = launch.shape_of(64, 128, 2, products=True)
-    constants = REPLAY | NEAREST | replay_tile(shape) | {"KEEP": False, "dot_type": tl.bfloat16}
-    names = ("x", "B", "C", "x_cache", "B_cache", "states", "state_stride", "out")
-    types = RECORDS | {"states": type_}
-    code = compiled(kernel, constants, names, {"num_warps": 1}, **types)
-    parts = shape.tile * 128 * 2 // (16 * 32)
+    tiling = launch.replay_tiling(64, 128, 2, products=True)
+    types: dict[str, Any] = TYPES | {"strides": STRIDES, "shape": shape_of(tiling)}
+    types |= {"states": type_}
+    constants = NEAREST | {"dot_type": tl.bfloat16}
+    code = compiled(kernel, constants, ALIGNED, {"num_warps": 1}, **types)
+    parts = tiling.tile * 128 * 2 // (16 * 32)
     text = code.asm["ptx"]
     copies = re.findall(r"cp\.async\.cg\.shared\.global \[[^]]*\], \[[^]]*\], (\S+),", text)
     assert len(copies) >= parts
@@ -89,28 +90,25 @@ def test_replay_by_matrix_products(type_: str, tmp_path: Path) -> None:
 
 
 # Not in the above: tiles with rows behind the head's, parts with columns behind the state's, one
-# head per program, arguments that are not aligned, rounding by chance.
+# head per program, arguments that are not aligned, stochastic rounding.
 @pytest.mark.parametrize(
-    ("dim", "state", "drafts", "run", "rounding"),
-    [(80, 128, 3, 2, BY_CHANCE), (60, 100, 7, 1, NEAREST)],
+    ("dim", "state", "drafts", "run", "rounds"), [(80, 128, 3, 2, True), (60, 100, 7, 1, False)]
 )
-def test_replay_kernels_compile(
-    dim: int, state: int, drafts: int, run: int, rounding: dict[str, Any]
-) -> None:
+def test_replay_kernels_compile(dim: int, state: int, drafts: int, run: int, rounds: bool) -> None:
     update_kernel, flush_kernel = update._replay_update_kernel, flush._flush_kernel
     if not isinstance(update_kernel, JITFunction):
         pytest.skip("the interpreter is on")
-    model = {"DIM": dim, "STATE": state, "RECORDS": drafts}
-    types = RECORDS | {"states": "*fp16"}
-    for products in (False, True):
-        shape = launch.shape_of(dim, state, 2, products)
-        constants = REPLAY | rounding | model | replay_tile(shape) | {"TOKENS": drafts + 1}
-        constants |= {"RUN": run, "KEEP": 2 * drafts + 1 < 8}
-        constants |= {"dot_type": tl.bfloat16} if products else {}
-        assert compiled(update_kernel, constants, (), {"num_warps": 1}, **types).asm["cubin"]
+    types: dict[str, Any] = TYPES | {"states": "*fp16", "strides": STRIDES}
+    types |= {"place": LAST_PLACE[torch.float16]} if rounds else {}
+    constants = {} if rounds else NEAREST
+    for dot_type in (None, tl.bfloat16):
+        tiling = launch.replay_tiling(dim, state, 2, dot_type is not None)._replace(run=run)
+        types["shape"] = shape_of(tiling, drafts + 1, drafts, dim, state)
+        given = constants | {"dot_type": dot_type}
+        assert compiled(update_kernel, given, (), {"num_warps": 1}, **types).asm["cubin"]
+    types["shape"] = shape_of(flush.TILING, 0, drafts, dim, state)
     moved: dict[str, Any] = {
-        "state_type": tl.float16, "tap_type": tl.int16, "HEADS": 128, "HEADS_PER_GROUP": 16,
-        "TAPS": 3, "TILE": 16, "SPLIT": 4, "LOW": 32, "WINDOW_TILE": 1024, "VECTOR": True,
+        "state_type": tl.float16, "tap_type": tl.int16, "TAPS": 3, "WINDOW_TILE": 1024,
+        "VECTOR": True,
     }  # fmt: skip
-    constants = moved | rounding | model
-    assert compiled(flush_kernel, constants, **RECORDS).asm["cubin"]
+    assert compiled(flush_kernel, moved | constants, **types).asm["cubin"]

@@ -1,4 +1,4 @@
-"""The replay layout's materialise kernel against its reference, and that against the next fold."""
+"""The replay layout's flush kernel against its reference, and that against the next fold."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def test_kernels_in_the_interpreter() -> None:
     run_in_interpreter(__file__)
 
 
-def materialised(
+def flush_case(
     shape: Ssm, layers: int, seed: int
 ) -> tuple[StateTable, WindowCache, Tensor, dict[str, Any]]:
-    """States, records and rows for a materialise launch; rows 0, 1, .. fold 0, 1, .. records."""
+    """States, window cache and rows of a flush; rows 0, 1, .. fold 0, 1, .. guesses."""
     generator = torch.Generator(DEVICE).manual_seed(seed)
     slots, taps = shape.drafts + 5, 3
     table = torch.randperm(2 * slots, generator=torch.Generator().manual_seed(seed))
@@ -60,7 +60,7 @@ def materialised(
     return state_table, window_cache, A_log, {"slot": order, "positions": positions}
 
 
-MATERIALISED = [
+FLUSHED = [
     Ssm(),
     Ssm(states=torch.float16),
     Ssm(states=torch.bfloat16, dim=5, state=12),
@@ -69,14 +69,14 @@ MATERIALISED = [
     Ssm(states=torch.float16, rounding=True),
 ]
 if CUDA:
-    MATERIALISED += [Ssm(**BIG), Ssm(**BIG, states=torch.float16)]
+    FLUSHED += [Ssm(**BIG), Ssm(**BIG, states=torch.float16)]
 
 
 @kernels
-@pytest.mark.parametrize("shape", MATERIALISED, ids=str)
-def test_materialise(shape: Ssm) -> None:
+@pytest.mark.parametrize("shape", FLUSHED, ids=str)
+def test_flush(shape: Ssm) -> None:
     for seed in SEEDS:
-        table, window_cache, A_log, rows = materialised(shape, layers=2, seed=seed)
+        table, window_cache, A_log, rows = flush_case(shape, layers=2, seed=seed)
         count = len(rows["slot"])
         chosen = [i for i in range(count) if i != 2]
         listed = ints(*chosen[::-1], -1)
@@ -101,8 +101,8 @@ def test_materialise(shape: Ssm) -> None:
 
 
 @plain
-def test_materialise_reference_is_the_next_fold() -> None:
-    """After any step, the materialised state is what the columns layout holds."""
+def test_flush_reference_is_the_next_fold() -> None:
+    """After any step, the flushed state is what the columns layout holds."""
     shape = Ssm(x=torch.float64, states=torch.float64)
     history = History(shape, slots=4, seed=3, block=1 << 30)
     for _ in range(30):

@@ -12,7 +12,7 @@ from helpers.tensors import DEVICE, ints, noise, same_bytes
 from torch import Tensor
 
 from hybrid_runtime.kernels.replay.conv1d import replay_conv1d_update
-from hybrid_runtime.kernels.replay.launch import CHUNK, SHAPES, spread
+from hybrid_runtime.kernels.replay.launch import PRODUCTS, TILINGS, spread
 from hybrid_runtime.kernels.replay.naive import replay_update_reference
 from hybrid_runtime.kernels.replay.rounding import (
     Rounding,
@@ -165,12 +165,12 @@ def test_queries_of_any_size(states: torch.dtype) -> None:
 
 @plain
 def test_few_rows_are_spread_over_more_programs() -> None:
-    shape = SHAPES[4]
+    shape = TILINGS[4]
     assert spread(shape, 64, 32 * 128, 900) == shape
     assert spread(shape, 64, 4 * 128, 900) == shape._replace(run=2)
     assert spread(shape, 64, 128, 900) == shape._replace(run=1, tile=8)
     assert spread(shape, 64, 1, 900) == shape._replace(run=1, tile=8)
-    assert spread(CHUNK, 64, 1, 900) == CHUNK._replace(run=1, tile=16)
+    assert spread(PRODUCTS, 64, 1, 900) == PRODUCTS._replace(run=1, tile=16)
 
 
 @kernels

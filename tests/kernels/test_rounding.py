@@ -1,4 +1,4 @@
-"""Rounding of states by chance: keyed by request, layer, position and element, and nothing else."""
+"""Stochastic rounding of states: keyed by request, layer, position, element, and nothing else."""
 
 from __future__ import annotations
 
