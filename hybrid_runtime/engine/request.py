@@ -24,11 +24,13 @@ ShortHit = Literal["short_prompt", "pooled", "no_snapshot", "evicted_keys", "evi
 class Hit:
     """What a request found in the prefix cache.
 
-    tokens: whose keys, values and state are there. keys: their blocks. state: block of the
-    snapshot, None without a hit. known: tokens whose keys and values are there, so that others
-    share them. short: why `tokens` is not more: the prompt does not fill a block and one token
-    more; an embedding needs the hidden states behind it; keys and values go on beyond the last
-    snapshot; either was there and had to make room; None: no more of it was ever there.
+    tokens: leading tokens that need not run, because keys, values and a state are there.
+    keys: their KV blocks. state: block of the snapshot behind them, None without a hit.
+    known: leading tokens whose keys and values are there, with a snapshot or without.
+    short: why `tokens` is not more. "short_prompt": the prompt is not longer than a block.
+    "pooled": an embedding needs the hidden states that follow. "no_snapshot": no state was saved
+    where the known keys and values end. "evicted_keys", "evicted_snapshot": they were there, and
+    made room for others. None: more of this prefix was never there.
     """
 
     tokens: int = 0
@@ -42,15 +44,22 @@ class Hit:
 class Request:
     """What the engine knows of a request.
 
-    computed: tokens whose KV and state are final, as far as results have been read. queued: tokens
-    scheduled and guesses among them, of each step whose results have not been read.
-    text: decoded output so far (empty without a tokenizer). times: (seconds of perf_counter, tokens
-    that arrived then). deadline: of perf_counter. prefill: tokens known when it was admitted last,
-    which are run before it decodes. epoch: how often it was preempted; results of steps queued
-    before that are void. hit: what it found in the prefix cache then; hashes: of its full blocks;
-    filed: leading blocks whose keys and values others can find. pooled_from: position of the first
-    token whose hidden state goes into an embedding, None where text is wanted. embedding: float32
-    `[hidden]` on the CPU, the mean of those hidden states, once it has ended as "embedded".
+    id: the engine's number of it. prompt, params: as submitted. seed: of its random numbers.
+    stream: decodes its output. slot: row of the batch, -1 while it waits or has ended.
+    computed: tokens whose KV and state are final, as far as results have been read.
+    queued: per step whose results have not been read, tokens scheduled and drafts among them.
+    output, text: tokens emitted so far, and their text (empty without a tokenizer).
+    finish_reason, error: why it ended; the exception if that is "error".
+    submitted, deadline: seconds of perf_counter.
+    times: per arrival of tokens, seconds of perf_counter and how many arrived.
+    tenant: requests of other tenants find nothing that it computed.
+    prefill: tokens known when it was last admitted, all of which run before it decodes.
+    epoch: how often it was preempted; results of steps queued before that are dropped.
+    hit: what it found in the prefix cache when it was last admitted.
+    hashes: keys of its full blocks in the prefix cache.
+    filed: leading blocks whose keys and values others can find.
+    pooled_from: position of the first token that goes into an embedding; None: text is wanted.
+    embedding: float32 `[hidden]` on the CPU, not normalised, once it has ended as "embedded".
     """
 
     id: int
@@ -89,24 +98,23 @@ class Request:
 
     @property
     def computed_min(self) -> int:
-        """Tokens computed once all that is queued has run, if every guess fails."""
+        """Tokens computed once all queued steps have run, if no draft is accepted."""
         return self.computed + sum(scheduled - draft for scheduled, draft in self.queued)
 
     @property
     def computed_max(self) -> int:
-        """The same if every guess is accepted."""
+        """The same if every draft is accepted."""
         return self.computed + sum(scheduled for scheduled, _ in self.queued)
 
     @property
     def prompt_left(self) -> int:
-        """Tokens to run before it decodes that no step has been scheduled for."""
+        """Tokens that must run before it decodes and are in no queued step."""
         return self.prefill - self.computed_min
 
     @property
     def most_hit(self) -> int:
-        """Tokens that a prefix hit may cover at the most. One is left to run, because what comes
-        next needs its hidden state; of an embedding all are that are pooled, because the cache
-        keeps keys, values and states, and no hidden states."""
+        """Most tokens that a prefix hit may cover. The cache keeps no hidden states, so a token
+        runs if its hidden state is needed: a text's last one, all that an embedding pools."""
         return self.length - 1 if self.pooled_from is None else self.pooled_from
 
     @property
@@ -116,14 +124,14 @@ class Request:
 
     @property
     def device_tokens(self) -> list[int]:
-        """Tokens known, as the device is told. It takes a row for a prompt's chunk, which brings no
-        token and no drafts, as long as more are known: so an embedding's text ends in one that
-        never runs."""
+        """Tokens as the device sees them. To the device a row is a prompt's chunk, which emits
+        nothing, while more tokens follow; so an embedding's prompt gets one more, which never
+        runs."""
         return self.tokens if self.pooled_from is None else [*self.prompt, self.prompt[-1]]
 
     @property
     def sure_output(self) -> int:
-        """Tokens emitted, and to be emitted by what is queued, at the least."""
+        """Tokens emitted, and the fewest that queued steps will emit."""
         return len(self.output) + max(self.computed_min + 1 - self.length, 0)
 
     @property
@@ -146,7 +154,7 @@ class Request:
         eos: Collection[int],
         max_length: int,
     ) -> FinishReason | None:
-        """Take emitted tokens up to where the request ends; why it ends, if it does."""
+        """Add emitted tokens up to where the request ends; why it ends, if it does."""
         params = self.params
         for token in tokens:
             if token in params.stop_token_ids or (token in eos and not params.ignore_eos):
@@ -167,10 +175,12 @@ class Request:
 class Completion:
     """The answer to one prompt.
 
-    finish_reason: "stop" (end of text, stop token or stop string), "length", "abort", or "error"
-    (then `error` says what went wrong; other requests are not affected), or "deadline". itl:
-    seconds per token, one entry per token after the first step's; a step's time is shared by the
-    tokens it emitted. hit: what of the prompt did not have to be computed, and why not more.
+    text, tokens: the output. prompt_tokens: length of the prompt.
+    finish_reason: "stop" (end of text, stop token or stop string), "length", "abort", "deadline" or
+    "error"; `error` then says what went wrong, and other requests are not affected.
+    time_to_first_token: seconds from `submit`.
+    itl: seconds per token, one entry per token after the first step's; the tokens that a step
+    emitted share its time equally. hit: what of the prompt was not computed, and why not more.
     """
 
     text: str
