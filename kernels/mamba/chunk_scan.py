@@ -12,11 +12,13 @@ once each way, in the type that they are multiplied in.
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import NamedTuple
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 
 from hybrid_runtime.kernels.common.backend import runs_triton
@@ -29,6 +31,7 @@ from hybrid_runtime.kernels.mamba.chunk_scan_kernels import (
 )
 from hybrid_runtime.kernels.mamba.conv1d_varlen import tile_bound
 from hybrid_runtime.kernels.mamba.naive import check_ssm_shapes, chunk_scan_reference
+from hybrid_runtime.kernels.mamba.strides import ChannelStrides, HeadStrides, StateStrides
 
 
 class ScanTiling(NamedTuple):
@@ -52,6 +55,44 @@ class ScanTiling(NamedTuple):
     carry_stages: int = 3
     output_warps: int = 4
     output_stages: int = 2
+
+
+class ScanShape(NamedTuple):
+    """What all three kernels are compiled for.
+
+    Attributes:
+        HEADS: of x and of the states.
+        HEADS_PER_GROUP: heads that share B and C.
+        DIM: rows of a head's state.
+        STATE: columns of a head's state.
+        CHUNK: tokens between two states that are stored.
+        BLOCK_P: DIM rounded up to a power of two.
+        EXACT: products are formed in fp32; sums of decays then have a second word.
+    """
+
+    HEADS: tl.constexpr
+    HEADS_PER_GROUP: tl.constexpr
+    DIM: tl.constexpr
+    STATE: tl.constexpr
+    CHUNK: tl.constexpr
+    BLOCK_P: tl.constexpr
+    EXACT: tl.constexpr
+
+
+@functools.cache
+def scan_shape(
+    heads: int, heads_per_group: int, dim: int, state: int, chunk: int, product: torch.dtype
+) -> ScanShape:
+    """The constants of a launch. Kept, because Triton finds a compiled kernel by their hash."""
+    return ScanShape(
+        HEADS=tl.constexpr(heads),
+        HEADS_PER_GROUP=tl.constexpr(heads_per_group),
+        DIM=tl.constexpr(dim),
+        STATE=tl.constexpr(state),
+        CHUNK=tl.constexpr(chunk),
+        BLOCK_P=tl.constexpr(max(triton.next_power_of_2(dim), 16)),
+        EXACT=tl.constexpr(product == torch.float32),
+    )
 
 
 def scan_tiling(dim: int, state: int, dtype: torch.dtype) -> ScanTiling:
@@ -118,7 +159,6 @@ def chunk_scan(
             dt_max,
         )
     tokens, heads, dim = x.shape
-    state = B.shape[2]
     heads_per_group = check_ssm_shapes(x, B, states)
     if chunk_size <= 0:
         raise ValueError(f"chunk_size is {chunk_size}, must be positive")
@@ -127,105 +167,142 @@ def chunk_scan(
     if num_rows == 0 or tokens == 0 or max_scheduled == 0:
         return out.zero_()
     product = torch.promote_types(x.dtype, torch.promote_types(B.dtype, C.dtype))
+    tiling = tiling or scan_tiling(dim, B.shape[2], product)
+    shape = scan_shape(heads, heads_per_group, dim, B.shape[2], tiling.chunk, product)
+    num_chunks = tile_bound(tokens, num_rows, tiling.chunk)
     exact = product == torch.float32
-    shape = tiling or scan_tiling(dim, state, product)
-    chunks = tile_bound(tokens, num_rows, shape.chunk)
-    block_p = max(triton.next_power_of_2(dim), 16)
-    block_n = max(triton.next_power_of_2(state), 16)
-    tile = min(shape.tile, block_n)
-    each = math.gcd(shape.each, heads_per_group)
-    sums = torch.empty((3 if exact else 2, heads, chunks, shape.chunk), device=x.device)
-    steps, totals, rests = sums[0], sums[1], sums[-1]
-    carried = torch.empty((chunks, heads, dim, state), dtype=product, device=x.device)
-    steps_kernel[(triton.cdiv(heads, STEP_HEADS), chunks)](
-        dt,
-        A_log,
-        dt_bias,
-        rows.slot,
-        rows.cu_seqlens,
-        rows.write_column,
-        out,
-        steps,
-        totals,
-        rests,
-        tokens,
-        num_rows,
-        *dt.stride(),
-        float(dt_min),
-        float(dt_max),
-        HEADS=heads,
-        DIM=dim,
-        CHUNK=shape.chunk,
-        TILE=STEP_HEADS,
-        BLOCK_P=block_p,
-        EXACT=exact,
-        num_warps=4,
-    )
-    carry_kernel[(heads * triton.cdiv(state, tile), num_rows)](
-        x,
-        B,
-        steps,
-        totals,
-        rests,
-        states,
-        carried,
-        rows.block_table,
-        rows.slot,
-        rows.cu_seqlens,
-        rows.read_column,
-        rows.read_offset,
-        rows.write_column,
-        chunks,
-        *x.stride(),
-        *B.stride(),
-        *states.stride(),
-        rows.block_table.stride(0),
-        dot_type=operand_type(product, x),
-        HEADS=heads,
-        HEADS_PER_GROUP=heads_per_group,
-        DIM=dim,
-        STATE=state,
-        CHUNK=shape.chunk,
-        TRIPS=0 if x.is_cuda else triton.cdiv(max_scheduled, shape.chunk),
-        TILE=tile,
-        BLOCK_P=block_p,
-        EXACT=exact,
-        num_warps=shape.carry_warps,
-        num_stages=shape.carry_stages,
-    )
-    outputs_kernel[(heads // each * (shape.chunk // shape.tokens), chunks)](
-        x,
-        B,
-        C,
-        D,
-        steps,
-        totals,
-        rests,
-        carried,
-        rows.slot,
-        rows.cu_seqlens,
-        rows.write_column,
-        out,
-        num_rows,
-        *x.stride(),
-        *B.stride(),
-        *C.stride(),
-        dot_type=operand_type(product, x),
-        HEADS=heads,
-        HEADS_PER_GROUP=heads_per_group,
-        DIM=dim,
-        STATE=state,
-        CHUNK=shape.chunk,
-        TOKENS=shape.tokens,
-        EACH=each,
-        BLOCK_P=block_p,
-        BLOCK_N=block_n,
-        PIECE=min(shape.piece, block_n),
-        EXACT=exact,
-        num_warps=shape.output_warps,
-        num_stages=shape.output_stages,
-    )
+    sums = torch.empty((3 if exact else 2, heads, num_chunks, tiling.chunk), device=x.device)
+    carried = torch.empty((num_chunks, *states.shape[1:]), dtype=product, device=x.device)
+    _sum_chunks(dt, A_log, dt_bias, dt_min, dt_max, rows, out, sums, shape)
+    _carry_states(x, B, states, rows, max_scheduled, sums, carried, shape, tiling)
+    _compute_outputs(x, B, C, D, rows, sums, carried, out, shape, tiling)
     return out
 
 
 STEP_HEADS = 16
+"""Heads per program of the first launch."""
+
+
+def _sum_chunks(
+    dt: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    dt_min: float,
+    dt_max: float,
+    rows: StateRows,
+    out: Tensor,
+    sums: Tensor,
+    shape: ScanShape,
+) -> None:
+    """Fill `sums`: steps, totals, and the totals' second words where products are exact. Zero the
+    outputs of tokens that belong to no row."""
+    steps, totals, rests = sums[0], sums[1], sums[-1]
+    tokens, heads, _ = out.shape
+    steps_kernel[(triton.cdiv(heads, STEP_HEADS), sums.shape[2])](
+        dt=dt,
+        A_log=A_log,
+        dt_bias=dt_bias,
+        slot=rows.slot,
+        cu_seqlens=rows.cu_seqlens,
+        write_column=rows.write_column,
+        out=out,
+        steps=steps,
+        totals=totals,
+        rests=rests,
+        tokens=tokens,
+        rows=rows.slot.shape[0],
+        dt_stride=ChannelStrides(*dt.stride()),
+        dt_min=float(dt_min),
+        dt_max=float(dt_max),
+        shape=shape,
+        TILE=STEP_HEADS,
+        num_warps=4,
+    )
+
+
+def _carry_states(
+    x: Tensor,
+    B: Tensor,
+    states: Tensor,
+    rows: StateRows,
+    max_scheduled: int,
+    sums: Tensor,
+    carried: Tensor,
+    shape: ScanShape,
+    tiling: ScanTiling,
+) -> None:
+    """Store the state at the start of every chunk in `carried`, and each row's last in `states`."""
+    steps, totals, rests = sums[0], sums[1], sums[-1]
+    heads, state = carried.shape[1], carried.shape[3]
+    tile = min(tiling.tile, max(triton.next_power_of_2(state), 16))
+    carry_kernel[(heads * triton.cdiv(state, tile), rows.slot.shape[0])](
+        x=x,
+        B=B,
+        steps=steps,
+        totals=totals,
+        rests=rests,
+        states=states,
+        carried=carried,
+        block_table=rows.block_table,
+        slot=rows.slot,
+        cu_seqlens=rows.cu_seqlens,
+        read_column=rows.read_column,
+        read_offset=rows.read_offset,
+        write_column=rows.write_column,
+        chunks=sums.shape[2],
+        x_stride=HeadStrides(*x.stride()),
+        B_stride=HeadStrides(*B.stride()),
+        state_stride=StateStrides(*states.stride()),
+        table_stride=rows.block_table.stride(0),
+        dot_type=operand_type(carried.dtype, x),
+        shape=shape,
+        TRIPS=0 if x.is_cuda else triton.cdiv(max_scheduled, tiling.chunk),
+        TILE=tile,
+        num_warps=tiling.carry_warps,
+        num_stages=tiling.carry_stages,
+    )
+
+
+def _compute_outputs(
+    x: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor,
+    rows: StateRows,
+    sums: Tensor,
+    carried: Tensor,
+    out: Tensor,
+    shape: ScanShape,
+    tiling: ScanTiling,
+) -> None:
+    """Fill `out` for all tokens of rows."""
+    steps, totals, rests = sums[0], sums[1], sums[-1]
+    heads, groups = x.shape[1], B.shape[1]
+    each = math.gcd(tiling.each, heads // groups)
+    block_n = max(triton.next_power_of_2(B.shape[2]), 16)
+    outputs_kernel[(heads // each * (tiling.chunk // tiling.tokens), sums.shape[2])](
+        x=x,
+        B=B,
+        C=C,
+        D=D,
+        steps=steps,
+        totals=totals,
+        rests=rests,
+        carried=carried,
+        slot=rows.slot,
+        cu_seqlens=rows.cu_seqlens,
+        write_column=rows.write_column,
+        out=out,
+        rows=rows.slot.shape[0],
+        x_stride=HeadStrides(*x.stride()),
+        B_stride=HeadStrides(*B.stride()),
+        C_stride=HeadStrides(*C.stride()),
+        dot_type=operand_type(carried.dtype, x),
+        shape=shape,
+        TOKENS=tiling.tokens,
+        EACH=each,
+        BLOCK_N=block_n,
+        PIECE=min(tiling.piece, block_n),
+        num_warps=tiling.output_warps,
+        num_stages=tiling.output_stages,
+    )

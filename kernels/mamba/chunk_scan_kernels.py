@@ -27,20 +27,21 @@ def steps_kernel(
     rests,
     tokens,
     rows,
-    dt_token,
-    dt_head,
+    dt_stride,
     dt_min,
     dt_max,
-    HEADS: tl.constexpr,
-    DIM: tl.constexpr,
-    CHUNK: tl.constexpr,
+    shape,
     TILE: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-    EXACT: tl.constexpr,
 ):
     """Per head and chunk: time steps, and log2 of the decay from the chunk's start to each token.
 
-    Behind a row's end the step is 0, so the chunk's last total is that of its last token."""
+    Behind a row's end the step is 0, so the chunk's last total is that of its last token.
+    """
+    HEADS: tl.constexpr = shape.HEADS
+    DIM: tl.constexpr = shape.DIM
+    CHUNK: tl.constexpr = shape.CHUNK
+    BLOCK_P: tl.constexpr = shape.BLOCK_P
+    EXACT: tl.constexpr = shape.EXACT
     head = tl.program_id(0) * TILE + tl.arange(0, TILE)
     chunk = tl.program_id(1)
     is_head = head < HEADS
@@ -62,9 +63,10 @@ def steps_kernel(
     if (left <= 0) | (tl.load(slot + row) < 0) | (tl.load(write_column + row) < 0):
         return
     t = tl.arange(0, CHUNK)
-    at = (start + number * CHUNK + t).to(tl.int64) * dt_token
+    at = (start + number * CHUNK + t).to(tl.int64) * dt_stride.token
     live = (t < left)[:, None] & is_head[None, :]
-    raw = tl.load(dt + at[:, None] + head[None, :] * dt_head, mask=live, other=0.0).to(tl.float32)
+    p_dt = dt + at[:, None] + head[None, :] * dt_stride.channel
+    raw = tl.load(p_dt, mask=live, other=0.0).to(tl.float32)
     raw += tl.load(dt_bias + head, mask=is_head, other=0.0).to(tl.float32)[None, :]
     step = tl.minimum(tl.maximum(softplus(raw), dt_min), dt_max)
     step = tl.where(live, step, 0.0)
@@ -102,29 +104,23 @@ def carry_kernel(
     read_offset,
     write_column,
     chunks,
-    x_token,
-    x_head,
-    x_dim,
-    B_token,
-    B_group,
-    B_state,
-    state_block,
-    state_head,
-    state_dim,
-    state_state,
+    x_stride,
+    B_stride,
+    state_stride,
     table_stride,
     dot_type: tl.constexpr,
-    HEADS: tl.constexpr,
-    HEADS_PER_GROUP: tl.constexpr,
-    DIM: tl.constexpr,
-    STATE: tl.constexpr,
-    CHUNK: tl.constexpr,
+    shape,
     TRIPS: tl.constexpr,
     TILE: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-    EXACT: tl.constexpr,
 ):
     """One tile of one head's state through a whole row."""
+    HEADS: tl.constexpr = shape.HEADS
+    HEADS_PER_GROUP: tl.constexpr = shape.HEADS_PER_GROUP
+    DIM: tl.constexpr = shape.DIM
+    STATE: tl.constexpr = shape.STATE
+    CHUNK: tl.constexpr = shape.CHUNK
+    BLOCK_P: tl.constexpr = shape.BLOCK_P
+    EXACT: tl.constexpr = shape.EXACT
     tiles: tl.constexpr = (STATE + TILE - 1) // TILE
     head = tl.program_id(0) // tiles
     row = tl.program_id(1)
@@ -143,15 +139,16 @@ def carry_kernel(
     table = block_table + row_slot.to(tl.int64) * table_stride
     further = tl.load(read_offset + row)
     block = tl.load(table + source + further, mask=source >= 0, other=0).to(tl.int64)
-    element = p.to(tl.int64)[:, None] * state_dim + n.to(tl.int64)[None, :] * state_state
-    element += wide * state_head
-    old = states + block * state_block + element
+    element = p.to(tl.int64)[:, None] * state_stride.dim
+    element += n.to(tl.int64)[None, :] * state_stride.state
+    element += wide * state_stride.head
+    old = states + block * state_stride.block + element
     h = tl.load(old, mask=real & (source >= 0), other=0.0).to(tl.float32)
 
     first = first_tile(start, row, CHUNK).to(tl.int64)
     sums = (wide * chunks + first) * CHUNK
-    given_x = x + wide * x_head + p[:, None] * x_dim
-    given_B = B + (head // HEADS_PER_GROUP).to(tl.int64) * B_group + n[None, :] * B_state
+    given_x = x + wide * x_stride.head + p[:, None] * x_stride.dim
+    given_B = B + (head // HEADS_PER_GROUP).to(tl.int64) * B_stride.head + n[None, :] * B_stride.dim
     kept = carried + (first * HEADS + wide) * (DIM * STATE) + p[:, None] * STATE + n[None, :]
     # Triton 3.6's interpreter has no loops of run-time length; there TRIPS bounds them.
     for trip in range(TRIPS if TRIPS > 0 else tl.cdiv(scheduled, CHUNK)):
@@ -159,9 +156,9 @@ def carry_kernel(
         live = trip * CHUNK + t < scheduled
         token = (start + trip * CHUNK + t).to(tl.int64)
         mask = (p < DIM)[:, None] & live[None, :]
-        xs = tl.load(given_x + token[None, :] * x_token, mask=mask, other=0.0)
+        xs = tl.load(given_x + token[None, :] * x_stride.token, mask=mask, other=0.0)
         mask = live[:, None] & (n < STATE)[None, :]
-        Bs = tl.load(given_B + token[:, None] * B_token, mask=mask, other=0.0)
+        Bs = tl.load(given_B + token[:, None] * B_stride.token, mask=mask, other=0.0)
         at = sums + trip * CHUNK
         step = tl.load(steps + at + t, mask=here, other=0.0)
         whole = tl.load(totals + at + (CHUNK - 1), mask=here, other=0.0)
@@ -179,7 +176,7 @@ def carry_kernel(
     # which several threads load one element.
     tl.debug_barrier()
     to = tl.load(table + target).to(tl.int64)
-    tl.store(states + to * state_block + element, h.to(states.dtype.element_ty), mask=real)
+    tl.store(states + to * state_stride.block + element, h.to(states.dtype.element_ty), mask=real)
 
 
 @triton.jit(
@@ -200,32 +197,27 @@ def outputs_kernel(
     write_column,
     out,
     rows,
-    x_token,
-    x_head,
-    x_dim,
-    B_token,
-    B_group,
-    B_state,
-    C_token,
-    C_group,
-    C_state,
+    x_stride,
+    B_stride,
+    C_stride,
     dot_type: tl.constexpr,
-    HEADS: tl.constexpr,
-    HEADS_PER_GROUP: tl.constexpr,
-    DIM: tl.constexpr,
-    STATE: tl.constexpr,
-    CHUNK: tl.constexpr,
+    shape,
     TOKENS: tl.constexpr,
     EACH: tl.constexpr,
-    BLOCK_P: tl.constexpr,
     BLOCK_N: tl.constexpr,
     PIECE: tl.constexpr,
-    EXACT: tl.constexpr,
 ):
     """Outputs of some tokens of a chunk for some heads of one group, which share C B^T.
 
     PIECE is how much of the state is multiplied at once: all of it where there are matrix units,
     little in fp32, whose operands lie in registers."""
+    HEADS: tl.constexpr = shape.HEADS
+    HEADS_PER_GROUP: tl.constexpr = shape.HEADS_PER_GROUP
+    DIM: tl.constexpr = shape.DIM
+    STATE: tl.constexpr = shape.STATE
+    CHUNK: tl.constexpr = shape.CHUNK
+    BLOCK_P: tl.constexpr = shape.BLOCK_P
+    EXACT: tl.constexpr = shape.EXACT
     parts: tl.constexpr = CHUNK // TOKENS
     part = tl.program_id(0) % parts
     head = tl.program_id(0) // parts * EACH
@@ -252,27 +244,28 @@ def outputs_kernel(
     n = tl.arange(0, PIECE)
     token = (start + k).to(tl.int64)
     group = (head // HEADS_PER_GROUP).to(tl.int64)
-    query_at = C + queried[:, None] * C_token + group * C_group
-    key_at = B + token[:, None] * B_token + group * B_group
+    query_at = C + queried[:, None] * C_stride.token + group * C_stride.head
+    key_at = B + token[:, None] * B_stride.token + group * B_stride.head
     query_real = (m < left)[:, None]
     key_real = (k < left)[:, None]
-    Cs = tl.load(query_at + n[None, :] * C_state, mask=query_real & (n < STATE)[None, :], other=0.0)
-    Bs = tl.load(key_at + n[None, :] * B_state, mask=key_real & (n < STATE)[None, :], other=0.0)
+    in_state = (n < STATE)[None, :]
+    Cs = tl.load(query_at + n[None, :] * C_stride.dim, mask=query_real & in_state, other=0.0)
+    Bs = tl.load(key_at + n[None, :] * B_stride.dim, mask=key_real & in_state, other=0.0)
     Cs = Cs.to(dot_type)
     score = tl.dot(Cs, tl.trans(Bs.to(dot_type)), input_precision="ieee")
     for low in range(PIECE, BLOCK_N, PIECE):
         more = low + n
         mask = query_real & (more < STATE)[None, :]
-        Ci = tl.load(query_at + more[None, :] * C_state, mask=mask, other=0.0)
+        Ci = tl.load(query_at + more[None, :] * C_stride.dim, mask=mask, other=0.0)
         mask = key_real & (more < STATE)[None, :]
-        Bi = tl.load(key_at + more[None, :] * B_state, mask=mask, other=0.0)
+        Bi = tl.load(key_at + more[None, :] * B_stride.dim, mask=mask, other=0.0)
         Bi = tl.trans(Bi.to(dot_type))
         score = tl.dot(Ci.to(dot_type), Bi, score, input_precision="ieee")
     score = tl.where(k[None, :] <= m[:, None], score, 0.0)
 
     lines = tl.num_programs(1).to(tl.int64) * CHUNK
-    given_x = x + token[:, None] * x_token + p[None, :] * x_dim
-    queried_x = x + queried[:, None] * x_token + p[None, :] * x_dim
+    given_x = x + token[:, None] * x_stride.token + p[None, :] * x_stride.dim
+    queried_x = x + queried[:, None] * x_stride.token + p[None, :] * x_stride.dim
     given_state = carried + chunk.to(tl.int64) * (HEADS * DIM * STATE)
     given_state += p[:, None] * STATE + n[None, :]
     given_step = (k < left)[:, None] & (p < DIM)[None, :]
@@ -280,7 +273,7 @@ def outputs_kernel(
     for i in range(EACH):
         wide = tl.cast(head + i, tl.int64)
         line = wide * lines + chunk * CHUNK
-        xs = tl.load(given_x + wide * x_head, mask=given_step, other=0.0)
+        xs = tl.load(given_x + wide * x_stride.head, mask=given_step, other=0.0)
         h = tl.load(given_state + wide * (DIM * STATE), mask=whole, other=0.0)
         total = tl.load(totals + line + m)
         decay = total[:, None] - tl.load(totals + line + k)[None, :]
@@ -292,7 +285,7 @@ def outputs_kernel(
         for low in range(PIECE, BLOCK_N, PIECE):
             more = low + n
             mask = query_real & (more < STATE)[None, :]
-            Ci = tl.load(query_at + more[None, :] * C_state, mask=mask, other=0.0)
+            Ci = tl.load(query_at + more[None, :] * C_stride.dim, mask=mask, other=0.0)
             mask = (p < DIM)[:, None] & (more < STATE)[None, :]
             hi = tl.load(given_state + wide * (DIM * STATE) + low, mask=mask, other=0.0)
             hi = tl.trans(hi.to(dot_type))
@@ -300,7 +293,7 @@ def outputs_kernel(
         y *= tl.exp2(total)[:, None]
         y = tl.dot(weight.to(dot_type), xs.to(dot_type), y, input_precision="ieee")
         if TOKENS < CHUNK:
-            own = tl.load(queried_x + wide * x_head, mask=real, other=0.0)
+            own = tl.load(queried_x + wide * x_stride.head, mask=real, other=0.0)
         else:
             own = xs
         y += tl.load(D + head + i).to(tl.float32) * own.to(tl.float32)

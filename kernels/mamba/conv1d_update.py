@@ -13,6 +13,7 @@ from hybrid_runtime.kernels.common.pdl import pdl, pdl_wait
 from hybrid_runtime.kernels.common.varlen import StateRows
 from hybrid_runtime.kernels.common.zero_fill import zero_unowned
 from hybrid_runtime.kernels.mamba.naive import check_conv_shapes, conv1d_reference
+from hybrid_runtime.kernels.mamba.strides import ChannelStrides, WindowStrides
 
 MAX_TOKENS = 8
 """Tokens per row that the kernel unrolls; longer rows go to the reference."""
@@ -41,14 +42,11 @@ def _conv1d_update_kernel(
     snapshot_after,
     out,
     tokens,
-    x_token,
-    x_channel,
+    x_stride,
     weight_channel,
     weight_tap,
     bias_channel,
-    window_block,
-    window_position,
-    window_channel,
+    window_stride,
     window_length,
     table_stride,
     CHANNELS: tl.constexpr,
@@ -80,16 +78,16 @@ def _conv1d_update_kernel(
         reads = source >= 0
         block = tl.load(table + source, mask=reads, other=0).to(tl.int64)
         to = tl.load(table + target).to(tl.int64)
-        across = channel.to(tl.int64) * window_channel
-        taken = windows + block * window_block + across
+        across = channel.to(tl.int64) * window_stride.channel
+        taken = windows + block * window_stride.block + across
         inputs = ()
         for j in tl.static_range(history):
-            at = (offset + j).to(tl.int64) * window_position
+            at = (offset + j).to(tl.int64) * window_stride.position
             inputs += (tl.load(taken + at, mask=inside & reads, other=0.0),)
         for i in tl.static_range(TOKENS):
-            at = (start + i).to(tl.int64) * x_token
+            at = (start + i).to(tl.int64) * x_stride.token
             live = inside & (start + i < end)
-            inputs += (tl.load(x + at + channel * x_channel, mask=live, other=0.0),)
+            inputs += (tl.load(x + at + channel * x_stride.channel, mask=live, other=0.0),)
         taps = ()
         for tap in tl.static_range(TAPS):
             at = channel * weight_channel + tap * weight_tap
@@ -108,29 +106,29 @@ def _conv1d_update_kernel(
             kept = tl.load(snapshot_column + row)
             behind = tl.load(snapshot_after + row)
             if kept >= 0:
-                saved = windows + tl.load(table + kept).to(tl.int64) * window_block + across
+                saved = windows + tl.load(table + kept).to(tl.int64) * window_stride.block + across
                 known = tl.where(reads, offset, 0)  # inputs that the old window has before ours
                 for j in tl.static_range(history):
                     before = inside & (behind + j < known)
-                    from_old = taken + (behind + j).to(tl.int64) * window_position
+                    from_old = taken + (behind + j).to(tl.int64) * window_stride.position
                     early = tl.load(from_old, mask=before, other=0.0)
-                    tl.store(saved + j * window_position, early, mask=before)
+                    tl.store(saved + j * window_stride.position, early, mask=before)
                 for i in tl.static_range(history + TOKENS):
                     place = i + known - behind
                     stays = (place >= 0) & (place < history) & (i < history + end - start)
                     late = inputs[i].to(windows.dtype.element_ty)
-                    given_at = saved + place.to(tl.int64) * window_position
+                    given_at = saved + place.to(tl.int64) * window_stride.position
                     tl.store(given_at, late, mask=inside & stays)
         # Threads own the same channels in all these accesses only if the compiler vectorises
         # them alike; the barrier keeps every load of the old window before the first store.
         tl.debug_barrier()
-        written = windows + to * window_block + across
+        written = windows + to * window_stride.block + across
         certain = end - start - guesses
         for i in tl.static_range(history + TOKENS):
             position = i - certain
             kept = (position >= 0) & (i < history + end - start) & (position < window_length)
             value = inputs[i].to(windows.dtype.element_ty)
-            at = position.to(tl.int64) * window_position
+            at = position.to(tl.int64) * window_stride.position
             tl.store(written + at, value, mask=inside & kept)
 
 
@@ -175,27 +173,22 @@ def conv1d_update(
         return out.zero_()
     tile = TILE if num_rows < MANY_ROWS else TILE_MANY_ROWS
     _conv1d_update_kernel[(triton.cdiv(channels, tile), num_rows)](
-        x,
-        weight,
-        bias,
-        windows,
-        rows.block_table,
-        rows.slot,
-        rows.cu_seqlens,
-        rows.draft,
-        rows.read_column,
-        rows.read_offset,
-        rows.write_column,
-        snapshot_column,
-        snapshot_after,
-        out,
-        tokens,
-        *x.stride(),
-        *weight.stride(),
-        1 if bias is None else bias.stride(0),
-        *windows.stride(),
-        windows.shape[1],
-        rows.block_table.stride(0),
+        x=x,
+        weight=weight,
+        bias=bias,
+        windows=windows,
+        **rows._asdict(),
+        snapshot_column=snapshot_column,
+        snapshot_after=snapshot_after,
+        out=out,
+        tokens=tokens,
+        x_stride=ChannelStrides(*x.stride()),
+        weight_channel=weight.stride(0),
+        weight_tap=weight.stride(1),
+        bias_channel=1 if bias is None else bias.stride(0),
+        window_stride=WindowStrides(*windows.stride()),
+        window_length=windows.shape[1],
+        table_stride=rows.block_table.stride(0),
         CHANNELS=channels,
         TAPS=taps,
         TOKENS=max_scheduled,

@@ -22,6 +22,7 @@ from hybrid_runtime.kernels.common.math import silu
 from hybrid_runtime.kernels.common.varlen import StateRows
 from hybrid_runtime.kernels.common.zero_fill import zero_tokens
 from hybrid_runtime.kernels.mamba.naive import check_conv_shapes, conv1d_reference
+from hybrid_runtime.kernels.mamba.strides import ChannelStrides, WindowStrides
 
 
 @triton.jit
@@ -78,14 +79,11 @@ def _conv1d_varlen_kernel(
     out,
     tokens,
     rows,
-    x_token,
-    x_channel,
+    x_stride,
     weight_channel,
     weight_tap,
     bias_channel,
-    window_block,
-    window_position,
-    window_channel,
+    window_stride,
     table_stride,
     CHANNELS: tl.constexpr,
     TAPS: tl.constexpr,
@@ -128,17 +126,18 @@ def _conv1d_varlen_kernel(
     opens = number == 0
     reads = opens & (source >= 0)
     block = tl.load(table + source, mask=reads, other=0).to(tl.int64)
-    across = channel.to(tl.int64) * window_channel
-    old = windows + block * window_block + offset.to(tl.int64) * window_position + across
-    given_x = x + channel.to(tl.int64) * x_channel
+    across = channel.to(tl.int64) * window_stride.channel
+    old = windows + block * window_stride.block + across
+    old += offset.to(tl.int64) * window_stride.position
+    given_x = x + channel.to(tl.int64) * x_stride.channel
     inputs = ()
     for i in tl.static_range(history):  # TOKENS >= history: only the first tile needs the window
-        at = (start + low - history + i).to(tl.int64) * x_token
+        at = (start + low - history + i).to(tl.int64) * x_stride.token
         before = tl.load(given_x + at, mask=inside & (number > 0), other=0.0).to(tl.float32)
-        past = tl.load(old + i * window_position, mask=inside & reads, other=0.0).to(tl.float32)
-        inputs += (tl.where(opens, past, before),)
+        past = tl.load(old + i * window_stride.position, mask=inside & reads, other=0.0)
+        inputs += (tl.where(opens, past.to(tl.float32), before),)
     for i in tl.static_range(TOKENS):
-        at = (start + low + i).to(tl.int64) * x_token
+        at = (start + low + i).to(tl.int64) * x_stride.token
         live = inside & (low + i < scheduled)
         inputs += (tl.load(given_x + at, mask=live, other=0.0),)
     taps = ()
@@ -165,18 +164,20 @@ def _conv1d_varlen_kernel(
         values = ()
         for position in tl.static_range(LENGTH):
             index = certain + position  # among the old window's W - 1 inputs and the row's own
-            kept_at = old + index.to(tl.int64) * window_position
+            kept_at = old + index.to(tl.int64) * window_stride.position
             kept = tl.load(kept_at, mask=inside & reads & (index < history), other=0.0)
-            own_at = given_x + (start + index - history).to(tl.int64) * x_token
+            own_at = given_x + (start + index - history).to(tl.int64) * x_stride.token
             own = (index >= history) & (index < history + scheduled)
             fresh = tl.load(own_at, mask=inside & own, other=0.0).to(windows.dtype.element_ty)
             values += (tl.where(index < history, kept, fresh),)
         tl.debug_barrier()
         to = tl.load(table + target).to(tl.int64)
-        rolled = windows + to * window_block + across
+        rolled = windows + to * window_stride.block + across
         for position in tl.static_range(LENGTH):
             known = certain + position < history + scheduled
-            tl.store(rolled + position * window_position, values[position], mask=inside & known)
+            tl.store(
+                rolled + position * window_stride.position, values[position], mask=inside & known
+            )
 
 
 class ConvTiling(NamedTuple):
@@ -225,28 +226,22 @@ def conv1d_varlen(
         return out.zero_()
     shape = tiling or ConvTiling()
     length = max(min(shape.tokens, triton.next_power_of_2(max_scheduled)), taps - 1, 1)
-    _conv1d_varlen_kernel[
-        (triton.cdiv(channels, shape.channels), tile_bound(tokens, num_rows, length))
-    ](
-        x,
-        weight,
-        bias,
-        windows,
-        rows.block_table,
-        rows.slot,
-        rows.cu_seqlens,
-        rows.draft,
-        rows.read_column,
-        rows.read_offset,
-        rows.write_column,
-        out,
-        tokens,
-        num_rows,
-        *x.stride(),
-        *weight.stride(),
-        1 if bias is None else bias.stride(0),
-        *windows.stride(),
-        rows.block_table.stride(0),
+    grid = (triton.cdiv(channels, shape.channels), tile_bound(tokens, num_rows, length))
+    _conv1d_varlen_kernel[grid](
+        x=x,
+        weight=weight,
+        bias=bias,
+        windows=windows,
+        **rows._asdict(),
+        out=out,
+        tokens=tokens,
+        rows=num_rows,
+        x_stride=ChannelStrides(*x.stride()),
+        weight_channel=weight.stride(0),
+        weight_tap=weight.stride(1),
+        bias_channel=1 if bias is None else bias.stride(0),
+        window_stride=WindowStrides(*windows.stride()),
+        table_stride=rows.block_table.stride(0),
         CHANNELS=channels,
         TAPS=taps,
         LENGTH=windows.shape[1],

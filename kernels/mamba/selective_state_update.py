@@ -19,6 +19,7 @@ from hybrid_runtime.kernels.common.pdl import pdl, pdl_wait
 from hybrid_runtime.kernels.common.varlen import StateRows
 from hybrid_runtime.kernels.common.zero_fill import zero_unowned
 from hybrid_runtime.kernels.mamba.naive import check_ssm_shapes, selective_state_update_reference
+from hybrid_runtime.kernels.mamba.strides import ChannelStrides, HeadStrides
 
 MAX_TOKENS = 8
 """Tokens per row that the kernel unrolls; longer rows go to the reference."""
@@ -49,17 +50,10 @@ def _selective_state_update_kernel(
     write_column,
     out,
     tokens,
-    x_token,
-    x_head,
-    x_dim,
-    dt_token,
-    dt_head,
-    B_token,
-    B_group,
-    B_state,
-    C_token,
-    C_group,
-    C_state,
+    x_stride,
+    dt_stride,
+    B_stride,
+    C_stride,
     table_stride,
     state_stride,
     dt_min,
@@ -117,15 +111,17 @@ def _selective_state_update_kernel(
         for i in tl.static_range(TOKENS):
             live = start + i < end
             at = (start + i).to(tl.int64)
-            raws += (tl.load(dt + at * dt_token + head * dt_head, mask=live, other=0.0),)
+            raws += (
+                tl.load(dt + at * dt_stride.token + head * dt_stride.channel, mask=live, other=0.0),
+            )
             column = target + i - first
             stored = live & (i >= first)
             blocks += (tl.load(table + column, mask=stored, other=0),)
-            taken = x + at * x_token + head * x_head + p * x_dim
+            taken = x + at * x_stride.token + head * x_stride.head + p * x_stride.dim
             xs += (tl.load(taken, mask=in_dim & live, other=0.0),)
-            taken = B + at * B_token + group * B_group + n * B_state
+            taken = B + at * B_stride.token + group * B_stride.head + n * B_stride.dim
             Bs += (tl.load(taken, mask=in_state & live, other=0.0),)
-            taken = C + at * C_token + group * C_group + n * C_state
+            taken = C + at * C_stride.token + group * C_stride.head + n * C_stride.dim
             Cs += (tl.load(taken, mask=in_state & live, other=0.0),)
         h = tl.load(states + block * state_stride + element, mask=whole & reads, other=0.0)
         bias = tl.load(dt_bias + head).to(tl.float32)
@@ -202,31 +198,25 @@ def selective_state_update(
     tile, warps = SHAPES[states.element_size()]
     tile = min(tile, triton.next_power_of_2(dim))
     _selective_state_update_kernel[(heads * triton.cdiv(dim, tile), num_rows)](
-        x,
-        dt,
-        A_log,
-        B,
-        C,
-        D,
-        dt_bias,
-        states,
-        rows.block_table,
-        rows.slot,
-        rows.cu_seqlens,
-        rows.draft,
-        rows.read_column,
-        rows.read_offset,
-        rows.write_column,
-        out,
-        tokens,
-        *x.stride(),
-        *dt.stride(),
-        *B.stride(),
-        *C.stride(),
-        rows.block_table.stride(0),
-        states.stride(0),
-        float(dt_min),
-        float(dt_max),
+        x=x,
+        dt=dt,
+        A_log=A_log,
+        B=B,
+        C=C,
+        D=D,
+        dt_bias=dt_bias,
+        states=states,
+        **rows._asdict(),
+        out=out,
+        tokens=tokens,
+        x_stride=HeadStrides(*x.stride()),
+        dt_stride=ChannelStrides(*dt.stride()),
+        B_stride=HeadStrides(*B.stride()),
+        C_stride=HeadStrides(*C.stride()),
+        table_stride=rows.block_table.stride(0),
+        state_stride=states.stride(0),
+        dt_min=float(dt_min),
+        dt_max=float(dt_max),
         HEADS=heads,
         HEADS_PER_GROUP=heads_per_group,
         DIM=dim,

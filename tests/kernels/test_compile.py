@@ -24,7 +24,13 @@ from hybrid_runtime.kernels.mamba import (
     conv1d_varlen,
     selective_state_update,
 )
-from hybrid_runtime.kernels.mamba.chunk_scan import STEP_HEADS, scan_tiling
+from hybrid_runtime.kernels.mamba.chunk_scan import STEP_HEADS, ScanShape, scan_shape, scan_tiling
+from hybrid_runtime.kernels.mamba.strides import (
+    ChannelStrides,
+    HeadStrides,
+    StateStrides,
+    WindowStrides,
+)
 from hybrid_runtime.kernels.moe import align_block_size, fused_moe, topk
 from hybrid_runtime.kernels.sampling import argmax
 from hybrid_runtime.kernels.step import (
@@ -50,12 +56,21 @@ FILL: dict[str, Any] = {
 }  # fmt: skip
 ADVANCE: dict[str, Any] = {"BLOCK_SIZE": 4336, "IN_PLACE": False}
 CONV: dict[str, Any] = {
-    "CHANNELS": 10240, "TAPS": 4, "TOKENS": 4, "TILE": 256,
-    "x_channel": 1, "window_channel": 1, "weight_tap": 1, "bias_channel": 1,
+    "CHANNELS": 10240, "TAPS": 4, "TOKENS": 4, "TILE": 256, "weight_tap": 1, "bias_channel": 1,
 }  # fmt: skip
 SSM: dict[str, Any] = {
     "HEADS": 128, "HEADS_PER_GROUP": 16, "DIM": 64, "STATE": 128, "TOKENS": 4, "TILE": 8,
-    "WIDTH": 128, "x_dim": 1, "dt_head": 1, "B_state": 1, "C_state": 1,
+    "WIDTH": 128,
+}  # fmt: skip
+SSM_STRIDES: dict[str, Any] = {
+    "x_stride": HeadStrides("i32", "i32", 1), "dt_stride": ChannelStrides("i32", 1),
+    "B_stride": HeadStrides("i32", "i32", 1), "C_stride": HeadStrides("i32", "i32", 1),
+}  # fmt: skip
+CONV_STRIDES: dict[str, Any] = {
+    "x_stride": ChannelStrides("i32", 1), "window_stride": WindowStrides("i32", "i32", 1),
+}  # fmt: skip
+MAMBA_STRIDES = {
+    "_conv1d_update_kernel": CONV_STRIDES, "_selective_state_update_kernel": SSM_STRIDES,
 }  # fmt: skip
 POOL: dict[str, Any] = {"FIELDS": 6, "SIZE": 4096, "TOKENS": 32, "TILE": 128}
 NO_SNAPSHOT = {"snapshot_column": None, "snapshot_after": None}
@@ -88,7 +103,7 @@ KERNELS = [
 def test_compiles_for_hopper(kernel: JITFunction, constants: dict[str, Any]) -> None:
     if not isinstance(kernel, JITFunction):
         pytest.skip("the interpreter is on")
-    assert compiled(kernel, constants).asm["cubin"]
+    assert compiled(kernel, constants, **MAMBA_STRIDES.get(kernel.__name__, {})).asm["cubin"]
 
 
 EMBEDDING: dict[str, Any] = {"V": 131072, "SIZE": 4480, "BLOCK": 1024}
@@ -118,7 +133,8 @@ def test_state_update_moves_16_bytes_at_once(type_: str, tile: int) -> None:
     if not isinstance(kernel, JITFunction):
         pytest.skip("the interpreter is on")
     constants = SSM | {"TILE": tile}
-    text = compiled(kernel, constants, ("states", "state_stride"), states=type_).asm["ptx"]
+    types = SSM_STRIDES | {"states": type_}
+    text = compiled(kernel, constants, ("states", "state_stride"), **types).asm["ptx"]
     loads = tile * 128 * (4 if type_ == "*fp32" else 2) // (16 * 64)  # of 64 threads
     assert text.count("ld.global.v4.b32") == loads
     assert len(re.findall(r"st\.global\S*\.v4\.b32", text)) == 4 * loads
@@ -199,14 +215,14 @@ def test_chunk_scan_fits_into_registers(
     shape, type_ = scan_tiling(dim, state, dtype), "*bf16" if half else "*fp32"
     padded = triton.next_power_of_2(state)
     everything: dict[str, Any] = {
-        "dot_type": tl.bfloat16 if half else tl.float32, "HEADS": 128, "HEADS_PER_GROUP": 16,
-        "DIM": dim, "STATE": state, "CHUNK": shape.chunk, "TRIPS": 0, "TOKENS": shape.tokens,
-        "EACH": shape.each, "BLOCK_P": triton.next_power_of_2(dim), "BLOCK_N": padded,
-        "PIECE": min(shape.piece, padded), "EXACT": not half, "x_dim": 1, "B_state": 1,
-        "C_state": 1, "dt_head": 1, "state_state": 1,
+        "dot_type": tl.bfloat16 if half else tl.float32, "TRIPS": 0, "TOKENS": shape.tokens,
+        "EACH": shape.each, "BLOCK_N": padded, "PIECE": min(shape.piece, padded),
     }  # fmt: skip
-    types = dict.fromkeys(("x", "B", "C", "dt", "out", "carried"), type_)
+    types: dict[str, Any] = dict.fromkeys(("x", "B", "C", "dt", "out", "carried"), type_)
     types |= dict.fromkeys(("steps", "totals", "rests"), "*fp32") | {"rows": "i32"}
+    types |= SSM_STRIDES | {"state_stride": StateStrides("i32", "i32", "i32", 1)}
+    constexprs = scan_shape(128, 16, dim, state, shape.chunk, dtype)
+    types["shape"] = ScanShape(*(entry.value for entry in constexprs))
     for kernel, tile, warps, stages in (
         (chunk_scan_kernels.steps_kernel, STEP_HEADS, 4, 3),
         (chunk_scan_kernels.carry_kernel, shape.tile, shape.carry_warps, shape.carry_stages),
@@ -230,7 +246,9 @@ def test_long_convolution_moves_8_bytes_at_once(changed: dict[str, Any], tmp_pat
     shape = conv1d_varlen.ConvTiling()
     constants = CONV | {"LENGTH": 6, "TOKENS": shape.tokens, "TILE": shape.channels} | changed
     options = {"num_warps": shape.warps}
-    code = compiled(kernel, constants, aligned(kernel, constants), options, rows="i32")
+    code = compiled(
+        kernel, constants, aligned(kernel, constants), options, rows="i32", **CONV_STRIDES
+    )
     assert spilled(code, tmp_path) == 0
     if constants["CHANNELS"] % 16 == 0:
         assert len(re.findall(r"ld\.global\.(v2\.b32|v4\.b16)", code.asm["ptx"])) >= shape.tokens
