@@ -336,7 +336,7 @@ def parsed(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, help="JSON file; default: none")
     parser.add_argument("--short", action="store_true", help="what the tests run: ends by count")
     args = parser.parse_args(argv)
-    if args.short:
+    if args.short:  # stops by count: a test must not depend on the machine's speed
         small = {
             "requests": 200, "seconds": math.inf, "distinct": 16, "longest": 24, "rate": 0.5,
             "faults": 0.015, "max_requests": 6, "max_waiting": 12, "blocks": (34, 14),

@@ -19,14 +19,13 @@ elsewhere = pytest.mark.skipif(CUDA or INTERPRETED, reason="the kernels run in t
 
 
 def run_in_interpreter(file: str, *options: str) -> None:
-    """Run pytest on `file` with the interpreter on; its tests must pass."""
+    """Run pytest on `file` with the interpreter on; its tests must pass, however long they take."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
     done = subprocess.run(
         [*command, *options, file],
         env=os.environ | {"TRITON_INTERPRET": "1"},
         capture_output=True,
         text=True,
-        timeout=600,
     )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     assert " passed" in done.stdout

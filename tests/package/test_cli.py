@@ -22,6 +22,7 @@ def test_generate_streams_prompt_and_completion(capsys: pytest.CaptureFixture[st
     assert "mean_acceptance_length" in printed.err
 
 
+@pytest.mark.slow
 def test_generate_is_the_same_for_every_drafter(capsys: pytest.CaptureFixture[str]) -> None:
     texts = set()
     for drafter in ("none", "mtp", "eagle", "ngram"):
@@ -78,6 +79,7 @@ def test_a_checkpoint_without_tokenizer_or_head_is_refused(
     assert "tokenizer.json" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_demo_shows_text_and_every_strategy(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -59,6 +59,7 @@ PROGRAMS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("program", "printed"), PROGRAMS)
 def test_program(
     program: str,

@@ -74,6 +74,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return built
 
 
+@pytest.mark.slow
 def test_wheel_holds_exactly_the_source_files(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         held = {

@@ -128,6 +128,7 @@ SAMPLED = SamplingParams(temperature=1.0)
 FILTERED = SamplingParams(temperature=0.7, top_k=6, top_p=0.93)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_draft", [0, 1, 3])
 @pytest.mark.parametrize("params", [SAMPLED, FILTERED], ids=["plain", "filtered"])
 @pytest.mark.parametrize("drawn", [True, False], ids=["drawn", "fixed"])
@@ -137,6 +138,7 @@ def test_distribution_is_the_targets(num_draft: int, params: SamplingParams, dra
     assert misfit(text, target, params) < 1
 
 
+@pytest.mark.slow
 def test_distribution_with_one_hot_probabilities_and_unequal_counts() -> None:
     # Fixed drafts that come with explicit one-hot distributions take the general path.
     target, _ = tables(1)
@@ -145,6 +147,7 @@ def test_distribution_with_one_hot_probabilities_and_unequal_counts() -> None:
     assert misfit(text, target, SAMPLED) < 1
 
 
+@pytest.mark.slow
 def test_statistic_detects_a_wrong_draft_distribution() -> None:
     target, draft = tables()
     text = generate(

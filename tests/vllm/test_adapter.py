@@ -91,6 +91,7 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     model_state_class.cache_clear()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("asynchronous", [True, False])
 @pytest.mark.parametrize(("kind", "slot_tables"), [(OurState, True), (OurOldState, False)])
 @pytest.mark.parametrize("seed", range(4))
