@@ -12,6 +12,7 @@ from hybrid_runtime.kernels.common.varlen import StateRows
 from hybrid_runtime.kernels.mamba.naive import selective_state_update_reference
 
 
+@pytest.mark.slow
 @elsewhere
 def test_kernel_in_the_interpreter() -> None:
     run_in_interpreter(__file__)

@@ -6,12 +6,14 @@ import importlib
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "kernels"))
 numerics = importlib.import_module("numerics")
 
 
+@pytest.mark.slow
 def test_replay_drifts_no_further_than_columns() -> None:
     trial = numerics.Trial(2, 1, 1, "cuda" if torch.cuda.is_available() else "cpu")
     assert trial.run(500) >= 500

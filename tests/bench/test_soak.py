@@ -13,6 +13,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "engine"))
 soak = importlib.import_module("soak")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["replay", "columns"])
 def test_every_text_is_right_and_nothing_is_left(layout: str) -> None:
     result = soak.run(soak.parsed(["--short", "--device", "cpu", "--state-layout", layout]))

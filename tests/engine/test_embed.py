@@ -105,6 +105,7 @@ def test_an_embedding_does_not_depend_on_the_batch(
     torch.testing.assert_close(runs.embed(PROMPTS, pooling), alone, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", ENGINES[1:5], ids=str)
 def test_embedding_and_generating_share_steps(
     hf: NemotronHForCausalLM, tokenizer: Tokenizer, options: dict[str, Any]

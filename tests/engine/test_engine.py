@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from helpers.marks import slow
 from helpers.small_engine import (
     NEW_TOKENS,
     Script,
@@ -66,7 +67,9 @@ ROWS = [
 ]
 
 
-@pytest.mark.parametrize("options", ROWS, ids=lambda o: "-".join(str(v) for v in o.values()))
+@pytest.mark.parametrize(
+    "options", [*ROWS[:4], *slow(*ROWS[4:])], ids=lambda o: "-".join(str(v) for v in o.values())
+)
 def test_greedy_text_is_that_of_transformers(
     hf: NemotronHForCausalLM,
     tokenizer: Tokenizer,
@@ -83,7 +86,7 @@ def test_greedy_text_is_that_of_transformers(
     assert [p.free for p in pools] == [p.size for p in pools]
 
 
-@pytest.mark.parametrize("strategy", ["blocking", "defer", "always", "auto"])
+@pytest.mark.parametrize("strategy", ["auto", *slow("blocking", "defer", "always")])
 @pytest.mark.parametrize(
     ("k", "block_size", "steps_ahead"), [(1, 8, 0), (3, 8, 0), (3, 8, 1), (3, 16, 0), (5, 8, 1)]
 )

@@ -30,6 +30,7 @@ def below(length: int) -> int:
     return (length - 1) // BLOCK * BLOCK
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("state_layout", LAYOUTS)
 @pytest.mark.parametrize("retention", RETENTIONS)
 def test_whatever_is_kept_can_be_found_and_whatever_is_asked_for_is_kept(
@@ -62,6 +63,7 @@ def test_hits_grow_with_what_is_shared_and_with_nothing_else(state_layout: str) 
     world.finish()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("state_layout", "num_draft", "steps_ahead"),
     [("replay", 3, 1), ("replay", 1, 0), ("columns", 3, 1), ("columns", 0, 0)],

@@ -94,11 +94,12 @@ class Life(RuleBasedStateMachine):
             self.world.finish()
 
 
-TestLife = Life.TestCase
+TestLife = pytest.mark.slow(Life.TestCase)
 EXAMPLES = 50 if settings.get_current_profile_name() == "ci" else 1000
 TestLife.settings = settings(max_examples=EXAMPLES, stateful_step_count=40)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("state_layout", "steps_ahead", "num_blocks", "folded"),
     [("replay", 1, (16, 14), 5), ("replay", 0, (14, 11), 20), ("columns", 1, (16, 14), 0)],

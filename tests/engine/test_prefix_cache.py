@@ -7,6 +7,7 @@ import itertools
 from typing import Any
 
 import pytest
+from helpers.marks import slow
 from helpers.small_engine import (
     NEW_TOKENS,
     engine,
@@ -43,7 +44,7 @@ def small(hf: NemotronHForCausalLM, tokenizer: Tokenizer, **options: Any) -> Eng
 
 
 @pytest.mark.parametrize("options", DRAFTERS, ids=lambda o: "-".join(str(v) for v in o.values()))
-@pytest.mark.parametrize("length", [1, 7, 8, 9, 15, 16, 17, 40, 41])
+@pytest.mark.parametrize("length", [1, 8, 9, 17, *slow(7, 15, 16, 40, 41)])
 def test_an_identical_prompt_hits_all_but_its_last_token(
     hf: NemotronHForCausalLM, tokenizer: Tokenizer, length: int, options: dict[str, Any]
 ) -> None:
@@ -63,6 +64,7 @@ def test_an_identical_prompt_hits_all_but_its_last_token(
     nothing_leaked(runs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("state_layout", LAYOUTS)
 def test_a_hit_does_not_depend_on_what_follows_the_shared_prefix(
     hf: NemotronHForCausalLM, tokenizer: Tokenizer, state_layout: str
@@ -166,6 +168,7 @@ OPTIONS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sampled", [False, True])
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda o: "-".join(str(v) for v in o.values()))
 def test_preempted_requests_go_on_as_if_nothing_had_happened(

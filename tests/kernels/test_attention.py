@@ -24,6 +24,7 @@ from hybrid_runtime.kernels.attention.store_kv import store_kv, store_kv_referen
 GPU = torch.cuda.is_available()
 
 
+@pytest.mark.slow
 @elsewhere
 def test_in_the_interpreter() -> None:
     run_in_interpreter(__file__)

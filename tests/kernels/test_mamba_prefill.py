@@ -20,9 +20,11 @@ from hybrid_runtime.kernels.mamba.naive import chunk_scan_reference, conv1d_refe
 SEEDS = range(5 if CUDA else 1)
 
 
+@pytest.mark.slow
 @elsewhere
-def test_kernels_in_the_interpreter() -> None:
-    run_in_interpreter(__file__)
+@pytest.mark.parametrize("tests", ["test_causal_conv_scan", "not test_causal_conv_scan"])
+def test_kernels_in_the_interpreter(tests: str) -> None:
+    run_in_interpreter(__file__, "-k", tests)
 
 
 MIXED = (1, 5, 16, 17, 33, 3)

@@ -20,9 +20,11 @@ from hybrid_runtime.kernels.mamba.selective_state_update import selective_state_
 SEEDS = range(5 if CUDA else 1)
 
 
+@pytest.mark.slow
 @elsewhere
-def test_kernels_in_the_interpreter() -> None:
-    run_in_interpreter(__file__)
+@pytest.mark.parametrize("tests", ["test_causal_conv_update", "not test_causal_conv_update"])
+def test_kernels_in_the_interpreter(tests: str) -> None:
+    run_in_interpreter(__file__, "-k", tests)
 
 
 @dataclass(frozen=True)

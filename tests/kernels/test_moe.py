@@ -36,6 +36,7 @@ SMALL = MoETiling(16, 32, 32, 4, 2)
 TOLERANCE = {torch.float64: 1e-13, torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
 
 
+@pytest.mark.slow
 @elsewhere
 def test_in_the_interpreter() -> None:
     run_in_interpreter(__file__)

@@ -19,6 +19,7 @@ from hybrid_runtime.kernels.replay.rows import ReplayRows
 from hybrid_runtime.kernels.step.advance_replay import ReplayPositions
 
 
+@pytest.mark.slow
 @elsewhere
 def test_kernels_in_the_interpreter() -> None:
     run_in_interpreter(__file__)

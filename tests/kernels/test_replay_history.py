@@ -11,6 +11,7 @@ from hybrid_runtime.kernels.replay.naive import replay_update_reference
 from hybrid_runtime.kernels.replay.update import replay_update
 
 
+@pytest.mark.slow
 @elsewhere
 def test_kernels_in_the_interpreter() -> None:
     run_in_interpreter(__file__)

@@ -64,9 +64,11 @@ if CUDA:
     ]
 
 
+@pytest.mark.slow
 @elsewhere
-def test_kernels_in_the_interpreter() -> None:
-    run_in_interpreter(__file__)
+@pytest.mark.parametrize("tests", ["test_replay_update", "not test_replay_update"])
+def test_kernels_in_the_interpreter(tests: str) -> None:
+    run_in_interpreter(__file__, "-k", tests)
 
 
 @kernels

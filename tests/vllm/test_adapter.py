@@ -305,6 +305,7 @@ def test_supported_versions(version: str) -> None:
     assert versions.supported(version)
 
 
+@pytest.mark.slow
 @elsewhere
 def test_kernel_in_the_interpreter() -> None:
     run_in_interpreter(__file__, "-k", "decide_kernel")
