@@ -125,7 +125,7 @@ def test_links_lead_somewhere(page: str) -> None:
 def test_script_is_documented(script: Path) -> None:
     """With its command, and with options that it has."""
     path = script.relative_to(ROOT).as_posix()
-    commands = re.findall(rf"`[^`]*python {re.escape(path)}([^`]*)`", PAGES["benchmarks.md"])
+    commands = re.findall(rf"python {re.escape(path)}([^`\n]*)", PAGES["benchmarks.md"])
     assert commands, f"docs/benchmarks.md has no command of {path}"
     shared = (ROOT / "hybrid_runtime" / "bench" / "options.py").read_text()
     known = script.read_text() + (shared if "options.add_options" in script.read_text() else "")
