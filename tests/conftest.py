@@ -30,7 +30,7 @@ def pytest_configure() -> None:
     # Fills what torch.empty and its like return with NaN, or the largest integer: reading memory
     # that nobody wrote fails then, instead of passing when the memory happens to hold zeros.
     torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = True
+    torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
 from typing import Any
 
 import pytest
@@ -153,6 +154,7 @@ def test_an_abandoned_stream_is_aborted(
     runs = engine(hf, tokenizer, **N_GRAM)
     stream = runs.stream(prompts[2], SamplingParams(max_tokens=NEW_TOKENS))
     next(stream)
+    assert isinstance(stream, Generator)
     stream.close()
     nothing_leaked(runs)
 

@@ -51,7 +51,7 @@ def compiled(
     known: dict[str, Any] = TYPES | types
     signature: dict[str, Any] = {}
     values: dict[tuple[int, ...], Any] = {}
-    attributes = {}
+    attributes: dict[tuple[int, ...], list[list[Any]]] = {}
     for index, name in enumerate(kernel.arg_names):
         type_ = known.get(name, "*i32" if name in POINTERS else "i32")
         if name in constants:
@@ -60,7 +60,7 @@ def compiled(
         elif isinstance(type_, tuple):
             entries = ["constexpr" if not isinstance(entry, str) else entry for entry in type_]
             signature[name] = type(type_)(*entries)
-            paths = {(index, i): entry for i, entry in enumerate(type_)}
+            paths: dict[tuple[int, ...], Any] = {(index, i): entry for i, entry in enumerate(type_)}
             values |= {path: entry for path, entry in paths.items() if not isinstance(entry, str)}
         else:
             signature[name] = type_

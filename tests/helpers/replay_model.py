@@ -11,7 +11,7 @@ import torch
 from helpers.hash_model import HashRunner
 from helpers.hash_request import PRIME, Kept, Open, Request, prefix_hash
 
-from hybrid_runtime.kernels.replay.naive import WindowCache
+from hybrid_runtime.kernels.replay.window_cache import WindowCache
 from hybrid_runtime.state.layouts.flush import FlushInputs
 
 POISON = -1000

@@ -144,7 +144,9 @@ class Engine:
             self.write(layer, slot, computed // B - 1, request, computed, 0)
         self.state.add_request(slot, SimpleNamespace(num_computed_tokens=computed))
 
-    def write(self, layer: Any, slot: int, column: int, request: int, certain: int, draft: int):
+    def write(
+        self, layer: Any, slot: int, column: int, request: int, certain: int, draft: int
+    ) -> None:
         window, ssm = layer.kv_cache
         for j in range(draft + 1):
             ssm[layer.table[slot, column + j]] = request * 1000 + certain + j

@@ -47,7 +47,9 @@ def lines(cases: int, **values: np.ndarray) -> Tensor:
 
 
 @triton.jit
-def keeps_kernel(entries, boundary, out, count, FIELDS: tl.constexpr, TILE: tl.constexpr):
+def keeps_kernel(  # type: ignore[no-untyped-def]
+    entries, boundary, out, count, FIELDS: tl.constexpr, TILE: tl.constexpr
+):
     row = tl.program_id(0) * TILE + tl.arange(0, TILE)
     here = row < count
     every, first, second = load_rule(entries + row * FIELDS, here)

@@ -224,7 +224,7 @@ def test_wrong_shapes_are_refused() -> None:
     arguments = shape.inputs(generator, rows.tokens) | shape.vectors(generator, torch.float32)
     window_cache = shape.window_cache(generator, rows.slots)
     states = torch.zeros(rows.blocks, 2, 8, 16, device=DEVICE)
-    for name, bad in {
+    refused: dict[str, dict[str, Any]] = {
         "states is": {"states": states[..., :12]},
         "states has strides": {"states": states.mT.contiguous().mT},
         "window_cache.x is": {"window_cache": window_cache._replace(x=window_cache.x[..., :4])},
@@ -233,7 +233,8 @@ def test_wrong_shapes_are_refused() -> None:
         },
         "x has 2 heads": {"B": torch.zeros(rows.tokens, 3, 16, device=DEVICE)},
         "C is torch.float64": {"C": arguments["C"].double()},
-    }.items():
+    }
+    for name, bad in refused.items():
         call: dict[str, Any] = {**arguments, **rows.arguments, "states": states}
         with pytest.raises(ValueError, match=name):
             replay_update(**(call | {"window_cache": window_cache} | bad))

@@ -60,7 +60,7 @@ def test_accept_drafts(data: st.DataObject) -> None:
     chosen, drafts = table(num_draft + 1, st.integers(0, 2)), table(num_draft, few)
     count = table(1, st.integers(0, num_draft))[:, 0]
     emits = table(1, st.integers(0, 1))[:, 0]
-    forced = ()
+    forced: tuple[Tensor, ...] = ()
     if data.draw(st.booleans()) and num_draft:
         rates = torch.tensor([0.9, 0.5, 0.5, 0.2, 0.0], device=DEVICE)[:num_draft]
         forced = (rates, table(1, st.integers(0, 9))[:, 0] / 10)

@@ -141,10 +141,13 @@ class Runs:
         return {slot: row[: row[-1]] for slot, row in zip(slots, emitted, strict=True)}
 
 
+FIRST_STATES = tuple(1 + layer for layer in STATE_LAYERS)
+
+
 class Memory(NamedTuple):
     """What `HashTarget` keeps in its caches."""
 
-    states: tuple[int, ...] = tuple(1 + layer for layer in STATE_LAYERS)
+    states: tuple[int, ...] = FIRST_STATES
     window: tuple[int, ...] = (0,) * WINDOW
     tokens: tuple[int, ...] = ()
 

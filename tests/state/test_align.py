@@ -188,7 +188,7 @@ def test_the_duck_typed_front_agrees_with_the_postprocess(
         certain, column = np.array(n + s - d), align.running_column(np.array(n + s), block)
         for a in range(1, d + 2):
             final = n + s - d + a - 1
-            acts |= bool(d) and final // block * block >= certain
+            acts |= bool(d and final // block * block >= certain)
             move = align.postcopy(
                 certain, np.array(d), np.array(a), column, block, RetentionRule(block)
             )

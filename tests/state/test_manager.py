@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -65,7 +67,7 @@ def test_at_most_so_many_steps_are_outstanding() -> None:
 def test_steps_may_end_late_and_out_of_turn(late: int) -> None:
     """As on a pipeline stage: other slots' steps are begun before this one's counts exist."""
     runs = HashRunner(max_requests=8, depth=8, block_size=4, columns=30)
-    made, waiting = runs.manager, []
+    made, waiting = runs.manager, list[Any]()
     made.debug = False  # rows of two certain tokens pass boundaries
     for slot in range(6):
         made.admit(slot)

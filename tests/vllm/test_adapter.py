@@ -183,7 +183,7 @@ def test_a_count_out_of_bounds_makes_the_row_a_candidate_until_it_is_readmitted(
 def test_rows_that_are_not_recognised_are_left_to_vllms_kernel() -> None:
     theirs, ours = Engine(VllmState), Engine(OurState)
     traffic = Traffic(3, [theirs, ours])
-    ours.end = lambda batch, accepted: Engine.end(  # type: ignore[method-assign]
+    ours.end = lambda batch, accepted: Engine.end(  # type: ignore[method-assign, assignment]
         ours, batch, accepted, batch.idx_mapping.clone() if traffic.random.integers(2) else None
     )
     for _ in range(100):
@@ -291,7 +291,7 @@ def test_left_alone(
     switch: str,
     warnings: int,
 ) -> None:
-    vllm.__version__ = version
+    monkeypatch.setattr(vllm, "__version__", version)
     monkeypatch.setenv(config.SWITCH, switch)
     for _ in range(2):
         plugin.register()
@@ -332,7 +332,7 @@ def test_decide_kernel(phase: int, count: int) -> None:
         for _ in range(layers)
     ]
     given = VllmCounts(ints(phase - 1, 4, slots), ints(1, K + 2, slots), ints(K + 2, 4 * B, slots))
-    sides = []
+    sides: list[tuple[Any, ...]] = []
     for _ in range(2):
         windows, ssm = ([value.clone() for value in part] for part in zip(*content, strict=True))
         states = StateTable.build(windows, ssm, [table] * layers, taps)
