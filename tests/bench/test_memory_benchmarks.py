@@ -16,6 +16,7 @@ prefix = importlib.import_module("prefix")
 shapes = importlib.import_module("shapes")
 
 
+@pytest.mark.slow
 def test_a_full_hit_leaves_the_tokens_after_the_last_boundary(tmp_path: Path) -> None:
     out = tmp_path / "a.json"
     sizes = ["--isl", "70", "--alike", "50", "--small-block", "16", "--repeats", "1"]

@@ -87,6 +87,7 @@ def test_a_hit_does_not_depend_on_what_follows_the_shared_prefix(
     assert hits == [n // BLOCK * BLOCK for n in range(0, 41, 4)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("state_layout", LAYOUTS)
 @pytest.mark.parametrize("steps_ahead", [0, 1])
 def test_the_second_turn_of_a_chat_starts_near_the_end_of_the_first(
@@ -199,7 +200,7 @@ def test_preempted_requests_go_on_as_if_nothing_had_happened(
 
 
 @pytest.mark.parametrize("state_layout", LAYOUTS)
-@pytest.mark.parametrize("conv_layout", ["SD", "DS"])
+@pytest.mark.parametrize("conv_layout", ["SD", *slow("DS")])
 def test_what_the_device_had_no_room_for_comes_back_from_the_host(
     hf: NemotronHForCausalLM, tokenizer: Tokenizer, state_layout: str, conv_layout: str
 ) -> None:

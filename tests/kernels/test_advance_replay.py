@@ -104,6 +104,7 @@ def test_last_retained_is_the_last_that_is_kept(position: int, block: int, rule:
 # The kernel
 
 
+@pytest.mark.slow
 @elsewhere
 def test_the_kernel_in_the_interpreter() -> None:
     run_in_interpreter(__file__, "-k", "kernel")

@@ -27,6 +27,7 @@ BLOCK, DRAFTS, COLUMNS = 4, 3, 7
 RULES = [(BLOCK, 0, 0), (2 * BLOCK, BLOCK, 0), (0, 0, 0), (0, 2 * BLOCK, 3 * BLOCK)]
 
 
+@pytest.mark.slow
 @elsewhere
 def test_in_the_interpreter() -> None:
     run_in_interpreter(__file__)

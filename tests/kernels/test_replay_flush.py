@@ -22,6 +22,7 @@ from hybrid_runtime.kernels.step.advance_replay import ReplayPositions
 from hybrid_runtime.kernels.step.state_table import StateTable
 
 
+@pytest.mark.slow
 @elsewhere
 def test_kernels_in_the_interpreter() -> None:
     run_in_interpreter(__file__)

@@ -23,6 +23,7 @@ from hybrid_runtime.kernels.step.state_table import StateTable
 DEVICE = "cuda" if CUDA else "cpu"
 
 
+@pytest.mark.slow
 @elsewhere
 def test_kernels_in_the_interpreter() -> None:
     run_in_interpreter(__file__)

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any, get_args
 
 import hypothesis.strategies as st
+import pytest
 import torch
 from helpers.hash_model import HashRunner
 from helpers.hash_request import TOKENS, Open, Row
@@ -315,8 +316,8 @@ class ReplayInterleavings(Interleavings):
     kind = "replay"
 
 
-TestInterleavings = Interleavings.TestCase
-TestReplayInterleavings = ReplayInterleavings.TestCase
+TestInterleavings = pytest.mark.slow(Interleavings.TestCase)
+TestReplayInterleavings = pytest.mark.slow(ReplayInterleavings.TestCase)
 TestInterleavings.settings = TestReplayInterleavings.settings = settings(
     max_examples=100, stateful_step_count=40
 )

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any, get_args
 
 import hypothesis.strategies as st
+import pytest
 import torch
 from helpers.hash_model import HashRunner
 from helpers.hash_request import TOKENS
@@ -191,8 +192,8 @@ class ReplayHistories(Histories):
     kind = "replay"
 
 
-TestHistories = Histories.TestCase
-TestReplayHistories = ReplayHistories.TestCase
+TestHistories = pytest.mark.slow(Histories.TestCase)
+TestReplayHistories = pytest.mark.slow(ReplayHistories.TestCase)
 # On a GPU each check is a round trip; the kernels under it are what is tested there.
 TestHistories.settings = TestReplayHistories.settings = settings(
     max_examples=30 if DEVICE == "cuda" else 200, stateful_step_count=40
