@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import copy
 import subprocess
 import sys
 import tempfile
@@ -35,9 +36,9 @@ from requirements import (
     UTILS,
 )
 
-from hybrid_runtime.integrations.vllm import versions
+from hybrid_runtime.integrations.vllm import hooks, versions
 
-RELEASES = ("0.25.1", "0.27.1", "0.29.0", "0.31.0", "0.33.0")
+RELEASES = [f"0.{minor}" for minor in ("25.1", "26.0", "27.1", *(f"{n}.0" for n in range(28, 34)))]
 PLATFORMS = [f"manylinux_2_{n}_x86_64" for n in (17, 28, 31, 34, 35)] + ["manylinux2014_x86_64"]
 
 
@@ -74,6 +75,15 @@ def parameters(function: ast.FunctionDef) -> tuple[list[str], int]:
     return names, len(names) - defaults
 
 
+def signature(function: ast.FunctionDef) -> str:
+    """As `hooks.signature` of the imported method."""
+    arguments = copy.deepcopy(function.args)
+    del arguments.args[0]
+    for argument in (*arguments.args, *arguments.kwonlyargs):
+        argument.annotation = None
+    return f"({ast.unparse(arguments)})"
+
+
 def assigned(node: ast.AST) -> Iterator[str]:
     """Names that a class or module body binds."""
     for item in getattr(node, "body", []):
@@ -103,6 +113,11 @@ def checks(source: Source) -> Iterator[tuple[str, bool]]:
         names, required = parameters(function) if function else ([], 0)
         met = bool(function) and names[: len(wanted)] == wanted and required <= len(wanted)
         yield f"{path}: {owner + '.' if owner else ''}{name}({', '.join(wanted)})", met
+    for name, known in hooks.SIGNATURES.items():
+        function = source.find(STATE, "MambaHybridModelState", name)
+        if function or name not in hooks.EITHER:
+            met = bool(function) and signature(function) == known
+            yield f"{STATE}: MambaHybridModelState.{name}{known}", met
     for (path, owner), fields in FIELDS.items():
         node = source.find(path, owner)
         bound = set(assigned(node)) if node else set()
@@ -136,16 +151,8 @@ def _differences(source: Source) -> Iterator[tuple[str, bool]]:
     def state(name: str) -> Any:
         return source.find(STATE, "MambaHybridModelState", name)
 
-    lazy, eager = state("_ensure_align_ctx"), state("initialize_kv_cache")
-    signatures = [parameters(f)[0] for f in (lazy, eager) if f]
-    yield (
-        "a copy context on first use, or with the cache and its slot tables",
-        signatures
-        in (
-            [["kv_cache_config", "mamba_group_ids", "block_tables"]],
-            [["kv_cache_config", "block_tables"]],
-        ),
-    )
+    contexts = sum(state(name) is not None for name in hooks.EITHER)
+    yield "a copy context on first use, or with the cache and its slot tables", contexts == 1
     config = set(assigned(source.find(SPECS, "KVCacheConfig")))
     interval = "prefix_cache_retention_interval" in config
     interval |= "VLLM_PREFIX_CACHE_RETENTION_INTERVAL" in set(assigned(source.tree("envs.py")))

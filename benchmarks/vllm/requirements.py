@@ -1,6 +1,6 @@
 """What the adapter touches in vLLM: the tables that compat.py looks up in each release."""
 
-from hybrid_runtime.integrations.vllm import checker
+from hybrid_runtime.integrations.vllm import checker, hooks
 
 STATE = "v1/worker/gpu/model_states/mamba_hybrid.py"
 RUNNER = "v1/worker/gpu/model_runner.py"
@@ -9,15 +9,6 @@ SPECS = "v1/kv_cache_interface.py"
 REGISTRY = "model_executor/models/registry.py"
 
 METHODS = {
-    (STATE, "MambaHybridModelState", "__init__"): "vllm_config model encoder_cache device",
-    (STATE, "MambaHybridModelState", "add_request"): "req_index new_req_data",
-    (STATE, "MambaHybridModelState", "_get_mamba_group_info"): "kv_cache_config",
-    (STATE, "MambaHybridModelState", "preprocess_state"): (
-        "input_batch block_tables kv_cache_config num_computed_tokens"
-    ),
-    (STATE, "MambaHybridModelState", "postprocess_state"): (
-        "idx_mapping num_sampled num_computed_tokens"
-    ),
     (UTILS, "MambaSpecDecodeGPUContext", "run_fused_precopy"): (
         "num_reqs state_idx_gpu src_col_gpu token_bias_gpu idx_mapping"
     ),
@@ -33,14 +24,12 @@ METHODS = {
     ("logger.py", None, "init_logger"): "name",
     ("config/vllm.py", "VllmConfig", "use_v2_model_runner"): "",
 }
-"""Parameters, `self` left out; a release may have more behind them if those have defaults."""
+"""Parameters, `self` left out; a release may have more behind them if those have defaults. The
+model state's hooks, which may not, stand in `hooks.SIGNATURES`."""
 
 FIELDS = {
-    ("v1/worker/gpu/input_batch.py", "InputBatch"): (
-        "num_reqs idx_mapping idx_mapping_np num_scheduled_tokens num_draft_tokens_per_req "
-        "num_computed_tokens_np prefill_len_np query_start_loc"
-    ),
-    ("v1/core/sched/output.py", "NewRequestData"): "num_computed_tokens",
+    ("v1/worker/gpu/input_batch.py", "InputBatch"): hooks.FIELDS["InputBatch"],
+    ("v1/core/sched/output.py", "NewRequestData"): hooks.FIELDS["NewRequestData"],
     (UTILS, "MambaSpecDecodeGPUContext"): " ".join(checker.PER_STATE),
     (SPECS, "KVCacheConfig"): "kv_cache_groups",
     (SPECS, "KVCacheGroupSpec"): "layer_names kv_cache_spec",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,8 +15,27 @@ from hybrid_runtime.integrations.vllm.state import AlignedStates
 B, K, SLOTS, TAPS, COLUMNS = 8, 3, 5, 3, 24
 
 
+@dataclass
+class NewRequestData:
+    num_computed_tokens: int
+
+
+@dataclass
+class InputBatch:
+    num_reqs: int
+    idx_mapping: torch.Tensor
+    idx_mapping_np: Any
+    num_scheduled_tokens: Any
+    num_draft_tokens_per_req: Any
+    num_computed_tokens_np: Any
+    prefill_len_np: Any
+    query_start_loc: Any
+    requests: list[int]
+
+
 class VllmState:
-    """What `MambaHybridModelState` does, for all rows in every step, in plain torch."""
+    """What `MambaHybridModelState` does, for all rows in every step, in plain torch. Its hooks have
+    vLLM's signatures."""
 
     def __init__(self, vllm_config: Any, model: Any, encoder_cache: Any, device: Any) -> None:
         self.vllm_config, self.cache_config = vllm_config, vllm_config.cache_config
@@ -36,26 +56,28 @@ class VllmState:
         self._mamba_ctx = "made"
 
     def preprocess_state(
-        self, batch: Any, tables: Any, kv_cache_config: Any, computed: Any
+        self, input_batch: Any, block_tables: Any, kv_cache_config: Any, num_computed_tokens: Any
     ) -> None:
-        for row, slot in enumerate(batch.idx_mapping_np):
+        for row, slot in enumerate(input_batch.idx_mapping_np):
             held = int(self._mamba_state_idx_gpu[slot])
-            end = int(computed[slot]) + int(batch.num_scheduled_tokens[row])
+            end = int(num_computed_tokens[slot]) + int(input_batch.num_scheduled_tokens[row])
             column = self._mamba_state_idx_gpu[slot] = -(-end // B) - 1
             if held >= 0 and held != column:
                 self._copy(slot, held, int(self.num_accepted_tokens_gpu[slot]) - 1, int(column))
                 self.num_accepted_tokens_gpu[slot] = 1
 
-    def postprocess_state(self, idx_mapping: Any, num_sampled: Any, computed: Any = None) -> None:
+    def postprocess_state(
+        self, idx_mapping: Any, num_sampled: Any, num_computed_tokens: Any = None
+    ) -> None:
         for row, slot in enumerate(idx_mapping.tolist()):
             sampled = num_sampled if isinstance(num_sampled, int) else int(num_sampled[row])
             if slot >= 0:
                 self.num_accepted_tokens_gpu[slot] = max(sampled, 1)
-        if computed is None:
+        if num_computed_tokens is None:
             return
         self.full_launches += 1
         for slot in (s for s in idx_mapping.tolist() if s >= 0):
-            new, held = int(computed[slot]), int(self._mamba_state_idx_gpu[slot])
+            new, held = int(num_computed_tokens[slot]), int(self._mamba_state_idx_gpu[slot])
             certain = new - int(self.num_accepted_tokens_gpu[slot]) + 1
             boundary = new // B * B
             if boundary >= certain:
@@ -122,9 +144,19 @@ def cache_groups(retained: int | None = None, **spec: Any) -> Any:
 
 class Engine:
     """One runner around a model state: exact counts, block tables, and a forward pass whose state
-    after m tokens of request r is r * 1000 + m, checked where it is read."""
+    after m tokens of request r is r * 1000 + m, checked where it is read.
 
-    def __init__(self, kind: type[Any], retained: int | None = None, slot_tables: bool = True):
+    call: how the release calls a hook of its model state, `call(state, name, *arguments)`.
+    """
+
+    def __init__(
+        self,
+        kind: type[Any],
+        retained: int | None = None,
+        slot_tables: bool = True,
+        call: Callable[..., None] = lambda state, hook, *given: getattr(state, hook)(*given),
+    ) -> None:
+        self.call = call
         self.config, self.groups = vllm_config(), cache_groups(retained)
         self.layers = list(self.config.compilation_config.static_forward_context.values())
         sizes = self.config.cache_config
@@ -136,13 +168,13 @@ class Engine:
         if slot_tables:
             tables = [None, *(SimpleNamespace(gpu=x.table) for x in self.layers)]
             both = SimpleNamespace(block_tables=tables, input_block_tables=self.inputs)
-            self.state.initialize_kv_cache(self.groups, both)
+            call(self.state, "initialize_kv_cache", self.groups, both)
 
     def admit(self, slot: int, request: int, computed: int) -> None:
         self.computed[slot] = computed
         for layer in self.layers if computed else ():
             self.write(layer, slot, computed // B - 1, request, computed, 0)
-        self.state.add_request(slot, SimpleNamespace(num_computed_tokens=computed))
+        self.call(self.state, "add_request", slot, NewRequestData(computed))
 
     def write(
         self, layer: Any, slot: int, column: int, request: int, certain: int, draft: int
@@ -156,7 +188,8 @@ class Engine:
     def begin(self, batch: Any) -> None:
         for target, layer in zip(self.inputs[1:], self.layers, strict=True):
             target[: batch.num_reqs] = layer.table[batch.idx_mapping_np]
-        self.state.preprocess_state(batch, self.inputs, self.groups, self.computed)
+        given = (batch, self.inputs, self.groups, self.computed)
+        self.call(self.state, "preprocess_state", *given)
 
     def forward(self, batch: Any) -> None:
         rows = zip(batch.idx_mapping_np, batch.requests, strict=True)
@@ -180,7 +213,7 @@ class Engine:
             (batch.num_scheduled_tokens - rejected).astype(np.int32)
         )
         rows = batch.idx_mapping if rows is None else rows
-        self.state.postprocess_state(rows, torch.tensor(accepted), self.computed)
+        self.call(self.state, "postprocess_state", rows, torch.tensor(accepted), self.computed)
 
     def memory(self) -> torch.Tensor:
         return torch.cat([t.flatten() for layer in self.layers for t in layer.kv_cache])
@@ -238,7 +271,7 @@ class Traffic:
             scheduled.append(s)
             accepted.append(0 if left > s else 1 if left > 0 else int(pick(1, d + 2)))
         index = np.array(slots, np.int32)
-        batch = SimpleNamespace(
+        batch = InputBatch(
             num_reqs=len(slots),
             idx_mapping=torch.from_numpy(index),
             idx_mapping_np=index,
@@ -247,6 +280,7 @@ class Traffic:
             num_draft_tokens_per_req=np.array(drafts, np.int32),
             num_computed_tokens_np=np.array(counts, np.int32),
             prefill_len_np=np.array([self.live[s][1] for s in slots], np.int32),
+            query_start_loc=None,
         )
         for engine in self.engines:
             engine.begin(batch)

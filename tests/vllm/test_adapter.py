@@ -4,9 +4,7 @@ history, one with our model state and one without, and must hold the same bytes 
 
 from __future__ import annotations
 
-import logging
 import sys
-from collections.abc import Iterator
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -29,7 +27,7 @@ from helpers.vllm_stand_in import (
 
 from hybrid_runtime.integrations.vllm import config, models, plugin, versions
 from hybrid_runtime.integrations.vllm.bounds import Bounds
-from hybrid_runtime.integrations.vllm.state import AlignedStates, model_state_class
+from hybrid_runtime.integrations.vllm.state import AlignedStates
 from hybrid_runtime.kernels.step.entry import ENTRY_FIELDS, SCHEDULED, SLOT
 from hybrid_runtime.kernels.step.move_rows import move_reference
 from hybrid_runtime.kernels.step.state_table import StateTable
@@ -41,54 +39,6 @@ from hybrid_runtime.kernels.step.vllm_decide import (
     decide_and_move,
     decide_reference,
 )
-
-
-@pytest.fixture(autouse=True)
-def vllm(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    """Modules of vLLM that the adapter imports, as far as it uses them."""
-    registered: dict[str, Any] = {
-        name: SimpleNamespace(module_name="vllm.model_executor.models.nemotron_h")
-        for name in ("NemotronHForCausalLM", "Zamba2ForCausalLM", "LlamaForCausalLM")
-    }
-
-    def register_model(name: str, path: str) -> None:
-        registered[name] = SimpleNamespace(module_name=path.split(":")[0], path=path)
-
-    class NemotronHForCausalLM(torch.nn.Module):
-        def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
-            super().__init__()
-
-    contents: dict[str, dict[str, Any]] = {
-        "vllm": {"__version__": "0.25.1+cu129"},
-        "vllm.envs": {
-            "VLLM_LOG_STATS_INTERVAL": 10.0,
-            "VLLM_PREFIX_CACHE_RETENTION_INTERVAL": None,
-        },
-        "vllm.logger": {"init_logger": logging.getLogger},
-        "vllm.model_executor.models.registry": {
-            "ModelRegistry": SimpleNamespace(models=registered, register_model=register_model),
-            "_VLLM_MODELS": {"NemotronHForCausalLM": ("nemotron_h", "NemotronHForCausalLM")},
-        },
-        "vllm.model_executor.models.nemotron_h": {"NemotronHForCausalLM": NemotronHForCausalLM},
-        "vllm.model_executor.layers.mamba.mamba_utils": {"is_conv_state_dim_first": lambda: False},
-        "vllm.v1.worker.gpu.model_states.mamba_hybrid": {"MambaHybridModelState": VllmState},
-    }
-    for path, names in contents.items():
-        parts = path.split(".")
-        for depth in range(1, len(parts) + 1):
-            name = ".".join(parts[:depth])
-            if depth == len(parts) or name not in sys.modules:
-                monkeypatch.setitem(sys.modules, name, ModuleType(name))
-        vars(sys.modules[path]).update(names)
-        if len(parts) > 1:
-            setattr(sys.modules[path.rpartition(".")[0]], parts[-1], sys.modules[path])
-    monkeypatch.delenv(config.SWITCH, raising=False)
-    config._said.clear()
-    models.model_class.cache_clear()
-    model_state_class.cache_clear()
-    yield sys.modules["vllm"]
-    models.model_class.cache_clear()
-    model_state_class.cache_clear()
 
 
 @pytest.mark.slow
@@ -258,10 +208,12 @@ def test_model_class_and_its_state(
     assert kind is getattr(models, name)
     assert kind.__name__ == "NemotronHForCausalLM"
     for _ in range(2):
-        state = kind(vllm_config=vllm_config(**change), prefix="model").get_model_state_cls()
-        assert (state is VllmState) == bool(change)
-        assert issubclass(state, VllmState)
-        assert issubclass(state, AlignedStates) != bool(change)
+        model = kind(vllm_config=vllm_config(**change), prefix="model")
+        # Without it vLLM chooses as if the plug-in were not there.
+        assert hasattr(model, "get_model_state_cls") != bool(change)
+        if not change:
+            assert issubclass(model.get_model_state_cls(), AlignedStates)
+            assert issubclass(model.get_model_state_cls(), VllmState)
     assert len(caplog.records) == bool(change)
 
 

@@ -14,8 +14,8 @@ a kernel in every step for that. So the adapter stands on what lies under the ma
 The other files: `binding` finds vLLM's state tensors and block tables; `mover` uploads and
 launches; `state` hooks both into vLLM's model state; `models` and `plugin` bring that class in;
 `config` is the switch and what is said to the user; `versions` knows how releases differ and which
-configurations are left to vLLM; `checker` compares every byte with vLLM's kernels; `counters`
-writes to vLLM's log.
+configurations are left to vLLM; `hooks` which calls are known; `checker` compares
+every byte with vLLM's kernels; `counters` writes to vLLM's log.
 """
 
 from hybrid_runtime.integrations.vllm.plugin import register

@@ -1,4 +1,4 @@
-"""The model classes that are registered in place of vLLM's: the same, but for their model state.
+"""The model classes that are registered in place of vLLM's: the same, but they name a model state.
 
 Each is built on first use, `models.v0_25_1_NemotronHForCausalLM` for example, so that importing
 this module needs no vLLM. The release stands in the name because vLLM caches what it knows of a
@@ -12,7 +12,7 @@ import importlib
 import re
 from typing import Any
 
-from hybrid_runtime.integrations.vllm import versions
+from hybrid_runtime.integrations.vllm import hooks, versions
 from hybrid_runtime.integrations.vllm.config import left_to_vllm
 
 
@@ -30,7 +30,7 @@ def __getattr__(name: str) -> Any:
 
 @functools.cache
 def model_class(architecture: str) -> type:
-    """vLLM's class for `architecture` with `get_model_state_cls` added."""
+    """vLLM's class for `architecture`; instances that are ours have `get_model_state_cls`."""
     registry = importlib.import_module("vllm.model_executor.models.registry")
     module, class_name = registry._VLLM_MODELS[architecture]
     if not module.startswith("vllm."):
@@ -41,18 +41,34 @@ def model_class(architecture: str) -> type:
         return base
 
     class Hybrid(base):
-        def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
-            super().__init__(vllm_config=vllm_config, prefix=prefix)
-            self.hybrid_runtime_unhandled = versions.unhandled(vllm_config)
-            if self.hybrid_runtime_unhandled:
-                left_to_vllm(self.hybrid_runtime_unhandled)
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            if why := unhandled(kwargs.get("vllm_config")):
+                left_to_vllm(why)
+            else:
+                # Without this attribute vLLM chooses as if we were not there.
+                self.get_model_state_cls = model_state_class
 
-        def get_model_state_cls(self) -> type:
-            # Not with the plug-in, which processes without a GPU load too.
-            from hybrid_runtime.integrations.vllm.state import model_state_class
-
-            return model_state_class(ours=not self.hybrid_runtime_unhandled)
-
+    # vLLM reads the signature to see what a class takes.
+    functools.update_wrapper(Hybrid.__init__, base.__init__)
     Hybrid.__name__ = Hybrid.__qualname__ = base.__name__
     Hybrid.__doc__ = base.__doc__
     return Hybrid
+
+
+def unhandled(vllm_config: Any) -> str | None:
+    """Why a model of this configuration is left to vLLM, or None when it is ours."""
+    if vllm_config is None:
+        return "its model is built without vllm_config"
+    try:
+        return versions.unhandled(vllm_config) or hooks.unknown()
+    except AttributeError as error:
+        return f"its configuration is not as known ({error})"
+
+
+def model_state_class(*_: Any, **__: Any) -> type:
+    """`get_model_state_cls` of our models; vLLM calls it without arguments so far."""
+    # Not with the plug-in, which processes without a GPU load too.
+    from hybrid_runtime.integrations.vllm import state
+
+    return state.model_state_class()

@@ -17,6 +17,13 @@ def register() -> None:
         oldest, newest = (".".join(map(str, v)) for v in (versions.OLDEST, versions.NEWEST))
         left_to_vllm(f"vLLM is {version}; {oldest} to {newest} are supported")
         return
+    try:
+        _register(version)
+    except (AttributeError, ImportError, TypeError) as error:
+        left_to_vllm(f"the model registry of vLLM {version} is not as known ({error!r})")
+
+
+def _register(version: str) -> None:
     from vllm.model_executor.models.registry import ModelRegistry
 
     for architecture in versions.ARCHITECTURES:

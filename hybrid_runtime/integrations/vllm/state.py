@@ -2,7 +2,8 @@
 
 `preprocess_state` and `postprocess_state` are the only steps of vLLM that change. vLLM's own
 post-processing still runs, but is handed no counts, upon which it notes the accepted tokens (which
-the next forward pass reads) and copies nothing.
+the next forward pass reads) and copies nothing. All hooks take what vLLM's own take and nothing
+else: with a vLLM in which they differ this class is never chosen (`hooks`).
 """
 
 from __future__ import annotations
@@ -35,14 +36,14 @@ class AlignedStates(Base):
     ours = True
     """Set to False to hand all steps from now on to vLLM, as a comparison in one engine does."""
 
-    def __init__(self, vllm_config: Any, model: Any, encoder_cache: Any, device: Any) -> None:
-        super().__init__(vllm_config, model, encoder_cache, device)
-        parallel = vllm_config.parallel_config
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        parallel = self.vllm_config.parallel_config
         self._depth = parallel.pipeline_parallel_size + 2
         self.bounds = Bounds(
             self.max_num_reqs,
             1,
-            vllm_config.scheduler_config.async_scheduling is not False
+            self.vllm_config.scheduler_config.async_scheduling is not False
             or parallel.pipeline_parallel_size > 1,
         )
         self.counters = Counters()
@@ -63,7 +64,7 @@ class AlignedStates(Base):
         self.bounds.admit(req_index, new_req_data.num_computed_tokens)
 
     def initialize_kv_cache(self, kv_cache_config: Any, block_tables: Any) -> None:
-        """Called from vLLM 0.33 on, and again when a cache made for profiling is replaced."""
+        """Called from vLLM 0.32 on, and again when a cache made for profiling is replaced."""
         super().initialize_kv_cache(kv_cache_config, block_tables)
         self._slot_tables = block_tables
         self._bound_to = None
@@ -158,6 +159,9 @@ class AlignedStates(Base):
             self.mover = self._make_mover(kv_cache_config, block_tables)
         except Unhandled as why:
             left_to_vllm(str(why))
+        except (AttributeError, ImportError, LookupError, TypeError, ValueError) as error:
+            # Nothing has been moved yet.
+            left_to_vllm(f"its caches are not as known ({error!r})")
 
     def _make_mover(self, kv_cache_config: Any, block_tables: tuple[Tensor, ...]) -> Mover:
         from vllm.model_executor.layers.mamba.mamba_utils import (
@@ -203,13 +207,10 @@ class AlignedStates(Base):
 
 
 @functools.cache
-def model_state_class(ours: bool) -> type:
-    """The class for vLLM to instantiate: with our copies, or just vLLM's own."""
+def model_state_class() -> type:
+    """The class for vLLM to instantiate: its own with our copies."""
     from vllm.v1.worker.gpu.model_states.mamba_hybrid import (
         MambaHybridModelState,
     )
 
-    base: type = MambaHybridModelState
-    if not ours:
-        return base
-    return type("HybridRuntimeModelState", (AlignedStates, base), {})
+    return type("HybridRuntimeModelState", (AlignedStates, MambaHybridModelState), {})

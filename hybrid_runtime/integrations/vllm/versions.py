@@ -68,7 +68,7 @@ def pipeline_unhandled(vllm_config: Any, slot_tables: Any) -> str | None:
     """Up to 0.31 vLLM hands over block tables in batch order only, which later steps overwrite
     before a pipeline's earlier step ends."""
     if vllm_config.parallel_config.pipeline_parallel_size > 1 and slot_tables is None:
-        return "pipeline parallelism before vLLM 0.33"
+        return "pipeline parallelism before vLLM 0.32"
     return None
 
 
