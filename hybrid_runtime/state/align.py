@@ -19,6 +19,8 @@ Bools = NDArray[np.bool_]
 
 NEVER = np.iinfo(np.int32).max
 """Position that no sequence reaches: what `next_retained` answers when nothing is retained."""
+LONGEST = 2**30
+"""Positions, lengths and periods lie below it, so that the sum of two fits int32."""
 
 
 class RetentionRule(NamedTuple):

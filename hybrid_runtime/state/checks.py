@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from hybrid_runtime.state.align import LONGEST
 from hybrid_runtime.state.layout import StateLayout
 from hybrid_runtime.state.layouts.flush import FlushInputs
 from hybrid_runtime.state.rows import StepRows
@@ -114,23 +115,31 @@ def _check_device(name: str, tensor: Tensor, device: torch.device) -> None:
 
 def check_counts(counts: Tensor, rows: int, device: torch.device) -> None:
     """Refuse accepted counts that are not contiguous int32 `[>= rows]` on the manager's device."""
-    fits = counts.dtype == torch.int32 and counts.dim() == 1 and counts.shape[0] >= rows
-    if not fits or not counts.is_contiguous() or counts.device.type != device.type:
+    fits = getattr(counts, "dtype", None) == torch.int32 and counts.dim() == 1
+    if fits and len(counts) >= rows and counts.is_contiguous():
+        if counts.device.type == device.type:
+            return
+    got = f"a {type(counts).__name__}"
+    if isinstance(counts, Tensor):
+        got = f"{counts.dtype} {tuple(counts.shape)} on {counts.device}"
+    raise ValueError(
+        f"num_accepted is {got}; it must be contiguous int32 [>= {rows}] on {device}"
+    )
+
+
+def check_resolved(accepted: Any, rows: int) -> NDArray[np.int32]:
+    """Counts that a runner fetched itself, as a copy; refused unless integers `[>= rows]`."""
+    given = np.asarray(accepted)
+    if given.ndim != 1 or len(given) < rows or (given.dtype.kind not in "iu" and given.size):
         raise ValueError(
-            f"num_accepted is {counts.dtype} {tuple(counts.shape)} on {counts.device}; "
-            f"it must be contiguous int32 [>= {rows}] on {device}"
+            f"accepted is {given.dtype} {given.shape}; it must be integers [>= {rows}]"
         )
+    return np.array(given[:rows], np.int32)
 
 
 def check_rows(rows: StepRows, max_requests: int, num_speculative_tokens: int) -> None:
     """Refuse rows that no step can have, whatever its slots hold."""
     n = len(rows)
-    for name in ("slot", "computed_min", "computed_max", "scheduled", "draft", "reads_offset"):
-        value: Any = getattr(rows, name)
-        if value is not None and value.shape != (n,):
-            raise ValueError(
-                f"rows.{name} has shape {value.shape}; it must be [{n}] like rows.slot"
-            )
     if n > max_requests:
         raise ValueError(f"rows has {n} rows; at most max_requests ({max_requests}) fit")
     if not n:
@@ -139,6 +148,7 @@ def check_rows(rows: StepRows, max_requests: int, num_speculative_tokens: int) -
     bad = (draft < 0) | (draft > num_speculative_tokens) | (draft >= scheduled)
     bad |= (rows.computed_min < 0) | (rows.computed_max < rows.computed_min)
     bad |= (slot < -1) | (slot >= max_requests)
+    bad |= (rows.computed_max | scheduled) >= LONGEST
     if bad.any():
         _explain_rows(rows, max_requests, num_speculative_tokens)
     used = np.bincount(slot + 1)
@@ -153,7 +163,9 @@ def _explain_rows(rows: StepRows, max_requests: int, num_speculative_tokens: int
         ("slot", (slot >= max_requests) | (slot < -1), f"in -1..{max_requests - 1}"),
         ("computed_min", live & (rows.computed_min < 0), "at least 0"),
         ("computed_max", live & (rows.computed_max < rows.computed_min), ">= computed_min"),
+        ("computed_max", live & (rows.computed_max >= LONGEST), f"below {LONGEST}"),
         ("scheduled", live & (rows.scheduled < 1), "at least 1"),
+        ("scheduled", live & (rows.scheduled >= LONGEST), f"below {LONGEST}"),
         (
             "draft",
             live & ((draft < 0) | (draft > num_speculative_tokens)),
@@ -192,8 +204,10 @@ def refuse(
     live = rows.slot >= 0
     if not (bad & live if rows.padded else bad).any():
         return
+    flushed = known[:, SlotTable.OPEN_STEP] == SlotTable.FLUSHED
     for which, values, name, must in (
         Refusal(gone, rows.slot, "slot", "a slot that has been admitted"),
+        Refusal(flushed, rows.slot, "slot", "a slot that was not flushed; release it"),
         Refusal(busy, rows.slot, "slot", "a slot whose last step has ended"),
         *refusals,
     ):

@@ -13,6 +13,23 @@ from hybrid_runtime.state.align import RetentionRule, lost_boundaries
 from hybrid_runtime.state.layouts.base import LayoutPolicy
 from hybrid_runtime.state.rows import StepRows
 from hybrid_runtime.state.slot_table import SlotTable
+from hybrid_runtime.state.step import Step
+
+
+def check_accepted(step: Step, accepted: NDArray[np.int32], current: NDArray[np.bool_]) -> None:
+    """Raise `ValueError` for a count that the step cannot have, or that ends its request.
+
+    accepted: int32 `[rows]`. current: `[rows]`, whose requests still hold their slots.
+    """
+    draft = step.rows.draft
+    bad = (accepted < 0) | (accepted > draft + 1) | ((accepted == 0) & (draft > 0))
+    for i in np.flatnonzero(bad & current):
+        lost = ": 0 with drafts means that the row is lost, and releases its slot"
+        raise ValueError(
+            f"num_accepted[{i}] is {accepted[i]} (slot {step.rows.slot[i]}, generation "
+            f"{step.generation[i]}, step {step.number}); it must be in "
+            f"{int(draft[i] > 0)}..{draft[i] + 1}{'' if accepted[i] else lost}"
+        )
 
 
 def check_step(

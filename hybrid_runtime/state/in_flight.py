@@ -46,6 +46,12 @@ class InFlightSteps:
                     return step
         return None
 
+    def require(self, step: Step) -> None:
+        """Raise `ValueError` unless `step` is outstanding here."""
+        if step not in self._open:
+            got = step.number if isinstance(step, Step) else repr(step)
+            raise ValueError(f"step is {got}; it must be one that is outstanding in this manager")
+
     def append(self, step: Step) -> None:
         """A step was begun."""
         self._open.append(step)

@@ -21,11 +21,12 @@ from hybrid_runtime.state.checks import (
     check_counts,
     check_flush_inputs,
     check_options,
+    check_resolved,
     check_rows,
     check_states,
     check_tables,
 )
-from hybrid_runtime.state.debug import check_step
+from hybrid_runtime.state.debug import check_accepted, check_step
 from hybrid_runtime.state.demand import BlockDemand
 from hybrid_runtime.state.in_flight import InFlightSteps
 from hybrid_runtime.state.layout import StateLayout
@@ -162,15 +163,23 @@ class HybridStateManager:
 
         computed: tokens whose state exists already, in column `hit_column` at offset 0 (a prefix
         hit or a resumed request); 0 starts from the zero state and nothing is read.
+        hit_column: in the replay layout the last one (the live one), or one whose boundary is not
+        ahead, since later snapshots go to the others.
         """
-        columns = self._policy.columns
-        if hit_column is not None and columns and hit_column >= columns:
-            raise ValueError(f"hit_column is {hit_column}; the block table has {columns}")
-        return self._slot_table.admit(slot, computed, hit_column)
+        table = self._slot_table
+        table.check_admission(slot, computed, hit_column)
+        if hit_column is not None:
+            self._bound()
+            columns = self._policy.columns
+            if hit_column >= columns:
+                raise ValueError(f"hit_column is {hit_column}; the block table has {columns}")
+            self._policy.check_hit(computed, hit_column)
+        return table.admit(slot, computed, hit_column)
 
     def retain(self, slot: int, every: int, positions: tuple[int, ...] = ()) -> None:
         """Keep only snapshots at multiples of `every` tokens (0: none) and at up to 2 positions;
-        all are multiples of the block size."""
+        all are multiples of the block size. Steps begun before keep the rule that they began with.
+        """
         self._slot_table.retain(slot, every, positions)
 
     def release(self, slot: int) -> None:
@@ -179,6 +188,7 @@ class HybridStateManager:
 
     def holds(self, slot: int) -> bool:
         """Whether a request lives in `slot`; an abandoned step leaves none in its slots."""
+        self._slot_table.require_slot(slot)
         return bool(self._slot_table.live[slot])
 
     def block_demand(self, rows: StepRows, known: Ints | None = None) -> BlockDemand:
@@ -198,6 +208,8 @@ class HybridStateManager:
         Raises `ValueError` for rows that break the contract, before anything is changed.
         """
         self._bound()
+        if not isinstance(rows, StepRows):
+            raise ValueError(f"rows is a {type(rows).__name__}; it must be StepRows")
         self._in_flight.make_room(self._steps_in_flight)
         placed = self._placed[self._next % len(self._placed)]
         saved = self._saved.match(rows, None if self._pending is None else self._pending[0])
@@ -214,11 +226,11 @@ class HybridStateManager:
         plan, lines = self._policy.pack(packed, rows)
         if self.debug:
             self._check(rows, torch.tensor(packed[:lines], device=self.device), lines)
+        own = packed[: len(rows)]
         entries = self._staging.upload(index, lines)
         self._stats.uploads += 1
         self._advance(entries, lines, len(rows), placed, self._policy.outputs)
         self._policy.launch_precopy(entries, plan)
-        own = packed[: len(rows)]
         step = Step(
             self._next, rows, own[:, fields.GENERATION], own[:, fields.EVERY : fields.SECOND + 1],
             self._policy.positions, entries, packed, placed, plan.candidates,
@@ -236,11 +248,13 @@ class HybridStateManager:
         unchanged until the launches of the next `begin_step` are queued.
         """
         self._bound()
-        if step.ended:
+        if isinstance(step, Step) and step.ended:
             raise ValueError(f"step is {step.number}, which has ended; a step ends once")
-        check_counts(num_accepted, len(step.rows), self.device)
-        if self._pending is not None:
-            self._finish_pending()
+        self._in_flight.require(step)
+        n = len(step.rows)
+        check_counts(num_accepted, n, self.device)
+        if self.debug:
+            self._check_counts(step, num_accepted[:n])
         candidates, current = step.candidates, None
         if not self._saved.undisturbed(step):
             rows = step.current(self._slot_table.generation, self._slot_table.live)
@@ -249,21 +263,24 @@ class HybridStateManager:
         on_host = self.strategy == "blocking" or (self.strategy == "defer" and len(candidates) > 0)
         if on_host:
             self._in_flight.check_turn(step)
-        if self._in_flight.start(step, num_accepted[: len(step.rows)]):
+        if self._pending is not None:
+            self._finish_pending()
+        if self._in_flight.start(step, num_accepted[:n]):
             self._stats.readbacks += 1
         step.ended = True
         if on_host:
-            self._in_flight.settle_until(step, f"{self.strategy}: the host decides on the counts")
+            self._decide(step)
         every_row = self.strategy == "always"
         self._policy.launch_postcopy(step, num_accepted, candidates, current, on_host, every_row)
         self._slot_table.end_step(step.rows.slot, current)
-        self._pending = (step, num_accepted)
+        self._pending = (step, num_accepted if n else self._no_counts)
 
     def abandon(self, step: Step) -> None:
         """Give up a step whose forward pass or drafter failed: its requests are released, because
         their state or guesses may be half written; all others are untouched."""
-        if step.accepted is not None:
+        if isinstance(step, Step) and step.accepted is not None:
             raise ValueError(f"step is {step.number}, whose results have been read; it is over")
+        self._in_flight.require(step)
         current = step.current(self._slot_table.generation, self._slot_table.live)
         for slot in step.rows.slot[current]:
             self._slot_table.release(int(slot))
@@ -273,9 +290,10 @@ class HybridStateManager:
 
     def accepted(self, step: Step) -> NDArray[np.int32]:
         """Accepted counts of an ended step, int32 `[rows]`; waits only if still in flight."""
-        if not step.ended:
-            raise ValueError(f"step is {step.number}, which has not ended; its counts don't exist")
-        if step.accepted is None:
+        if not isinstance(step, Step) or step.accepted is None:
+            self._in_flight.require(step)
+            if not step.ended:
+                raise ValueError(f"step is {step.number}, which has not ended; it has no counts")
             with allowed("accepted counts handed to the caller"):
                 self._in_flight.settle_until(step, "accepted counts")
         assert step.accepted is not None
@@ -283,8 +301,9 @@ class HybridStateManager:
 
     def resolve(self, step: Step, accepted: NDArray[np.int32]) -> None:
         """Hand in counts that the runner fetched itself (`readback=False`), in step order."""
-        if step.accepted is None:
-            self._in_flight.settle(step, np.array(accepted[: len(step.rows)], np.int32))
+        if not isinstance(step, Step) or step.accepted is None:
+            self._in_flight.require(step)
+            self._in_flight.settle(step, check_resolved(accepted, len(step.rows)))
 
     def published(self, step: Step) -> list[Snapshot]:
         """Snapshots that this step left in retained columns, their bytes ordered before any launch
@@ -305,8 +324,18 @@ class HybridStateManager:
 
     def flush(self, snapshots: Sequence[Snapshot]) -> None:
         """Store last snapshots, just found, in one launch, or none if queued steps store them all.
-        The states of those in the live column are overwritten: release their slots next."""
-        count = self._policy.flush(snapshots)
+        The states of those in the live column are overwritten: release their slots next.
+
+        Raises `ValueError` for one whose request has left its slot, or has had a step since."""
+        for i, snapshot in enumerate(snapshots):
+            self._slot_table.require_slot(snapshot.slot)
+            if not self._slot_table.holds(snapshot.slot, snapshot.generation):
+                raise ValueError(
+                    f"snapshots[{i}] is {snapshot}, whose request has left the slot; it must be "
+                    "flushed before its slot is released"
+                )
+        queued = [self._in_flight.next_step(s.slot) for s in snapshots]
+        count = self._policy.flush(snapshots, queued)
         self._stats.rows_flushed += count
         self._stats.flush_launches += count > 0
 
@@ -371,6 +400,19 @@ class HybridStateManager:
                 self._next, rows, self._slot_table, slots.computed.cpu().numpy(),
                 self._policy, outputs, [table.cpu().numpy() for table in self._tables],
             )  # fmt: skip
+
+    def _check_counts(self, step: Step, num_accepted: Tensor) -> None:
+        current = step.current(self._slot_table.generation, self._slot_table.live)
+        with allowed("debug=True: accepted counts"):
+            check_accepted(step, num_accepted.cpu().numpy(), current)
+
+    def _decide(self, step: Step) -> None:
+        """Wait for the counts of `step`; if they are refused, it has not ended."""
+        try:
+            self._in_flight.settle_until(step, f"{self.strategy}: the host decides on the counts")
+        except ValueError:
+            step.ended = False
+            raise
 
     def _finish_pending(self) -> None:
         """Fold the pending step in by a launch of its own: a second step ends before a begin."""

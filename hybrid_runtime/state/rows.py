@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+INT32 = np.dtype(np.int32)
 
-@dataclass(slots=True)
+
+@dataclass(frozen=True, slots=True, eq=False)
 class StepRows:
     """Rows of one step, int32 `[rows]` each, all in tokens except `slot`.
+
+    The fields are read-only copies, so a runner may reuse its own arrays while the step is in
+    flight. Lists and other integer arrays are converted. Raises `ValueError` for a field that is no
+    row of integers of int32's range, or longer or shorter than `slot`.
 
     slot: row of the persistent batch, -1 for a padded row or one whose step is to be discarded.
     computed_min, computed_max: bounds on the tokens computed before the step; equal when exact.
@@ -27,19 +34,28 @@ class StepRows:
     draft: NDArray[np.int32]
     reads_offset: NDArray[np.bool_] | None = None
 
+    def __post_init__(self) -> None:
+        both = self.computed_max is self.computed_min
+        slot = _own("slot", self.slot)
+        low = _own("computed_min", self.computed_min, slot)
+        high = low if both else _own("computed_max", self.computed_max, slot)
+        put = object.__setattr__
+        put(self, "slot", slot)
+        put(self, "computed_min", low)
+        put(self, "computed_max", high)
+        put(self, "scheduled", _own("scheduled", self.scheduled, slot))
+        put(self, "draft", _own("draft", self.draft, slot))
+        if self.reads_offset is not None:
+            put(self, "reads_offset", _own_flags(self.reads_offset, slot))
+
     @classmethod
     def exact(
         cls, slot: ArrayLike, computed: ArrayLike, scheduled: ArrayLike, draft: ArrayLike
     ) -> StepRows:
         """Rows whose computed counts are known exactly (nothing in flight)."""
-        n = np.asarray(computed, np.int32)
-        return cls(
-            np.asarray(slot, np.int32),
-            n,
-            n,
-            np.asarray(scheduled, np.int32),
-            np.asarray(draft, np.int32),
-        )
+        make: Any = cls
+        rows: StepRows = make(slot, computed, computed, scheduled, draft)
+        return rows
 
     def __len__(self) -> int:
         return len(self.slot)
@@ -57,3 +73,41 @@ class StepRows:
     def exact_counts(self) -> bool:
         """Both bounds are one array, as `exact` makes them."""
         return self.computed_min is self.computed_max
+
+
+def _own(
+    name: str, value: NDArray[np.int32], like: NDArray[np.int32] | None = None
+) -> NDArray[np.int32]:
+    """`value` as an int32 array that nobody can change; copied unless it is one already."""
+    if type(value) is not np.ndarray or value.dtype != INT32:
+        value = _converted(name, value)
+    if value.ndim != 1 or (like is not None and len(value) != len(like)):
+        must = "[rows]" if like is None else f"[{len(like)}] like rows.slot"
+        raise ValueError(f"rows.{name} has shape {value.shape}; it must be {must}")
+    if type(value.base) is not bytes:  # bytes can't be changed, and are the fastest copy
+        value = np.frombuffer(value.tobytes(), INT32)
+    return value
+
+
+def _converted(name: str, value: Any) -> NDArray[np.int32]:
+    try:
+        given = np.asarray(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(f"rows.{name} is {value!r}; it must be int32 [rows]") from error
+    if given.dtype.kind not in "iu" and given.size:
+        raise ValueError(f"rows.{name} is {given.dtype} {given.shape}; it must be int32 [rows]")
+    limits = np.iinfo(np.int32)
+    if given.size and (given.min() < limits.min or given.max() > limits.max):
+        raise ValueError(f"rows.{name} is {given}; it must be in the range of int32")
+    return given.astype(np.int32)
+
+
+def _own_flags(value: Any, slot: NDArray[np.int32]) -> NDArray[np.bool_]:
+    flags = np.array(value)
+    if (flags.dtype != np.bool_ and flags.size) or flags.shape != slot.shape:
+        raise ValueError(
+            f"rows.reads_offset is {flags.dtype} and has shape {flags.shape}; "
+            f"it must be bool [{len(slot)}] like rows.slot"
+        )
+    flags.setflags(write=False)
+    return flags

@@ -45,10 +45,7 @@ class SavedUpload:
         last = self._last
         if last is None or pending is not last or self._version != self._slot_table.version:
             return None
-        shape = last.rows.slot.shape
-        if rows.computed_min.shape != shape or rows.computed_max.shape != shape:
-            return None
-        if rows.slot.shape != shape or rows.reads_offset is not None or rows.key() != self._key:
+        if rows.reads_offset is not None or rows.key() != self._key:
             return None
         if not rows.exact_counts and (rows.computed_max < rows.computed_min).any():
             return None

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hybrid_runtime.kernels.step import entry as fields
+from hybrid_runtime.state.align import LONGEST, NEVER
 from hybrid_runtime.state.rows import StepRows
 
 NONE = -1
@@ -38,8 +39,8 @@ class SlotTable:
         scattered once a step. HELD_MIN, HELD_MAX: bounds on the column that the last begun step ran
         in, -1 if there was none; in the replay layout that of the boundary at which the step may
         have left its state, -1 if the state is in the live column. LAST_DRAFT: the step's guesses.
-        OPEN_STEP: its number while it has not ended, -1 if it has. COVERED: at least so many tokens
-        are in its state.
+        OPEN_STEP: its number while it has not ended, -1 if it has, FLUSHED if the slot's state was
+        overwritten by its last snapshot. COVERED: at least so many tokens are in its state.
     live: a request lives in the slot.
     computed: exact tokens computed after the last settled step.
     covered: exact tokens in the state after it, fewer where guesses are still to be folded
@@ -50,6 +51,7 @@ class SlotTable:
 
     HELD_MIN, HELD_MAX, LAST_DRAFT, OPEN_STEP, COVERED = range(5)
     KNOWN_FIELDS = 5
+    FLUSHED = NEVER
 
     def __init__(self, max_requests: int, block_size: int) -> None:
         self.max_requests = max_requests
@@ -70,20 +72,22 @@ class SlotTable:
         self.version = 0
         self._block_size = block_size
 
-    def admit(self, slot: int, computed: int, column: int | None) -> int:
-        """Let a request live in a free slot; the slot's generation."""
-        self._check(slot)
+    def check_admission(self, slot: int, computed: int, column: int | None) -> None:
+        """Refuse what `admit` cannot take."""
+        self.require_slot(slot)
         if self.live[slot]:
             raise ValueError(f"slot is {slot}, which is in use; it must be released first")
-        if computed < 0:
-            raise ValueError(f"computed is {computed}; it must be at least 0")
+        _integer("computed", computed, LONGEST - 1)
         if (computed == 0) != (column is None):
             raise ValueError(
                 f"hit_column is {column} with computed={computed}; a fresh request has no column "
                 "to read, one with computed tokens must name the column that holds their state"
             )
-        if column is not None and column < 0:
-            raise ValueError(f"hit_column is {column}; it must be at least 0")
+        if column is not None:
+            _integer("hit_column", column, LONGEST - 1)
+
+    def admit(self, slot: int, computed: int, column: int | None) -> int:
+        """Let a request live in a free slot; the slot's generation."""
         held = NONE if column is None else column
         self.live[slot] = True
         self.known[slot] = held, held, 0, NONE, computed
@@ -147,8 +151,11 @@ class SlotTable:
     def retain(self, slot: int, every: int, positions: tuple[int, ...]) -> None:
         self.require_live(slot)
         block = self._block_size
+        if not isinstance(positions, tuple | list):
+            raise ValueError(f"positions is {positions!r}; it must be a tuple of at most 2")
         for name, value in (("every", every), *(("positions", p) for p in positions)):
-            if value < 0 or value % block:
+            _integer(name, value, LONGEST - 1)
+            if value % block:
                 raise ValueError(
                     f"{name} is {value}; it must be a multiple of the block size ({block})"
                 )
@@ -159,11 +166,23 @@ class SlotTable:
         self._special.add(slot)
         self.version += 1
 
+    def flushed(self, slot: int, boundary: int) -> None:
+        """The state of the request has become that after `boundary` tokens; no step may follow."""
+        self.covered[slot] = boundary
+        self.known[slot, self.OPEN_STEP] = self.FLUSHED
+        self.version += 1
+
     def require_live(self, slot: int) -> None:
-        self._check(slot)
+        self.require_slot(slot)
         if not self.live[slot]:
             raise ValueError(f"slot is {slot}, which holds no request; it must be admitted first")
 
-    def _check(self, slot: int) -> None:
-        if not 0 <= slot < len(self.live):
-            raise ValueError(f"slot is {slot}; it must be in 0..{len(self.live) - 1}")
+    def require_slot(self, slot: int) -> None:
+        _integer("slot", slot, len(self.live) - 1)
+
+
+def _integer(name: str, value: Any, most: int) -> None:
+    if not isinstance(value, int | np.integer):
+        raise ValueError(f"{name} is {value!r}; it must be an integer in 0..{most}")
+    if not 0 <= value <= most:
+        raise ValueError(f"{name} is {value}; it must be in 0..{most}")

@@ -71,7 +71,8 @@ class ReplayRunner(HashRunner):
         """The guesses that its state lacks are folded in as by a pass of its own."""
         old = self.requests[slot]
         assert not old.in_flight
-        column = self.live if old.computed % 2 else 0
+        past = old.computed >= self.layout.block_size  # the snapshot of column 0 is behind it
+        column = 0 if past and old.computed % 2 == 0 else self.live
         new = Request(other, old.tokens, old.computed, old.known, covered=old.computed)
         new.rule, new.blocks = (self.layout.block_size, ()), [{} for _ in self.tables]
         new.place = column, 0

@@ -79,7 +79,7 @@ def test_a_chunk_that_loses_a_boundary_is_named_and_counted(kind: str) -> None:
         run(plain, [5, 5], 13, 0, 0)
         for slot in (0, 1):
             plain.release(slot)
-            plain.admit(slot, 5, 0)
+            plain.admit(slot, 5, COLUMNS - 1 if kind == "replay" else 0)
     assert plain.stats().lost_boundaries == 4
 
 

@@ -60,6 +60,10 @@ class LayoutPolicy(Protocol):
     def bind(self, states: StateTable, columns: int, flush_inputs: FlushInputs | None) -> None:
         """Take the memory of the states and, if it can be flushed, what that reads."""
 
+    def check_hit(self, computed: int, column: int) -> None:
+        """Refuse a request of `computed` tokens whose state lies in `column`, if one of its steps
+        might have to write that column while it reads it."""
+
     def block_demand(self, rows: StepRows, known: align.Ints | None) -> BlockDemand:
         """See `HybridStateManager.block_demand`."""
 
@@ -132,8 +136,11 @@ class LayoutPolicy(Protocol):
         """See `HybridStateManager.last_snapshot`; `step`: the oldest one outstanding that has a row
         of the request, None if none has."""
 
-    def flush(self, snapshots: Sequence[Snapshot]) -> int:
-        """Store those that no step stores; how many."""
+    def flush(self, snapshots: Sequence[Snapshot], queued: Sequence[Step | None]) -> int:
+        """Store those that no step stores; how many.
+
+        queued: of each snapshot's request, the oldest outstanding step that has a row of it.
+        """
 
     def compile_flush(self) -> None:
         """Compile what `flush` launches."""

@@ -58,6 +58,9 @@ class ColumnsPolicy:
             slots = self._slot_table.max_requests
             compile_moves(states, slots, self.layout.block_size, self.in_place)
 
+    def check_hit(self, computed: int, column: int) -> None:
+        """Any column will do: a row reads its state before it writes."""
+
     def block_demand(self, rows: StepRows, known: align.Ints | None) -> BlockDemand:
         """A row may write the column below its running one (a snapshot's copy), the running one,
         and one per guess. A row that runs through several blocks at once reads the column that it
@@ -83,7 +86,7 @@ class ColumnsPolicy:
         end_min = rows.computed_min + rows.scheduled
         end_max = end_min if rows.exact_counts else rows.computed_max + rows.scheduled
         most = (self.columns - self.layout.num_speculative_tokens) * self.layout.block_size
-        if end_max.max() > most:
+        if end_max.view(np.uint32).max() > most:  # beyond int32, sums are negative
             return None
         certain_max = end_max - rows.draft
         certain_min = certain_max if end_min is end_max else end_min - rows.draft
@@ -186,7 +189,7 @@ class ColumnsPolicy:
     def last_snapshot(self, slot: int, step: Step | None) -> Snapshot | None:
         return None
 
-    def flush(self, snapshots: Sequence[Snapshot]) -> int:
+    def flush(self, snapshots: Sequence[Snapshot], queued: Sequence[Step | None]) -> int:
         return 0
 
     def compile_flush(self) -> None:
@@ -212,4 +215,3 @@ class ColumnsPolicy:
             packed[:n][~current, fields.SLOT] = -1
         packed[: len(candidates), fields.CANDIDATE] = candidates
         step.entries, step.packed = self._staging.upload(index, n), packed
-        self._stats.uploads += 1

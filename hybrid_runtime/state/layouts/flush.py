@@ -76,11 +76,13 @@ class Flusher:
         slot_table, at = self._slot_table, [slot]
         covered, computed = slot_table.covered[at], slot_table.computed[at]
         certain, draft = computed, computed * 0
+        rule = slot_table.lines[at, fields.EVERY : fields.SECOND + 1]
         if step is not None:
             row = np.flatnonzero(step.rows.slot == slot)
             draft = step.rows.draft[row]
             certain = computed + step.rows.scheduled[row] - draft
-        kept = align.RetentionRule(*slot_table.lines[at, fields.EVERY : fields.SECOND + 1].T)
+            rule = step.retention[row]  # what has been retained since, the step doesn't store
+        kept = align.RetentionRule(*rule.T)
         stored = align.replay_snapshot(covered, computed, certain, draft, self._block_size, kept)
         boundary = int(stored.boundary[0])
         column = self._live if step is None else boundary // self._block_size - 1
@@ -99,17 +101,30 @@ class Flusher:
             packed[0, 0] = -1
             self._launch(self._source, index, 1)
 
-    def fold(self, snapshots: Sequence[Snapshot]) -> int:
-        """Fold those that belong in the live column, in one launch; how many."""
+    def fold(self, snapshots: Sequence[Snapshot], queued: Sequence[Step | None]) -> int:
+        """Fold those that belong in the live column, in one launch; how many. `queued` as in
+        `LayoutPolicy.flush`."""
         rows = [s for s in snapshots if s.column == self._live]
         if not rows or self._source is None:
             return 0
+        table, seen = self._slot_table, set[int]()
+        for i, (s, step) in enumerate(zip(snapshots, queued, strict=True)):
+            if s.column != self._live:
+                continue
+            known = table.covered[s.slot] < s.boundary <= table.computed[s.slot]
+            if step is not None or not known or s.slot in seen:
+                raise ValueError(
+                    f"snapshots[{i}] is {s}; it must be what last_snapshot(slot) gives now, once"
+                )
+            seen.add(s.slot)
         index, packed = self._staging.take()
         for i, snapshot in enumerate(rows):
             packed[0, i] = slot = snapshot.slot
             packed[1, slot] = snapshot.boundary - self._slot_table.covered[slot]
             packed[2, slot] = snapshot.boundary
         self._launch(self._source, index, len(rows))
+        for snapshot in rows:
+            table.flushed(snapshot.slot, snapshot.boundary)
         return len(rows)
 
     def _launch(self, source: FlushInputs, index: int, count: int) -> None:

@@ -76,6 +76,16 @@ class ReplayPolicy:
             self.layout.block_size, self._depth, self._waits,
         )  # fmt: skip
 
+    def check_hit(self, computed: int, column: int) -> None:
+        """A column of a boundary that is still ahead gets that boundary's snapshot, which is stored
+        before the step has read all of the state it starts from."""
+        passed = computed // self.layout.block_size
+        if not (column < passed or column == self._live):
+            raise ValueError(
+                f"hit_column is {column} with computed={computed}; it must be the live column "
+                f"({self._live}) or below {passed}, because later snapshots go to those between"
+            )
+
     def block_demand(self, rows: StepRows, known: align.Ints | None) -> BlockDemand:
         """The snapshots that a row may write or read; the live column comes besides."""
         booked = self._slot_table.known.take(rows.slot, axis=0, mode="wrap")
@@ -212,8 +222,8 @@ class ReplayPolicy:
     def last_snapshot(self, slot: int, step: Step | None) -> Snapshot | None:
         return None if self._flusher is None else self._flusher.find(slot, step)
 
-    def flush(self, snapshots: Sequence[Snapshot]) -> int:
-        return 0 if self._flusher is None else self._flusher.fold(snapshots)
+    def flush(self, snapshots: Sequence[Snapshot], queued: Sequence[Step | None]) -> int:
+        return 0 if self._flusher is None else self._flusher.fold(snapshots, queued)
 
     def compile_flush(self) -> None:
         if self._flusher is not None:
@@ -240,7 +250,7 @@ class ReplayPolicy:
     def _far(self, low: align.Ints, high: align.Ints, kept: align.RetentionRule) -> align.Bools:
         """Rows that may store a snapshot for which there is no column."""
         most = self.columns * self.layout.block_size
-        if not high.size or high.max() < most:
+        if not high.size or high.view(np.uint32).max() < most:  # beyond int32, sums are negative
             return np.zeros(high.shape, bool)
         return align.next_retained(np.maximum(low, most), kept) <= high
 
