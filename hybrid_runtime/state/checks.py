@@ -116,15 +116,13 @@ def _check_device(name: str, tensor: Tensor, device: torch.device) -> None:
 def check_counts(counts: Tensor, rows: int, device: torch.device) -> None:
     """Refuse accepted counts that are not contiguous int32 `[>= rows]` on the manager's device."""
     fits = getattr(counts, "dtype", None) == torch.int32 and counts.dim() == 1
-    if fits and len(counts) >= rows and counts.is_contiguous():
-        if counts.device.type == device.type:
-            return
+    fits = fits and len(counts) >= rows and counts.is_contiguous()
+    if fits and counts.device.type == device.type:
+        return
     got = f"a {type(counts).__name__}"
     if isinstance(counts, Tensor):
         got = f"{counts.dtype} {tuple(counts.shape)} on {counts.device}"
-    raise ValueError(
-        f"num_accepted is {got}; it must be contiguous int32 [>= {rows}] on {device}"
-    )
+    raise ValueError(f"num_accepted is {got}; it must be contiguous int32 [>= {rows}] on {device}")
 
 
 def check_resolved(accepted: Any, rows: int) -> NDArray[np.int32]:
