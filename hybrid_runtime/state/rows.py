@@ -84,7 +84,8 @@ def _own(
     if value.ndim != 1 or (like is not None and len(value) != len(like)):
         must = "[rows]" if like is None else f"[{len(like)}] like rows.slot"
         raise ValueError(f"rows.{name} has shape {value.shape}; it must be {must}")
-    if type(value.base) is not bytes:  # bytes can't be changed, and are the fastest copy
+    base: Any = value.base
+    if type(base) is not bytes:  # bytes cannot change, and are the fastest copy
         value = np.frombuffer(value.tobytes(), INT32)
     return value
 
