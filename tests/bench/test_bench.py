@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import sys
 from pathlib import Path
@@ -17,7 +16,7 @@ from hybrid_runtime.bench.drive import drive, summarize
 from hybrid_runtime.bench.floor import step_bytes
 from hybrid_runtime.bench.load import Load
 from hybrid_runtime.bench.measure import Engines, aggregate, measure
-from hybrid_runtime.bench.trace import Operation, analyse, busy
+from hybrid_runtime.bench.trace import Operation, analyse
 from hybrid_runtime.cli import main
 from hybrid_runtime.models.config import NemotronHConfig
 from hybrid_runtime.models.mtp import MTPHead
@@ -53,62 +52,6 @@ def measured(itl: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> dict[
     assert itl.main([*arguments, "--out", str(path)]) == 0
     result: dict[str, Any] = json.loads(path.read_text())
     return result
-
-
-def test_gaps_are_idle_or_short_and_overlaps_count_once() -> None:
-    found = busy([(100, 110), (0, 10), (12, 20), (15, 18), (19, 30), (35, 40)])
-    assert found.window == 110
-    assert found.short_gaps == 2 + 5
-    assert found.idle == 60
-    assert found.busy == 110 - 7 - 60
-    assert busy([]).window == 0
-
-
-def test_a_trace_gives_figures_per_step_and_the_timeline_of_one() -> None:
-    operations = []
-    for step in range(4):
-        at = 100.0 * step
-        operations += [
-            Operation("_prepare_inputs_kernel", at, at + 2),
-            Operation("nvjet_gemm", at + 3, at + 43),
-            Operation("nvjet_gemm", at + 44, at + 84),
-            Operation("_selective_state_update_kernel", at + 84, at + 90),
-        ]
-    report = analyse(operations, 4)
-    assert report["operations_per_step"] == 4
-    assert report["us_by_kind"] == {"matrix products": 80, "state": 6, "bookkeeping": 2}
-    assert report["idle_share"] == pytest.approx(30 / 390)
-    assert report["short_gaps_us_per_step"] == 2
-    assert report["top"][0] == {"name": "nvjet_gemm", "us_per_step": 80, "per_step": 2}
-    assert report["timeline"] == [
-        "0.0 2.0 bookkeeping",
-        "3.0 40.0 matrix products",
-        "44.0 40.0 matrix products",
-        "84.0 6.0 state",
-    ]
-
-
-def test_every_kernel_is_of_the_kind_of_its_room() -> None:
-    """No kernel here is "other" in a trace, and none is taken for one of another room."""
-    rooms = {
-        "attention": {"attention"},
-        "layers": {"norm", "elementwise"},
-        "mamba": {"state", "convolution"},
-        "moe": {"experts"},
-        "replay": {"state"},
-        "sampling": {"bookkeeping"},
-        "step": {"bookkeeping", "state"},
-    }
-    found: dict[str, set[str]] = {}
-    for path in sorted((ROOT / "kernels").rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if not isinstance(node, ast.FunctionDef) or not node.name.endswith("_kernel"):
-                continue
-            if any("triton.jit" in ast.unparse(d) for d in node.decorator_list):
-                kind = Operation(node.name, 0, 1).kind
-                assert kind in rooms[path.parent.name], f"{node.name} is {kind}"
-                found.setdefault(path.parent.name, set()).add(kind)
-    assert found == rooms
 
 
 def test_floor_counts_what_must_move() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from helpers.counted_blocks import CountedBlocks
 from helpers.hash_request import TOKENS, Kept, Open, Request, Row, prefix_hash
 
 from hybrid_runtime.state.layout import LayoutKind, StateLayout
@@ -77,14 +78,11 @@ class HashRunner:
         ]
         self.group_of = {i: i % groups for i in range(layers)}
         self.manager.bind(self.states, self.tables, self.group_of, self._flush_inputs())
-        self.free = list(range(count - 1, -1, -1))
-        self.users = [0] * count
+        self.pool = CountedBlocks(self.manager, count)
         self.requests: dict[int, Request] = {}
         self.kept: list[Kept] = []
         self.outstanding: list[Open] = []
         self.recent: list[Snapshot] = []  # published by steps that were read meanwhile
-        everything = torch.arange(count, device=device)
-        self.manager.fill(everything, float("nan"))
 
     def _flush_inputs(self) -> FlushInputs | None:
         return None
@@ -101,6 +99,7 @@ class HashRunner:
             column = len(hit.tokens) // self.layout.block_size - 1
             request.place = column, 0
             for group, block in enumerate(hit.blocks):
+                self.pool.share(block)
                 self._own(request, group, column, block)
         self._admit(request, column)
 
@@ -149,28 +148,18 @@ class HashRunner:
     def forget(self, kept: Kept) -> None:
         self.kept.remove(kept)
         for block in kept.blocks:
-            self._put(block)
+            self.pool.put(block)
 
     def _own(self, request: Request, group: int, column: int, block: int) -> None:
-        self.users[block] += 1
         request.blocks[group][column] = block
         self.tables[group][request.slot, column : column + 1] = block
 
-    def _disown(self, request: Request, group: int, column: int) -> None:
-        block = request.blocks[group].pop(column)
-        self.tables[group][request.slot, column : column + 1] = -1
-        self._put(block)
-
-    def _put(self, block: int) -> None:
-        self.users[block] -= 1
-        if not self.users[block]:
-            self.free.append(block)
-            self.manager.fill(torch.tensor([block], device=self.device), float("nan"))
-
     def _new(self, request: Request, group: int, column: int) -> None:
-        block = self.free.pop()
-        self.manager.fill(torch.tensor([block], device=self.device), 0.0)
-        self._own(request, group, column, block)
+        self._own(request, group, column, self.pool.new())
+
+    def _disown(self, request: Request, group: int, column: int) -> None:
+        self.tables[group][request.slot, column : column + 1] = -1
+        self.pool.put(request.blocks[group].pop(column))
 
     def _hand_out(self, rows: StepRows) -> None:
         """Own exactly what the manager demands, the snapshots that may still be filed, and the
@@ -383,7 +372,7 @@ class HashRunner:
         request = self.requests[snapshot.slot]
         blocks = [group[snapshot.column] for group in request.blocks]
         for block in blocks:
-            self.users[block] += 1
+            self.pool.share(block)
         self.kept.append(Kept(request.tokens[: snapshot.boundary], blocks))
 
     def check(self, windows: list[int], states: list[int], offset: int, tokens: list[int]) -> None:

@@ -1,11 +1,13 @@
-"""Sampling parameters of a batch, as tensors."""
+"""Sampling parameters of a batch, as tensors, and what a step is to emit."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
+from hybrid_runtime.specdecode.acceptance import Accepted
 from hybrid_runtime.specdecode.sampling import SamplingParams, SamplingTensors
 
 
@@ -20,3 +22,15 @@ def sampling_tensors(
         top_p=torch.tensor([float(p.top_p) for p in params], device=device),
         seed=torch.tensor(seeds, dtype=torch.int64, device=device),
     )
+
+
+def rows_of(params: SamplingParams, rows: int) -> SamplingTensors:
+    """Rows that sample alike, each with a seed of its own."""
+    one = sampling_tensors([params], [0]).select(torch.zeros(rows).int())
+    return replace(one, seed=torch.arange(rows))
+
+
+def assert_emits(got: Accepted, tokens: list[list[int]], counts: list[int]) -> None:
+    assert got.tokens.dtype == got.num_accepted.dtype == torch.int32
+    assert got.tokens.tolist() == tokens
+    assert got.num_accepted.tolist() == counts

@@ -334,9 +334,10 @@ def test_nothing_waits_and_the_graph_replays() -> None:
     x = noise(generator, rows.tokens, 64, dtype=torch.bfloat16)
     weight = noise(generator, 64, 4, dtype=torch.bfloat16)
     windows = noise(generator, rows.blocks, 6, 64, dtype=torch.bfloat16)
+    where = rows.arguments
 
     def run() -> tuple[Tensor, Tensor]:
-        y = conv1d_varlen(x, weight, None, windows, **rows.arguments)
+        y = conv1d_varlen(x, weight, None, windows, **where)
         return y, chunk_scan(states=states, **arguments)
 
     held = windows.clone(), pages.clone()

@@ -301,11 +301,12 @@ def test_nothing_waits_and_the_graph_replays(tokens: int) -> None:
     windows = noise(generator, rows.blocks, 2 + tokens, 64, dtype=torch.bfloat16)
     states = noise(generator, rows.blocks, 4, 16, 32, dtype=torch.float32)
     group, vector = x[:, :32].unflatten(1, (1, 32)), torch.zeros(4, device=DEVICE)
+    where = rows.arguments
 
     def run() -> tuple[Tensor, Tensor]:
-        y = conv1d_update(x, weight, None, windows, **rows.arguments)
+        y = conv1d_update(x, weight, None, windows, **where)
         inputs = (y.view(-1, 4, 16), x[:, :4], vector, group, group, vector, vector)
-        return y, selective_state_update(*inputs, states, **rows.arguments)
+        return y, selective_state_update(*inputs, states, **where)
 
     held = windows.clone(), states.clone()
     run()

@@ -3,12 +3,11 @@
 import math
 import re
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
-from helpers.sampling import sampling_tensors
+from helpers.sampling import assert_emits, rows_of, sampling_tensors
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -20,7 +19,6 @@ from hybrid_runtime.specdecode.acceptance import (
     rejection,
     synthetic,
     synthetic_acceptance,
-    synthetic_rates,
 )
 from hybrid_runtime.specdecode.reference import matching
 from hybrid_runtime.specdecode.reference import rejection as rejection_reference
@@ -44,11 +42,6 @@ def tables(seed: int = 0) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     target = torch.randn(V, V, generator=generator)
     return target, target + 1.2 * torch.randn(V, V, generator=generator)
-
-
-def rows_of(params: SamplingParams, rows: int = ROWS) -> SamplingTensors:
-    one = sampling_tensors([params], [0]).select(torch.zeros(rows).int())
-    return replace(one, seed=torch.arange(rows))
 
 
 def generate(
@@ -134,7 +127,9 @@ FILTERED = SamplingParams(temperature=0.7, top_k=6, top_p=0.93)
 @pytest.mark.parametrize("drawn", [True, False], ids=["drawn", "fixed"])
 def test_distribution_is_the_targets(num_draft: int, params: SamplingParams, drawn: bool) -> None:
     target, draft = tables()
-    text = generate(target, rows_of(params), num_draft, 3, draft.softmax(-1) if drawn else None)
+    text = generate(
+        target, rows_of(params, ROWS), num_draft, 3, draft.softmax(-1) if drawn else None
+    )
     assert misfit(text, target, params) < 1
 
 
@@ -143,7 +138,7 @@ def test_distribution_with_one_hot_probabilities_and_unequal_counts() -> None:
     # Fixed drafts that come with explicit one-hot distributions take the general path.
     target, _ = tables(1)
     next_token = torch.eye(V).roll(1, 1)
-    text = generate(target, rows_of(SAMPLED), 3, 3, next_token, limit=torch.arange(ROWS) % 4)
+    text = generate(target, rows_of(SAMPLED, ROWS), 3, 3, next_token, limit=torch.arange(ROWS) % 4)
     assert misfit(text, target, SAMPLED) < 1
 
 
@@ -151,7 +146,7 @@ def test_distribution_with_one_hot_probabilities_and_unequal_counts() -> None:
 def test_statistic_detects_a_wrong_draft_distribution() -> None:
     target, draft = tables()
     text = generate(
-        target, rows_of(SAMPLED), 3, 3, draft.softmax(-1), claimed=torch.full((V, V), 1 / V)
+        target, rows_of(SAMPLED, ROWS), 3, 3, draft.softmax(-1), claimed=torch.full((V, V), 1 / V)
     )
     assert misfit(text, target, SAMPLED) > 10
 
@@ -189,7 +184,7 @@ def test_statistic_accepts_the_residual_and_detects_everything_else(fixed: bool)
 def test_acceptance_is_as_high_as_it_can_be(same: bool) -> None:
     # Leviathan et al. 2023, corollary 3.6: the mean acceptance rate is sum(min(p, q)).
     target, draft = tables()
-    sampling = rows_of(SAMPLED)
+    sampling = rows_of(SAMPLED, ROWS)
     p, q = probabilities(torch.stack([target[:1], draft[:1]]), rows_of(SAMPLED, 2))[:, 0]
     q = p if same else q
     position = torch.full((ROWS,), START)
@@ -247,12 +242,6 @@ def by_reference(
     return tokens, counts
 
 
-def assert_equals(got: Accepted, tokens: list[list[int]], counts: list[int]) -> None:
-    assert got.tokens.dtype == got.num_accepted.dtype == torch.int32
-    assert got.tokens.tolist() == tokens
-    assert got.num_accepted.tolist() == counts
-
-
 @settings(max_examples=200, deadline=None, derandomize=True)
 @given(st.integers(0, 5), st.integers(1, 5), st.integers(0, 2**31), st.integers(2, 4))
 def test_every_acceptance_equals_the_reference(
@@ -276,19 +265,19 @@ def test_every_acceptance_equals_the_reference(
     sampling = rows_of(SamplingParams(top_k=2, top_p=0.5), rows)
     p = probabilities(logits, sampling)
     expected = by_reference(p, None, drafts, num_draft, emits, numbers)
-    assert_equals(greedy(logits, drafts, num_draft, emits), *expected)
-    assert_equals(greedy(logits.bfloat16(), drafts, num_draft, emits.int()), *expected)
+    assert_emits(greedy(logits, drafts, num_draft, emits), *expected)
+    assert_emits(greedy(logits.bfloat16(), drafts, num_draft, emits.int()), *expected)
     for q in (None, draft_probs):
         assert by_reference(p, q, drafts, num_draft, emits, numbers) == expected
         got = rejection(logits, drafts, num_draft, emits, q, sampling, position)
-        assert_equals(got, *expected)
+        assert_emits(got, *expected)
 
     sampling = rows_of(FILTERED, rows)
     p = probabilities(logits, sampling)
     for q in (None, draft_probs):
         expected = by_reference(p, q, drafts, num_draft, emits, numbers)
         got = rejection(logits, drafts, num_draft, emits, q, sampling, position)
-        assert_equals(got, *expected)
+        assert_emits(got, *expected)
 
 
 def test_greedy_and_sampled_rows_share_a_batch() -> None:
@@ -299,60 +288,6 @@ def test_greedy_and_sampled_rows_share_a_batch() -> None:
     text = generate(target, sampling, 3, 4, draft.softmax(-1))
     assert (text[::2] == text[0]).all()
     assert not (text[1::2] == text[1]).all()
-
-
-@pytest.mark.parametrize("one_request", [False, True], ids=["many requests", "one request"])
-@pytest.mark.parametrize("mean_length", [1.0, 1.25, 2.0, 2.5, 3.3, 4.0])
-def test_synthetic_mean_length(mean_length: float, one_request: bool) -> None:
-    rows, most = 20_000, 3
-    generator = torch.Generator().manual_seed(0)
-    logits = torch.randn(rows, most + 1, V, generator=generator)
-    drafts = torch.randint(0, V, (rows, most), generator=generator).int()
-    rates = synthetic_rates(mean_length, most)
-    accept = synthetic_acceptance(rates, "cpu")
-    full = torch.full((rows,), most, dtype=torch.int32)
-    sampling, position = rows_of(SAMPLED, rows), torch.full((rows,), 9)
-    if one_request:
-        sampling, position = replace(sampling, seed=position), sampling.seed
-    got = accept(logits, drafts, full, full, None, sampling, position)
-    counts = got.num_accepted.long()
-    spread = counts.double().std().item()
-    assert abs(counts.double().mean().item() - mean_length) <= 4 * spread / math.sqrt(rows)
-    for i, rate in enumerate(rates):
-        assert abs((counts >= i + 2).double().mean().item() - rate) < 4 * 0.5 / math.sqrt(rows)
-    index, last = torch.arange(most + 1), counts[:, None] - 1
-    expected = torch.where(
-        index == last, logits.argmax(-1), torch.nn.functional.pad(drafts, (0, 1))
-    )
-    assert torch.equal(got.tokens, torch.where(index <= last, expected, -1).int())
-
-
-def test_synthetic_keeps_only_what_was_guessed() -> None:
-    logits = torch.zeros(5, 4, V)
-    logits[..., 6] = 1
-    drafts = torch.tensor([[1, 2, 3], [1, 2, 3], [1, -1, 3], [1, 2, 3], [-1, -1, -1]]).int()
-    num_draft = torch.tensor([3, 1, 3, 2, 0]).int()
-    emits = torch.tensor([1, 1, 1, 0, 1])
-    rates = torch.ones(3)
-    got = synthetic(logits, drafts, num_draft, emits, rates, torch.arange(5), torch.arange(5))
-    expected = [[1, 2, 3, 6], [1, 6, -1, -1], [1, 6, -1, -1], [-1] * 4, [6, -1, -1, -1]]
-    assert_equals(got, expected, [4, 2, 2, 0, 1])
-
-
-def test_synthetic_rates() -> None:
-    assert synthetic_rates(2.5, 3) == (1.0, 0.5, 0.0)
-    assert synthetic_rates(4, 3) == (1.0, 1.0, 1.0)
-    assert synthetic_rates(1.0, 0) == ()
-    for wrong in (0.99, 4.01, math.nan):
-        with pytest.raises(ValueError, match=r"mean_length is .*, must be in \[1, 4\]"):
-            synthetic_rates(wrong, 3)
-    with pytest.raises(ValueError, match="num_draft is -1, must be at least 0"):
-        synthetic_rates(1.0, -1)
-    with pytest.raises(ValueError, match=r"rates is \[0.5, 0.6\], must not increase"):
-        synthetic_acceptance([0.5, 0.6], "cpu")
-    for rates in ([1.2, 0.5], [0.5, -0.1], [math.nan]):
-        with pytest.raises(ValueError, match="must be probabilities"):
-            synthetic_acceptance(rates, "cpu")
 
 
 def test_wrong_shapes_are_refused() -> None:

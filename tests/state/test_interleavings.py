@@ -278,10 +278,10 @@ class Interleavings(RuleBasedStateMachine):
         for layer, pair in self.one.states.items():
             mine = pool(pair[0])
             for other in self.runners[1:]:
-                assert other.users == self.one.users
+                assert other.pool.users == self.one.pool.users
                 assert torch.equal(mine, pool(other.states[layer][0]))
             for component in pair:
-                assert component[self.one.free].isnan().all()
+                assert component[self.one.pool.free].isnan().all()
 
     @invariant()
     def kept_snapshots_are_untouched(self) -> None:
@@ -304,7 +304,7 @@ class Interleavings(RuleBasedStateMachine):
                 runner.release(slot)
             for kept in list(runner.kept):
                 runner.forget(kept)
-            assert len(runner.free) == len(runner.users)  # nothing leaked
+            assert len(runner.pool.free) == len(runner.pool.users)  # nothing leaked
 
 
 def pool(view: torch.Tensor) -> torch.Tensor:

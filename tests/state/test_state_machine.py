@@ -62,9 +62,9 @@ class Histories(RuleBasedStateMachine):
 
     def same_bytes(self) -> None:
         """Blocks that some request or snapshot owns hold the same bytes in all runners."""
-        owned = [b for b, users in enumerate(self.one.users) if users]
+        owned = [b for b, users in enumerate(self.one.pool.users) if users]
         for other in self.runners[1:]:
-            assert other.users == self.one.users
+            assert other.pool.users == self.one.pool.users
             for layer, pair in self.one.states.items():
                 for mine, theirs in zip(pair, other.states[layer], strict=True):
                     a, b = mine[owned].contiguous(), theirs[owned].contiguous()
@@ -185,7 +185,7 @@ class Histories(RuleBasedStateMachine):
                 runner.release(slot)
             for kept in list(runner.kept):
                 runner.forget(kept)
-            assert len(runner.free) == len(runner.users)  # nothing leaked
+            assert len(runner.pool.free) == len(runner.pool.users)  # nothing leaked
 
 
 class ReplayHistories(Histories):
