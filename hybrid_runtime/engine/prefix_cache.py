@@ -137,7 +137,7 @@ class PrefixCache:
             absent = [key for key in hashes if pool.find(key) is None]
             if absent and len(absent) <= pool.free:
                 taken = [pool.take() for _ in absent]
-                self.host.order_reuse(group, taken)
+                # Behind copies to the host that still read these blocks, see `CopyStream`.
                 if self.host.load(group, absent, taken):
                     for key, block in zip(absent, taken, strict=True):
                         pool.file(key, block)
