@@ -115,7 +115,7 @@ class InFlightSteps:
         )
         final = certain + np.maximum(accepted, 1) - 1
         dead = current & (accepted == 0) & (rows.draft > 0)
-        complete = complete & current & ~dead
+        complete = complete & current
         step.copied = np.flatnonzero(copied & current)
         self.rows_copied += len(step.copied)
         step.published = [
