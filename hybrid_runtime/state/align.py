@@ -151,10 +151,8 @@ def postcopy(
     boundary = final // block_size * block_size
     offset = boundary - certain
     acts = (offset >= 0) & (draft > 0) & (accepted > 0) & retention.keeps(boundary)
-    target = boundary // block_size - 1
-    # Offset 0 into the same column is the state itself: counted as no copy.
-    acts &= (offset > 0) | (target != column)
-    return Move(acts, column, offset, target)
+    # Guesses beyond a boundary at R run in a later column than its own: no copy is onto itself.
+    return Move(acts, column, offset, boundary // block_size - 1)
 
 
 def precopy_candidates(

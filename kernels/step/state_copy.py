@@ -68,9 +68,8 @@ def postcopy_reference(
     certain, column, draft, _ = placed[:, row].long()
     a = torch.minimum(accepted[row].long(), draft + 1)
     boundary, offset, target = last_boundary_reference(certain, certain + a - 1, block_size)
-    acts = (slot >= 0) & (column >= 0) & (a > 0) & (draft > 0) & (offset >= 0)
+    acts = (slot >= 0) & (column >= 0) & (draft > 0) & (offset >= 0)
     acts &= (boundary > 0) & keeps_reference(boundary, line)
-    acts &= (offset > 0) | (target != column)
     move_reference(states, slot, column, offset, torch.where(acts, target, -1))
 
 
@@ -113,11 +112,12 @@ def _move_kernel(
         a = tl.minimum(tl.load(accepted + row, mask=listed, other=0), draft + 1)
         boundary, offset, target = last_boundary(certain, certain + a - 1, BLOCK_SIZE)
         # What most rows fail comes first: the loads below are masked, and cost the others nothing.
-        crosses = listed & (a > 0) & (draft > 0) & (offset >= 0) & (boundary > 0)
+        # A dead row (a = 0) falls short of R, so its offset is negative.
+        crosses = listed & (draft > 0) & (offset >= 0) & (boundary > 0)
         source = tl.load(step + COLUMN * step_stride + row, mask=crosses, other=-1)
         every, first, second = load_rule(p_entry, crosses)
         kept = keeps(boundary, every, first, second)
-        acts = crosses & kept & (source >= 0) & ((offset > 0) | (target != source))
+        acts = crosses & kept & (source >= 0)
     else:
         source = tl.load(step + SOURCE * step_stride + row, mask=listed, other=-1)
         offset = tl.load(step + OFFSET * step_stride + row, mask=listed, other=0)
