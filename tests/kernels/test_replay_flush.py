@@ -101,6 +101,24 @@ def test_flush(shape: Ssm) -> None:
             assert not unchanged.all()
 
 
+@kernels
+@pytest.mark.parametrize("target", [0, 1])
+def test_a_row_that_reads_nothing_is_zeroed_in_any_physical_block(target: int) -> None:
+    """Block 0 too, which is what a masked load of the block that is read gives."""
+    shape = Ssm()
+    table, window_cache, A_log, rows = flush_case(shape, layers=1, seed=0)
+    row = len(rows["slot"]) - 1
+    slot = int(rows["slot"][row])
+    blocks = table.tables[0]
+    column = int(rows["positions"].write_column[row])
+    blocks[blocks == target] = blocks[slot, column].clone()
+    blocks[slot, column] = target
+    assert int(rows["positions"].read_column[row]) == -1
+    replay_flush(table, window_cache, A_log, ints(row), **rows)
+    assert not table.ssm[0][target].any()
+    assert not table.windows[0][target, : table.taps].any()
+
+
 @plain
 def test_flush_reference_is_the_next_fold() -> None:
     """After any step, the flushed state is what the columns layout holds."""
