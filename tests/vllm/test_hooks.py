@@ -230,6 +230,12 @@ def test_a_cache_that_cannot_be_read_is_left_to_vllm(caplog: pytest.LogCaptureFi
 
 def test_another_registry_is_left_alone(vllm: ModuleType, caplog: pytest.LogCaptureFixture) -> None:
     registry: Any = sys.modules["vllm.model_executor.models.registry"]
-    registry.ModelRegistry = SimpleNamespace(models=registry.ModelRegistry.models)
+    known = registry.ModelRegistry.models
+    registry.ModelRegistry = SimpleNamespace(models=known)
     plugin.register()
-    assert "register_model" in caplog.text
+    del registry._VLLM_MODELS
+    plugin.register()
+    first, second = (record.getMessage() for record in caplog.records)
+    assert "register_model" in first
+    assert "_VLLM_MODELS" in second
+    assert all(entry.module_name.startswith("vllm.") for entry in known.values())

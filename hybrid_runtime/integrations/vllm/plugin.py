@@ -24,12 +24,13 @@ def register() -> None:
 
 
 def _register(version: str) -> None:
-    from vllm.model_executor.models.registry import ModelRegistry
+    from vllm.model_executor.models.registry import _VLLM_MODELS, ModelRegistry
 
     for architecture in versions.ARCHITECTURES:
         known = ModelRegistry.models.get(architecture)
         module = getattr(known, "module_name", None)
-        if known is None or module == models.__name__:
+        # Without an entry of vLLM's own, `models` would not find the class to build on.
+        if known is None or module == models.__name__ or architecture not in _VLLM_MODELS:
             continue
         if module is None or not module.startswith("vllm."):
             left_to_vllm(f"another plug-in has registered {architecture}")
