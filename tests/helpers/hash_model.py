@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.counted_blocks import CountedBlocks
-from helpers.hash_request import TOKENS, Kept, Open, Request, Row, prefix_hash
+from helpers.hash_request import TOKENS, Kept, Open, Request, Row, assert_state, prefix_hash
 
 from hybrid_runtime.state.layout import LayoutKind, StateLayout
 from hybrid_runtime.state.layouts.flush import FlushInputs
@@ -19,7 +19,8 @@ from hybrid_runtime.state.step import Snapshot, Step
 
 
 class HashRunner:
-    """Model runner around one `HybridStateManager`, with block pools, for `groups` cache groups."""
+    """Model runner around one `HybridStateManager`, with block pools, for `groups` cache groups.
+    own_all: requests own every column from admission on, and the manager is not asked."""
 
     kind: LayoutKind = "columns"
     always_owned: frozenset[int] = frozenset()
@@ -47,28 +48,18 @@ class HashRunner:
         debug: bool = True,
     ) -> None:
         self.layout = StateLayout(
-            conv_channels=channels,
-            conv_width=4,
-            ssm_shape=ssm_shape,
-            num_speculative_tokens=num_draft,
-            block_size=block_size,
-            conv_dtype=conv_dtype,
-            ssm_dtype=ssm_dtype,
-            conv_layout=conv_layout,  # type: ignore[arg-type]
+            conv_channels=channels, conv_width=4, ssm_shape=ssm_shape,
+            num_speculative_tokens=num_draft, block_size=block_size, conv_dtype=conv_dtype,
+            ssm_dtype=ssm_dtype, conv_layout=conv_layout,  # type: ignore[arg-type]
             kind=self.kind,
-        )
+        )  # fmt: skip
         self.depth, self.num_draft, self.device, self.debug = depth, num_draft, device, debug
-        self.own_all = own_all  # every column from admission on, so that the manager is not asked
+        self.own_all = own_all
         self.manager = HybridStateManager(
-            self.layout,
-            max_requests,
-            num_draft,
-            device,
+            self.layout, max_requests, num_draft, device,
             strategy=strategy,  # type: ignore[arg-type]
-            in_place=in_place,
-            steps_in_flight=depth,
-            debug=debug,
-        )
+            in_place=in_place, steps_in_flight=depth, debug=debug,
+        )  # fmt: skip
         each = columns if own_all else num_draft + 6
         count = num_blocks or groups * max_requests * each + 64
         self.states = {i: self.layout.allocate(count, device) for i in range(layers)}
@@ -377,14 +368,10 @@ class HashRunner:
 
     def check(self, windows: list[int], states: list[int], offset: int, tokens: list[int]) -> None:
         """The state in these blocks (per group) is that of exactly `tokens`."""
-        want = prefix_hash(tokens)
-        last = ([0, 0, 0] + [t + 1 for t in tokens])[-3:]
         for layer, (window, ssm) in self.states.items():
             group = self.group_of[layer]
-            got = ssm[states[group]].float().flatten().tolist()
-            assert got == [want] * len(got), (layer, got[0], want)
             inputs = self.layout.positions_first(window)[windows[group], offset : offset + 3]
-            assert inputs.float().tolist() == [[t] * inputs.shape[1] for t in last]
+            assert_state(inputs, ssm[states[group]], tokens)
 
     def _forward(
         self, request: Request, certain: int, drafts: list[int], read: int, offset: int, write: int
@@ -398,9 +385,8 @@ class HashRunner:
         blocks = request.blocks
         if read >= 0:
             windows = [group[read] for group in blocks]
-            self.check(
-                windows, [group[read + offset] for group in blocks], offset, request.tokens[:n]
-            )
+            states = [group[read + offset] for group in blocks]
+            self.check(windows, states, offset, request.tokens[:n])
         history = request.tokens[:n] + tokens
         padded = [0, 0, 0] + [t + 1 for t in history]
         keep = padded[len(padded) - 3 - len(drafts) :]

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from torch import Tensor
+
 from hybrid_runtime.state.step import Step
 
 Row = tuple[int, int, list[int], int]
@@ -18,6 +20,14 @@ def prefix_hash(tokens: list[int]) -> int:
     for token in tokens:
         value = (value * 31 + token + 1) % PRIME
     return value
+
+
+def assert_state(window: Tensor, ssm: Tensor, tokens: list[int]) -> None:
+    """A window `[3, channels]` and an SSM state are those of exactly `tokens`."""
+    last = ([0, 0, 0] + [t + 1 for t in tokens])[-3:]
+    want, got = prefix_hash(tokens), ssm.float().flatten().tolist()
+    assert got == [want] * len(got), (got[0], want)
+    assert window.float().tolist() == [[t] * window.shape[1] for t in last]
 
 
 @dataclass
