@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import pytest
 import torch
-from helpers.interpreter import CUDA, elsewhere, kernels, run_in_interpreter
+from helpers.interpreter import CUDA, INTERPRETED, elsewhere, kernels, run_in_interpreter
 from helpers.replay_cases import BIG, ROUNDS, SEEDS, Rows, Ssm, plain
 from helpers.tensors import DEVICE, ints, noise, same_bytes
 from torch import Tensor
+from triton.runtime.interpreter import InterpreterBuilder
 
 from hybrid_runtime.kernels.replay.conv1d import replay_conv1d_update
 from hybrid_runtime.kernels.replay.launch import PRODUCTS, TILINGS, spread
@@ -51,6 +53,11 @@ SSMS = [
     Ssm(states=torch.float16, heads=1, groups=1, dim=40, state=40),
     Ssm(states=torch.bfloat16, groups=1, limits=(0.1, 1e6), far=2e6),
 ]
+SHARED = [
+    Ssm(heads=2, groups=1, dim=34, tokens=6, drafts=2, states=states)
+    for states in (torch.float32, torch.float16)
+]
+"""Two heads of a group, two tiles or more of a head."""
 if CUDA:
     SSMS += [
         Ssm(**BIG),
@@ -131,6 +138,34 @@ def test_replay_update(shape: Ssm) -> None:
         assert same_bytes(mine.x, window_cache.x)
         assert same_bytes(mine.B, window_cache.B)
         torch.testing.assert_close(mine.dt, window_cache.dt, rtol=2e-6, atol=0, equal_nan=True)
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="only the interpreter tells who writes")
+@pytest.mark.parametrize("shape", SHARED, ids=str)
+def test_one_program_of_a_group_records_the_guesses_B(
+    shape: Ssm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of all heads, tiles and chunks that share it: none would write anything else, only often."""
+    rows = Rows(shape.drafts, shape.tokens, seed=0)
+    generator = torch.Generator(DEVICE).manual_seed(0)
+    window_cache = shape.window_cache(generator, rows.slots)
+    size = rows.blocks, shape.heads, shape.dim, shape.state
+    states = noise(generator, *size, dtype=shape.states)
+    arguments = shape.inputs(generator, rows.tokens) | shape.vectors(generator, torch.float32)
+    first, past = window_cache.B.data_ptr(), window_cache.B.data_ptr() + window_cache.B.nbytes
+    writes: Counter[int] = Counter()
+
+    def store(builder: Any, pointers: Any, value: Any, mask: Any, *options: Any) -> Any:
+        address = pointers.data[mask.data.astype(bool)]
+        writes.update(address[(address >= first) & (address < past)].tolist())
+        return plainly(builder, pointers, value, mask, *options)
+
+    plainly = InterpreterBuilder.create_masked_store
+    monkeypatch.setattr(InterpreterBuilder, "create_masked_store", store)
+    replay_update(states=states, window_cache=window_cache, **arguments, **rows.arguments)
+    guesses = sum(row[1] for row in rows.active)
+    assert guesses
+    assert list(writes.values()) == [1] * (guesses * shape.groups * shape.state)
 
 
 @kernels
