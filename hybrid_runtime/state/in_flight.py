@@ -46,6 +46,11 @@ class InFlightSteps:
                     return step
         return None
 
+    @property
+    def reads_back(self) -> bool:
+        """Whether counts come from the device by themselves."""
+        return self._readback is not None
+
     def require(self, step: Step) -> None:
         """Raise `ValueError` unless `step` is outstanding here."""
         if step not in self._open:

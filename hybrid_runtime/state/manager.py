@@ -197,6 +197,8 @@ class HybridStateManager:
         known: tokens computed as of the last results that the runner has read, `[rows]`: columns
         whose snapshots it may still file are kept. None: it files none, or keeps them itself.
         """
+        if known is not None and known.shape != rows.slot.shape:
+            raise ValueError(f"known has shape {known.shape}; it must be {rows.slot.shape}")
         return self._policy.block_demand(rows, known)
 
     # -- a step ----------------------------------------------------------------------------------
@@ -300,7 +302,12 @@ class HybridStateManager:
         return step.accepted
 
     def resolve(self, step: Step, accepted: NDArray[np.int32]) -> None:
-        """Hand in counts that the runner fetched itself (`readback=False`), in step order."""
+        """Hand in counts that the runner fetched itself, in step order.
+
+        accepted: integers `[rows]` or more. Raises `ValueError` unless `readback=False`.
+        """
+        if self._in_flight.reads_back:
+            raise ValueError("readback is True; it must be False if counts come through resolve()")
         if not isinstance(step, Step) or step.accepted is None:
             self._in_flight.require(step)
             self._in_flight.settle(step, check_resolved(accepted, len(step.rows)))

@@ -199,14 +199,18 @@ class HashRunner:
 
     def begin(self, plan: list[Row], reads_offset: list[bool] | None = None) -> Open:
         spans = [self.bounds(slot) if slot >= 0 else (0, 0) for slot, *_ in plan]
-        rows = StepRows(
-            np.array([slot for slot, *_ in plan], np.int32),
-            np.array([low for low, _ in spans], np.int32),
-            np.array([high for _, high in spans], np.int32),
-            np.array([certain + len(drafts) for _, certain, drafts, _ in plan], np.int32),
-            np.array([len(drafts) for _, _, drafts, _ in plan], np.int32),
-            None if reads_offset is None else np.array(reads_offset, bool),
-        )
+        fields = [
+            [slot for slot, *_ in plan],
+            [low for low, _ in spans],
+            [high for _, high in spans],
+            [certain + len(drafts) for _, certain, drafts, _ in plan],
+            [len(drafts) for _, _, drafts, _ in plan],
+        ]
+        arrays = [np.array(field, np.int32) for field in fields]
+        flags = None if reads_offset is None else np.array(reads_offset, bool)
+        rows = StepRows(*arrays, flags)
+        for array in arrays:  # which this runner uses again
+            array.fill(-77)
         if not self.own_all:
             self._hand_out(rows)
         lost = sum(map(self._loses, plan))
