@@ -16,6 +16,7 @@ from hybrid_runtime.state.layout import StateLayout
 from hybrid_runtime.state.layouts.flush import FlushInputs
 from hybrid_runtime.state.rows import StepRows
 from hybrid_runtime.state.slot_table import SlotTable
+from hybrid_runtime.state.step import Snapshot
 
 Strategy = Literal["blocking", "defer", "always", "auto"]
 
@@ -133,6 +134,17 @@ def check_resolved(accepted: Any, rows: int) -> NDArray[np.int32]:
             f"accepted is {given.dtype} {given.shape}; it must be integers [>= {rows}]"
         )
     return np.array(given[:rows], np.int32)
+
+
+def check_snapshots(snapshots: Sequence[Snapshot], slot_table: SlotTable) -> None:
+    """Refuse snapshots of requests that have left their slots."""
+    for i, snapshot in enumerate(snapshots):
+        slot_table.require_slot(snapshot.slot)
+        if not slot_table.holds(snapshot.slot, snapshot.generation):
+            raise ValueError(
+                f"snapshots[{i}] is {snapshot}, whose request has left the slot; it must be "
+                "flushed before its slot is released"
+            )
 
 
 def check_rows(rows: StepRows, max_requests: int, num_speculative_tokens: int) -> None:

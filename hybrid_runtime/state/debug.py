@@ -4,11 +4,12 @@ prefix hits or give wrong text without an error."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+import torch
+from torch import Tensor
 
+from hybrid_runtime.device.sync import allowed
 from hybrid_runtime.state.align import RetentionRule, lost_boundaries
 from hybrid_runtime.state.layouts.base import LayoutPolicy
 from hybrid_runtime.state.rows import StepRows
@@ -16,11 +17,14 @@ from hybrid_runtime.state.slot_table import SlotTable
 from hybrid_runtime.state.step import Step
 
 
-def check_accepted(step: Step, accepted: NDArray[np.int32], current: NDArray[np.bool_]) -> None:
-    """Raise `ValueError` for a count that the step cannot have, or that ends its request.
+def check_accepted(step: Step, num_accepted: Tensor, slot_table: SlotTable) -> None:
+    """Wait, and raise `ValueError` for a count that the step cannot have, or that ends its request.
 
-    accepted: int32 `[rows]`. current: `[rows]`, whose requests still hold their slots.
+    num_accepted: int32 `[rows]` or longer, on the device.
     """
+    with allowed("debug=True: accepted counts"):
+        accepted = num_accepted[: len(step.rows)].cpu().numpy()
+    current = step.current(slot_table.generation, slot_table.live)
     draft = step.rows.draft
     bad = (accepted < 0) | (accepted > draft + 1) | ((accepted == 0) & (draft > 0))
     for i in np.flatnonzero(bad & current):
@@ -36,20 +40,28 @@ def check_step(
     number: int,
     rows: StepRows,
     slot_table: SlotTable,
-    computed: NDArray[np.int32],
     policy: LayoutPolicy,
-    outputs: Any,
-    tables: Sequence[NDArray[np.int32]],
+    entries: Tensor,
+    lines: int,
+    previous: tuple[Tensor, Tensor],
+    block_tables: Sequence[Tensor],
 ) -> None:
-    """Raise `ValueError` that names request, step, what it was and what it must be.
+    """Place a step into copies, wait, and raise `ValueError` if what it would read and write is
+    wrong, that names request, step, what it was and what it must be.
 
     number: of the step that is about to begin.
-    computed: exact tokens computed before it, by slot.
-    outputs: where `policy` would place its rows.
-    tables: block tables, `[slots, columns]` each.
+    entries, lines: its packed lines on the device, and how many.
+    previous: what the pending step placed, and its counts; where there is none, any such tensors.
     """
-    exact = np.where(rows.slot >= 0, computed[rows.slot], 0).astype(np.int64)
-    reads, writes = policy.touched(rows, exact, outputs)
+    slots = type(policy.slots)(*(t.clone() for t in policy.slots))
+    outputs = type(policy.nowhere)(*(t.clone() for t in policy.nowhere))
+    placed = torch.empty_like(previous[0])
+    policy.advance(entries, lines, len(rows), *previous, placed, slots, outputs)
+    with allowed("debug=True: exact counts and block tables"):
+        computed = slots.computed.cpu().numpy()
+        tables = [table.cpu().numpy() for table in block_tables]
+        exact = np.where(rows.slot >= 0, computed[rows.slot], 0).astype(np.int64)
+        reads, writes = policy.touched(rows, exact, outputs)
     rule = RetentionRule(*slot_table.rules(rows.slot).T)
     lost = lost_boundaries(exact, exact + rows.scheduled - rows.draft, rule)
     for i in np.flatnonzero(writes[:, 0] >= 0):  # the others do not run

@@ -7,6 +7,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hybrid_runtime.device.transfer import Readback
+from hybrid_runtime.state.checks import check_resolved
 from hybrid_runtime.state.layouts.base import LayoutPolicy
 from hybrid_runtime.state.slot_table import SlotTable
 from hybrid_runtime.state.step import Snapshot, Step
@@ -46,16 +47,20 @@ class InFlightSteps:
                     return step
         return None
 
-    @property
-    def reads_back(self) -> bool:
-        """Whether counts come from the device by themselves."""
-        return self._readback is not None
-
-    def require(self, step: Step) -> None:
-        """Raise `ValueError` unless `step` is outstanding here."""
-        if step not in self._open:
-            got = step.number if isinstance(step, Step) else repr(step)
-            raise ValueError(f"step is {got}; it must be one that is outstanding in this manager")
+    def require(self, step: Step, ended: bool | None = None) -> None:
+        """Raise `ValueError` unless `step` is outstanding here, and has ended or has not."""
+        if step in self._open and step.ended is (step.ended if ended is None else ended):
+            return
+        if not isinstance(step, Step):
+            raise ValueError(f"step is {step!r}; it must be one outstanding in this manager")
+        what = "is not outstanding in this manager"
+        if step.accepted is not None:
+            what = "whose results have been read; it is over"
+        if ended is False and step.ended:
+            what = "which has ended; a step ends once"
+        elif ended and step in self._open:
+            what = "which has not ended; it has no counts"
+        raise ValueError(f"step is {step.number}, {what}")
 
     def append(self, step: Step) -> None:
         """A step was begun."""
@@ -87,6 +92,23 @@ class InFlightSteps:
             return False
         self._readback.start(step.number, counts)
         return True
+
+    def decide(self, step: Step, reason: str) -> None:
+        """Wait for the counts of `step`, which has just ended; if they are refused, it has not."""
+        try:
+            self.settle_until(step, reason)
+        except ValueError:
+            step.ended = False
+            raise
+
+    def resolve(self, step: Step, accepted: NDArray[np.int32]) -> None:
+        """Settle `step` by counts that the runner fetched itself."""
+        if self._readback is not None:
+            raise ValueError("readback is True; it must be False if counts come through resolve()")
+        if isinstance(step, Step) and step.accepted is not None:
+            return  # abandoned, or resolved before
+        self.require(step)
+        self.settle(step, check_resolved(accepted, len(step.rows)))
 
     def settle_until(self, step: Step, reason: str) -> None:
         """Settle everything up to `step`, waiting if it must."""

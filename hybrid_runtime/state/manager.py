@@ -21,8 +21,8 @@ from hybrid_runtime.state.checks import (
     check_counts,
     check_flush_inputs,
     check_options,
-    check_resolved,
     check_rows,
+    check_snapshots,
     check_states,
     check_tables,
 )
@@ -166,15 +166,12 @@ class HybridStateManager:
         hit_column: in the replay layout the last one (the live one), or one whose boundary is not
         ahead, since later snapshots go to the others.
         """
-        table = self._slot_table
-        table.check_admission(slot, computed, hit_column)
+        columns = self._policy.columns
+        self._slot_table.check_admission(slot, computed, hit_column, columns)
         if hit_column is not None:
             self._bound()
-            columns = self._policy.columns
-            if hit_column >= columns:
-                raise ValueError(f"hit_column is {hit_column}; the block table has {columns}")
             self._policy.check_hit(computed, hit_column)
-        return table.admit(slot, computed, hit_column)
+        return self._slot_table.admit(slot, computed, hit_column)
 
     def retain(self, slot: int, every: int, positions: tuple[int, ...] = ()) -> None:
         """Keep only snapshots at multiples of `every` tokens (0: none) and at up to 2 positions;
@@ -250,13 +247,11 @@ class HybridStateManager:
         unchanged until the launches of the next `begin_step` are queued.
         """
         self._bound()
-        if isinstance(step, Step) and step.ended:
-            raise ValueError(f"step is {step.number}, which has ended; a step ends once")
-        self._in_flight.require(step)
+        self._in_flight.require(step, ended=False)
         n = len(step.rows)
         check_counts(num_accepted, n, self.device)
         if self.debug:
-            self._check_counts(step, num_accepted[:n])
+            check_accepted(step, num_accepted, self._slot_table)
         candidates, current = step.candidates, None
         if not self._saved.undisturbed(step):
             rows = step.current(self._slot_table.generation, self._slot_table.live)
@@ -271,7 +266,7 @@ class HybridStateManager:
             self._stats.readbacks += 1
         step.ended = True
         if on_host:
-            self._decide(step)
+            self._in_flight.decide(step, f"{self.strategy}: the host decides on the counts")
         every_row = self.strategy == "always"
         self._policy.launch_postcopy(step, num_accepted, candidates, current, on_host, every_row)
         self._slot_table.end_step(step.rows.slot, current)
@@ -280,8 +275,6 @@ class HybridStateManager:
     def abandon(self, step: Step) -> None:
         """Give up a step whose forward pass or drafter failed: its requests are released, because
         their state or guesses may be half written; all others are untouched."""
-        if isinstance(step, Step) and step.accepted is not None:
-            raise ValueError(f"step is {step.number}, whose results have been read; it is over")
         self._in_flight.require(step)
         current = step.current(self._slot_table.generation, self._slot_table.live)
         for slot in step.rows.slot[current]:
@@ -293,9 +286,7 @@ class HybridStateManager:
     def accepted(self, step: Step) -> NDArray[np.int32]:
         """Accepted counts of an ended step, int32 `[rows]`; waits only if still in flight."""
         if not isinstance(step, Step) or step.accepted is None:
-            self._in_flight.require(step)
-            if not step.ended:
-                raise ValueError(f"step is {step.number}, which has not ended; it has no counts")
+            self._in_flight.require(step, ended=True)
             with allowed("accepted counts handed to the caller"):
                 self._in_flight.settle_until(step, "accepted counts")
         assert step.accepted is not None
@@ -306,11 +297,7 @@ class HybridStateManager:
 
         accepted: integers `[rows]` or more. Raises `ValueError` unless `readback=False`.
         """
-        if self._in_flight.reads_back:
-            raise ValueError("readback is True; it must be False if counts come through resolve()")
-        if not isinstance(step, Step) or step.accepted is None:
-            self._in_flight.require(step)
-            self._in_flight.settle(step, check_resolved(accepted, len(step.rows)))
+        self._in_flight.resolve(step, accepted)
 
     def published(self, step: Step) -> list[Snapshot]:
         """Snapshots that this step left in retained columns, their bytes ordered before any launch
@@ -334,13 +321,7 @@ class HybridStateManager:
         The states of those in the live column are overwritten: release their slots next.
 
         Raises `ValueError` for one whose request has left its slot, or has had a step since."""
-        for i, snapshot in enumerate(snapshots):
-            self._slot_table.require_slot(snapshot.slot)
-            if not self._slot_table.holds(snapshot.slot, snapshot.generation):
-                raise ValueError(
-                    f"snapshots[{i}] is {snapshot}, whose request has left the slot; it must be "
-                    "flushed before its slot is released"
-                )
+        check_snapshots(snapshots, self._slot_table)
         queued = [self._in_flight.next_step(s.slot) for s in snapshots]
         count = self._policy.flush(snapshots, queued)
         self._stats.rows_flushed += count
@@ -395,31 +376,11 @@ class HybridStateManager:
         return self._pending[0].placed, self._pending[1]
 
     def _check(self, rows: StepRows, entries: Tensor, lines: int) -> None:
-        """Place a step into copies, and refuse it if what it would read and write is wrong."""
-        slots, outputs = (type(part)(*(t.clone() for t in part)) for part in (
-            self._policy.slots, self._policy.nowhere,
-        ))  # fmt: skip
-        placed = torch.empty_like(self._placed[0])
-        previous, counts = self._previous(placed)
-        self._policy.advance(entries, lines, len(rows), previous, counts, placed, slots, outputs)
-        with allowed("debug=True: exact counts and block tables"):
-            check_step(
-                self._next, rows, self._slot_table, slots.computed.cpu().numpy(),
-                self._policy, outputs, [table.cpu().numpy() for table in self._tables],
-            )  # fmt: skip
-
-    def _check_counts(self, step: Step, num_accepted: Tensor) -> None:
-        current = step.current(self._slot_table.generation, self._slot_table.live)
-        with allowed("debug=True: accepted counts"):
-            check_accepted(step, num_accepted.cpu().numpy(), current)
-
-    def _decide(self, step: Step) -> None:
-        """Wait for the counts of `step`; if they are refused, it has not ended."""
-        try:
-            self._in_flight.settle_until(step, f"{self.strategy}: the host decides on the counts")
-        except ValueError:
-            step.ended = False
-            raise
+        """Refuse a step if what it would read and write is wrong."""
+        previous = self._previous(torch.empty_like(self._placed[0]))
+        check_step(
+            self._next, rows, self._slot_table, self._policy, entries, lines, previous, self._tables
+        )
 
     def _finish_pending(self) -> None:
         """Fold the pending step in by a launch of its own: a second step ends before a begin."""

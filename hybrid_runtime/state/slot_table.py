@@ -72,8 +72,8 @@ class SlotTable:
         self.version = 0
         self._block_size = block_size
 
-    def check_admission(self, slot: int, computed: int, column: int | None) -> None:
-        """Refuse what `admit` cannot take."""
+    def check_admission(self, slot: int, computed: int, column: int | None, columns: int) -> None:
+        """Refuse what `admit` cannot take. columns: of the block table; 0: not known yet."""
         self.require_slot(slot)
         if self.live[slot]:
             raise ValueError(f"slot is {slot}, which is in use; it must be released first")
@@ -84,7 +84,7 @@ class SlotTable:
                 "to read, one with computed tokens must name the column that holds their state"
             )
         if column is not None:
-            _integer("hit_column", column, LONGEST - 1)
+            _integer("hit_column", column, (columns or LONGEST) - 1)
 
     def admit(self, slot: int, computed: int, column: int | None) -> int:
         """Let a request live in a free slot; the slot's generation."""

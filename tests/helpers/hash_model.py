@@ -281,12 +281,11 @@ class HashRunner:
         counts = torch.zeros(len(opened.plan), dtype=torch.int32, device=self.device)
         for i, (*_, accepted) in enumerate(opened.plan):
             counts[i : i + 1] = accepted
-        kills = [
+        live = [
             row[0]
             for row, request in zip(opened.plan, opened.requests, strict=True)
             if row[2] and not row[3] and request and self.requests.get(row[0]) is request
         ]
-        live = [slot for slot in kills if self.manager.holds(slot)]
         if live and self.debug:
             with pytest.raises(ValueError, match="0 with drafts means"):
                 self.manager.end_step(opened.step, counts)
