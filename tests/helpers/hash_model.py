@@ -281,18 +281,15 @@ class HashRunner:
         counts = torch.zeros(len(opened.plan), dtype=torch.int32, device=self.device)
         for i, (*_, accepted) in enumerate(opened.plan):
             counts[i : i + 1] = accepted
-        live = [
-            row[0]
-            for row, request in zip(opened.plan, opened.requests, strict=True)
-            if row[2] and not row[3] and request and self.requests.get(row[0]) is request
-        ]
+        rows = list(zip(opened.requests, opened.plan, opened.snapshots, strict=True))
+        mine = [(s, d, a) for r, (s, _, d, a), _ in rows if r and self.requests.get(s) is r]
+        live = [s for s, d, a in mine if d and not a and self.manager.holds(s)]
         if live and self.debug:
             with pytest.raises(ValueError, match="0 with drafts means"):
                 self.manager.end_step(opened.step, counts)
         self.manager.debug = self.debug and not live
         self.manager.end_step(opened.step, counts)
         self.manager.debug = self.debug
-        rows = zip(opened.requests, opened.plan, opened.snapshots, strict=True)
         for request, (_, certain, drafts, accepted), snapshots in rows:
             if request is None or self.requests.get(request.slot) is not request:
                 continue
