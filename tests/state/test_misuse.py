@@ -107,7 +107,9 @@ def rows_out_of_range(w: World) -> None:
 
 def rows_without_request(w: World) -> None:
     if w.free:
-        w.begin(**fields([w.rng.choice(w.free), *w.live[:1]]))
+        slots = [*w.live[:1], w.rng.choice(w.free)]
+        for _ in range(w.rng.choice([1, 30])):  # more than there are buffers
+            w.begin(**fields(slots))
 
 
 def rows_of_an_open_step(w: World) -> None:
