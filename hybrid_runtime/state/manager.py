@@ -295,7 +295,7 @@ class HybridStateManager:
     def resolve(self, step: Step, accepted: NDArray[np.int32]) -> None:
         """Hand in counts that the runner fetched itself, in step order.
 
-        accepted: integers `[rows]` or more. Raises `ValueError` unless `readback=False`.
+        accepted: integers `[rows]` or more; nothing happens where the manager has read its own.
         """
         self._in_flight.resolve(step, accepted)
 

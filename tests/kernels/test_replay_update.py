@@ -73,7 +73,7 @@ if CUDA:
 
 @pytest.mark.slow
 @elsewhere
-@pytest.mark.parametrize("tests", ["test_replay_update", "not test_replay_update"])
+@pytest.mark.parametrize("tests", ["test_replay_update[", "not test_replay_update["])
 def test_kernels_in_the_interpreter(tests: str) -> None:
     run_in_interpreter(__file__, "-k", tests)
 
