@@ -148,7 +148,8 @@ def measure(
             rows = compared(measured)
             if rows:
                 save("regress", {"commits": commits, "order": ORDER, "rows": rows}, args.out)
-    show("after over before", [{k: v for k, v in r.items() if k != "repeats"} for r in rows])
+    if rows:
+        show("after over before", [{k: v for k, v in r.items() if k != "repeats"} for r in rows])
 
 
 def main() -> None:
