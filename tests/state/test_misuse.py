@@ -318,8 +318,6 @@ class MoreReplayMisuse(ReplayMisuse):
     """The same for longer."""
 
 
-TestMoreMisuse = pytest.mark.slow(MoreMisuse.TestCase)
-TestMoreReplayMisuse = pytest.mark.slow(MoreReplayMisuse.TestCase)
 TestMoreMisuse.settings = TestMoreReplayMisuse.settings = settings(
     max_examples=300, stateful_step_count=60
 )
