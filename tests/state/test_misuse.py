@@ -316,8 +316,3 @@ class MoreMisuse(Misuse):
 
 class MoreReplayMisuse(ReplayMisuse):
     """The same for longer."""
-
-
-TestMoreMisuse.settings = TestMoreReplayMisuse.settings = settings(
-    max_examples=300, stateful_step_count=60
-)
