@@ -103,6 +103,8 @@ class InFlightSteps:
 
     def resolve(self, step: Step, accepted: NDArray[np.int32]) -> None:
         """Settle `step` by counts that the runner fetched itself."""
+        if self._readback is not None:
+            raise ValueError("readback is True; it must be False if counts come through resolve()")
         if isinstance(step, Step) and step.accepted is not None:
             return  # abandoned, or resolved before
         self.require(step)

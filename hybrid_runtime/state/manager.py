@@ -81,7 +81,8 @@ class HybridStateManager:
         self.layout, self.max_requests = layout, max_requests
         self.num_speculative_tokens = num_speculative_tokens
         self.device = device = torch.device(device)
-        self.strategy, self.in_place, self.debug = strategy, in_place, debug
+        self.strategy, self.in_place = strategy, in_place
+        self.readback, self.debug = readback, debug
         self._steps_in_flight = steps_in_flight
         self._waits, self._stats = Waits(), Stats()
         self._slot_table = table = SlotTable(max_requests, layout.block_size)
@@ -295,7 +296,7 @@ class HybridStateManager:
     def resolve(self, step: Step, accepted: NDArray[np.int32]) -> None:
         """Hand in counts that the runner fetched itself, in step order.
 
-        accepted: integers `[rows]` or more; nothing happens where the manager has read its own.
+        accepted: integers `[rows]` or more. Raises `ValueError` unless `readback=False`.
         """
         self._in_flight.resolve(step, accepted)
 
