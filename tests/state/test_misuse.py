@@ -80,6 +80,16 @@ def rows_of_no_type(w: World) -> None:
         w.made.begin_step(w.rng.choice([None, [0], fields([0]), w.steps]))
 
 
+def beyond_the_table(w: World, slot: int) -> list[int]:
+    """Computed tokens with which a step of one more needs a column that no table has. In the
+    replay layout only a snapshot needs one: the live column serves any position."""
+    most = COLUMNS * BLOCK
+    if not w.made.layout.replays or slot not in w.runner.requests:
+        return [most + 1]
+    every = w.runner.requests[slot].rule[0]
+    return [(most // every + 1) * every - 1] if every else []
+
+
 def rows_out_of_range(w: World) -> None:
     slot = w.rng.choice([*w.live, 0])
     k = w.made.num_speculative_tokens
@@ -98,7 +108,7 @@ def rows_out_of_range(w: World) -> None:
         fields([slot], FAR),
         fields([slot], 2**30),
         fields([slot], n, FAR),
-        fields([slot], COLUMNS * BLOCK + 1),
+        *(fields([slot], n) for n in beyond_the_table(w, slot)),
         fields([slot]) | {"computed_max": [4]},
         fields([-1] * (SLOTS + 1)),
     ]
@@ -316,3 +326,10 @@ class MoreMisuse(Misuse):
 
 class MoreReplayMisuse(ReplayMisuse):
     """The same for longer."""
+
+
+TestMoreMisuse = pytest.mark.slow(MoreMisuse.TestCase)
+TestMoreReplayMisuse = pytest.mark.slow(MoreReplayMisuse.TestCase)
+TestMoreMisuse.settings = TestMoreReplayMisuse.settings = settings(
+    max_examples=300, stateful_step_count=60
+)
