@@ -280,9 +280,7 @@ def parts(manager: HybridStateManager, rows: StepRows) -> dict[str, float]:
         "check": lambda: check_rows(rows, n, DRAFTS),
         "plan and pack": lambda: pack_step(packed, slot_table, rows, manager.layout, 64, False),
         "upload": lambda: manager._staging.upload(index, lines),
-        "launch": lambda: manager._advance(
-            entries, lines, n, manager._placed[0], manager._policy.outputs
-        ),
+        "launch": lambda: manager._placement.place(0, entries, lines, n),
     }
     return {name: statistics.median(host_us(call, number=50)) for name, call in pieces.items()}
 

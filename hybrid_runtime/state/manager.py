@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -33,8 +32,9 @@ from hybrid_runtime.state.layout import StateLayout
 from hybrid_runtime.state.layouts.base import LayoutPolicy
 from hybrid_runtime.state.layouts.columns import ColumnsPolicy
 from hybrid_runtime.state.layouts.flush import FlushInputs
-from hybrid_runtime.state.layouts.pack import StepPlan, pack_unfinished
+from hybrid_runtime.state.layouts.pack import StepPlan
 from hybrid_runtime.state.layouts.replay import ReplayPolicy
+from hybrid_runtime.state.placement import Placement
 from hybrid_runtime.state.rows import StepRows
 from hybrid_runtime.state.saved_upload import SavedUpload
 from hybrid_runtime.state.slot_table import SlotTable
@@ -102,13 +102,7 @@ class HybridStateManager:
         self._in_flight = InFlightSteps(
             table, counts if readback else None, self._policy, layout.block_size
         )
-        self._placed = [
-            torch.full((4, max_requests), -1, dtype=torch.int32, device=device)
-            for _ in range(depth)
-        ]
-        self._no_counts = torch.ones(max_requests, dtype=torch.int32, device=device)
-        # The last ended step, whose counts the next launch of `advance` folds in.
-        self._pending: tuple[Step, Tensor] | None = None
+        self._placement = Placement(self._policy, table, self._staging, self._stats, depth, device)
         self._next = 0
         self._states: StateTable | None = None
         self._tables: list[Tensor] = []
@@ -211,13 +205,12 @@ class HybridStateManager:
         if not isinstance(rows, StepRows):
             raise ValueError(f"rows is a {type(rows).__name__}; it must be StepRows")
         self._in_flight.make_room(self._steps_in_flight)
-        placed = self._placed[self._next % len(self._placed)]
-        saved = self._saved.match(rows, None if self._pending is None else self._pending[0])
+        saved = self._saved.match(rows, self._placement.pending)
         if saved is not None:
             like, plan = saved
             if self.debug:
                 self._check(rows, like.entries, len(rows))
-            self._advance(like.entries, len(rows), len(rows), placed, self._policy.outputs)
+            placed = self._placement.place(self._next, like.entries, len(rows), len(rows))
             step = like.repeated(self._next, rows, placed, plan.candidates)
             self._saved.repeated(step)
             return self._begun(step, plan)
@@ -229,7 +222,7 @@ class HybridStateManager:
         own = packed[: len(rows)]
         entries = self._staging.upload(index, lines)
         self._stats.uploads += 1
-        self._advance(entries, lines, len(rows), placed, self._policy.outputs)
+        placed = self._placement.place(self._next, entries, lines, len(rows))
         self._policy.launch_precopy(entries, plan)
         step = Step(
             self._next, rows, own[:, fields.GENERATION], own[:, fields.EVERY : fields.SECOND + 1],
@@ -261,8 +254,7 @@ class HybridStateManager:
         on_host = self.strategy == "blocking" or (self.strategy == "defer" and len(candidates) > 0)
         if on_host:
             self._in_flight.check_turn(step)
-        if self._pending is not None:
-            self._finish_pending()
+        self._placement.finish_pending()
         if self._in_flight.start(step, num_accepted[:n]):
             self._stats.readbacks += 1
         step.ended = True
@@ -271,7 +263,7 @@ class HybridStateManager:
         every_row = self.strategy == "always"
         self._policy.launch_postcopy(step, num_accepted, candidates, current, on_host, every_row)
         self._slot_table.end_step(step.rows.slot, current)
-        self._pending = (step, num_accepted if n else self._no_counts)
+        self._placement.ended(step, num_accepted)
 
     def abandon(self, step: Step) -> None:
         """Give up a step whose forward pass or drafter failed: its requests are released, because
@@ -361,38 +353,12 @@ class HybridStateManager:
             self._stats.lost_boundaries += int(((lost > 0) & (step.rows.slot >= 0)).sum())
         return step
 
-    def _advance(
-        self, entries: Tensor, lines: int, num_rows: int, placed: Tensor, outputs: Any
-    ) -> None:
-        """Fold the pending step's counts in and place `num_rows` rows, in one launch."""
-        previous, counts = self._previous(placed)
-        slots = self._policy.slots
-        self._policy.advance(entries, lines, num_rows, previous, counts, placed, slots, outputs)
-        self._pending = None
-
-    def _previous(self, placed: Tensor) -> tuple[Tensor, Tensor]:
-        """What the pending step placed, and its counts; where there is none, any such tensors."""
-        if self._pending is None:
-            return placed, self._no_counts
-        return self._pending[0].placed, self._pending[1]
-
     def _check(self, rows: StepRows, entries: Tensor, lines: int) -> None:
         """Refuse a step if what it would read and write is wrong."""
-        previous = self._previous(torch.empty_like(self._placed[0]))
         check_step(
-            self._next, rows, self._slot_table, self._policy, entries, lines, previous, self._tables
-        )
-
-    def _finish_pending(self) -> None:
-        """Fold the pending step in by a launch of its own: a second step ends before a begin."""
-        assert self._pending is not None
-        index, packed = self._staging.take()
-        lines = pack_unfinished(packed, self._slot_table, 0)
-        entries = self._staging.upload(index, lines)
-        self._stats.uploads += 1
-        # Not into the step's outputs: the runner may still be about to read the youngest step's.
-        self._advance(entries, lines, 0, self._pending[0].placed, self._policy.nowhere)
-        self._slot_table.unfinished[:] = -1
+            self._next, rows, self._slot_table, self._policy, entries, lines,
+            self._placement.previous(), self._tables,
+        )  # fmt: skip
 
     def _bound(self) -> StateTable:
         if self._states is None:
