@@ -131,7 +131,7 @@ def measure(model: NemotronH, head: MTPHead, load: Load, room: Room, args: Any) 
         block_size=block,
         num_blocks=room.blocks,
         ssm_dtype=getattr(torch, load.ssm_dtype),
-        synthetic_length=ACCEPTANCE,
+        synthetic_acceptance=ACCEPTANCE,
         state_layout=load.state_layout,
     )
     engine = Engine(model, options, head=head)

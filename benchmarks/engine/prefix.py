@@ -72,7 +72,7 @@ class Bench:
             max_tokens_per_step=args.max_tokens_per_step,
             block_size=self.block,
             num_blocks=blocks,
-            synthetic_length=ACCEPTANCE,
+            synthetic_acceptance=ACCEPTANCE,
             state_layout=kind,
             retention=retention,
             host_blocks=(2 * columns, 2 * snapshots) if host else None,

@@ -80,7 +80,7 @@ class Load:
         return self.ssm_dtype.endswith(STOCHASTIC)
 
     @property
-    def synthetic_length(self) -> float | None:
+    def synthetic_acceptance(self) -> float | None:
         """As the engine takes it."""
         if self.acceptance is None or self.drafts == 0:
             return None
@@ -96,7 +96,7 @@ class Load:
             "osl": self.osl,
             "ssm_dtype": self.ssm_dtype,
             "state_layout": self.state_layout if self.drafts else "columns",
-            "acceptance": "real" if self.synthetic_length is None else self.synthetic_length,
+            "acceptance": "real" if self.synthetic_acceptance is None else self.synthetic_acceptance,
         }
 
     def turns(self) -> list[tuple[Strategy, Lengths]]:

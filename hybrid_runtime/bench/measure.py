@@ -114,7 +114,7 @@ class Engines:
             num_blocks=load.blocks(self.layout),
             ssm_dtype=load.state_dtype,
             stochastic_rounding=load.stochastic_rounding,
-            synthetic_length=load.synthetic_length,
+            synthetic_acceptance=load.synthetic_acceptance,
             graphs=load.graphs,
             state_layout=load.state_layout,
         )

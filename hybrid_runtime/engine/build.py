@@ -142,9 +142,11 @@ def runner(
 
 def acceptances(config: EngineConfig, device: torch.device) -> tuple[Acceptance, Acceptance]:
     """How guesses are judged in steps in which no row samples, and in the others."""
-    if config.synthetic_length is None:
+    rates = config.synthetic_acceptance
+    if rates is None:
         return greedy, rejection
-    rates = synthetic_rates(config.synthetic_length, config.num_draft)
+    if not isinstance(rates, tuple):
+        rates = synthetic_rates(rates, config.num_draft)
     forced = synthetic_acceptance(rates, device)
     return forced, forced
 

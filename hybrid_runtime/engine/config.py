@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal, TypedDict, get_args
 
 import torch
@@ -23,7 +24,7 @@ class EngineOptions(TypedDict, total=False):
     drafter: DrafterName | None
     num_speculative_tokens: int | None
     sampled_drafts: bool
-    synthetic_length: float | None
+    synthetic_acceptance: float | tuple[float, ...] | None
     max_requests: int
     max_model_len: int
     max_tokens_per_step: int
@@ -56,8 +57,9 @@ class EngineConfig:
     sampled_drafts: bool = False
     """Draw the drafts of MTP and EAGLE at the request's temperature; False takes the likeliest."""
 
-    synthetic_length: float | None = None
-    """Mean tokens per step (1 .. K + 1) to pretend, for measurements; the text is then wrong."""
+    synthetic_acceptance: float | tuple[float, ...] | None = None
+    """Acceptance to pretend, for measurements; the text is then wrong. A number: mean tokens per
+    step (1 .. K + 1). K numbers: how often draft 1, 2, ... is accepted with all before it."""
 
     max_requests: int = 8
     """Requests that run at once; sizes the memory."""
@@ -199,10 +201,20 @@ class EngineConfig:
                 f"max_tokens_per_step is {self.max_tokens_per_step}; with "
                 f"num_speculative_tokens={k} it must be at least {least}, or nobody could decode"
             )
-        if self.synthetic_length is not None and not 1 <= self.synthetic_length <= k + 1:
+        self._check_synthetic(k)
+
+    def _check_synthetic(self, k: int) -> None:
+        given = self.synthetic_acceptance
+        if isinstance(given, tuple):
+            falls = all(later <= rate for rate, later in pairwise(given))
+            right = len(given) == k and falls and all(0 <= rate <= 1 for rate in given)
+            must = f"{k} rates from 0 to 1, none above the one before it"
+        else:
+            right = given is None or 1 <= given <= k + 1
+            must = f"in 1..{k + 1}"
+        if not right:
             raise ValueError(
-                f"synthetic_length is {self.synthetic_length}; with num_speculative_tokens={k} it "
-                f"must be in 1..{k + 1}"
+                f"synthetic_acceptance is {given}; with num_speculative_tokens={k} it must be {must}"
             )
 
 

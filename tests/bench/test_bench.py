@@ -326,7 +326,7 @@ def test_on_a_gpu_steady_steps_are_traced(tmp_path: Path) -> None:
     ("options", "message"),
     [
         (["--batches", "0"], "batch is 0"),
-        (["--acceptance", "0.5"], "synthetic_length is 0.5"),
+        (["--acceptance", "0.5"], "synthetic_acceptance is 0.5"),
         (["--ssm-dtype", "int4"], "ssm_dtype is 'int4'"),
     ],
 )

@@ -103,7 +103,10 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"ssm_dtype": torch.float64}, "ssm_dtype is torch.float64"),
     ({"state_layout": "rows"}, "state_layout is 'rows'"),
     ({"retention": "most"}, "retention is 'most'"),
-    ({"synthetic_length": 4.5}, "synthetic_length is 4.5"),
+    ({"synthetic_acceptance": 4.5}, "synthetic_acceptance is 4.5; .* must be in 1..4"),
+    ({"synthetic_acceptance": (0.9, 0.5)}, "must be 3 rates from 0 to 1"),
+    ({"synthetic_acceptance": (0.5, 0.9, 0.1)}, "none above the one before it"),
+    ({"synthetic_acceptance": (1.5, 0.9, 0.1)}, "synthetic_acceptance is"),
     # These need the model's config.
     ({"block_size": 3}, "block_size is 3; it must be larger than num_speculative_tokens"),
     ({"block_size": 16, "retention": 24}, "retention is 24; .* multiple of the block size"),
