@@ -89,6 +89,7 @@ class Load:
     @property
     def key(self) -> dict[str, Any]:
         """What tells results of different loads apart, strategy and lengths aside."""
+        pretended = self.synthetic_acceptance
         return {
             "batch": self.batch,
             "drafts": self.drafts,
@@ -96,7 +97,7 @@ class Load:
             "osl": self.osl,
             "ssm_dtype": self.ssm_dtype,
             "state_layout": self.state_layout if self.drafts else "columns",
-            "acceptance": "real" if self.synthetic_acceptance is None else self.synthetic_acceptance,
+            "acceptance": "real" if pretended is None else pretended,
         }
 
     def turns(self) -> list[tuple[Strategy, Lengths]]:

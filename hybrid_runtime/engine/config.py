@@ -214,7 +214,8 @@ class EngineConfig:
             must = f"in 1..{k + 1}"
         if not right:
             raise ValueError(
-                f"synthetic_acceptance is {given}; with num_speculative_tokens={k} it must be {must}"
+                f"synthetic_acceptance is {given}; with num_speculative_tokens={k} it must be "
+                f"{must}"
             )
 
 
