@@ -1,7 +1,8 @@
 """Sampling parameters, counter-based random numbers and token distributions, without host waits."""
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from numbers import Integral, Real
 
 import torch
@@ -15,6 +16,15 @@ DRAFT = 0
 ACCEPT = 1
 TARGET = 2
 SYNTHETIC = 3
+
+MAX_LOGIT_BIAS = 300
+"""Tokens of one request that may have a bias."""
+
+MAX_COMPLETIONS = 128
+"""Of one prompt."""
+
+MAX_LOGPROBS = 20
+"""Most likely tokens that are told beside each emitted one."""
 
 
 def _require(holds: bool, argument: str, value: object, must: str) -> None:
@@ -38,8 +48,17 @@ class SamplingParams:
         temperature: logits are divided by it; 0 = greedy.
         top_k: sample among the k most likely tokens only; 0 = among all.
         top_p: sample among the fewest most likely tokens that together reach this probability.
+        min_p: sample among tokens at least this many times as likely as the most likely one.
+        repetition_penalty: logits of tokens in prompt or output are divided by it if positive,
+            otherwise multiplied; 1 = off.
+        presence_penalty: subtracted from the logits of tokens in the output.
+        frequency_penalty: the same, times how often the output has them.
+        logit_bias: what is added to logits behind the penalties, by token; None = nothing.
+        logprobs: tell the log-probability of each token, and of so many most likely ones beside it;
+            None = of none.
+        n: completions of the prompt.
         seed: key of the request's random numbers; None = the engine picks one.
-        max_tokens: tokens to generate at most.
+        max_tokens: tokens to generate at most, of each completion.
         stop: generation ends when one of these texts appears.
         stop_token_ids: generation ends after one of these tokens.
         ignore_eos: go on after the model's end-of-text token.
@@ -51,6 +70,13 @@ class SamplingParams:
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] | None = field(default=None, hash=False)
+    logprobs: int | None = None
+    n: int = 1
     seed: int | None = None
     max_tokens: int = 128
     stop: tuple[str, ...] = ()
@@ -70,6 +96,31 @@ class SamplingParams:
             "top_p",
             self.top_p,
             "a number > 0 and <= 1",
+        )
+        _require(
+            _is_real(self.min_p) and 0 <= self.min_p <= 1, "min_p", self.min_p, "a number in [0, 1]"
+        )
+        _require(
+            _is_real(self.repetition_penalty) and self.repetition_penalty > 0,
+            "repetition_penalty",
+            self.repetition_penalty,
+            "a finite number > 0",
+        )
+        for name in ("presence_penalty", "frequency_penalty"):
+            value = getattr(self, name)
+            _require(_is_real(value) and -2 <= value <= 2, name, value, "a number in [-2, 2]")
+        self._check_logit_bias()
+        _require(
+            self.logprobs is None or _is_int(self.logprobs, 0, MAX_LOGPROBS + 1),
+            "logprobs",
+            self.logprobs,
+            f"None or an integer in [0, {MAX_LOGPROBS}]",
+        )
+        _require(
+            _is_int(self.n, 1, MAX_COMPLETIONS + 1),
+            "n",
+            self.n,
+            f"an integer in [1, {MAX_COMPLETIONS}]",
         )
         _require(
             self.seed is None or _is_int(self.seed, 0, 2**63),
@@ -98,6 +149,39 @@ class SamplingParams:
         _require(isinstance(self.ignore_eos, bool), "ignore_eos", self.ignore_eos, "True or False")
         object.__setattr__(self, "stop", tuple(self.stop))
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        object.__setattr__(self, "logit_bias", dict(self.logit_bias or {}) or None)
+
+    def check_vocabulary(self, size: int) -> None:
+        """`ValueError` for a token outside a vocabulary of `size`."""
+        for token in self.logit_bias or {}:
+            _require(token < size, "logit_bias", self.logit_bias, f"of tokens in 0..{size - 1}")
+
+    def each(self) -> "list[SamplingParams]":
+        """Parameters of each of the `n` completions; the seeds follow on `seed`."""
+        seeds = [None if self.seed is None else (self.seed + i) % 2**63 for i in range(self.n)]
+        return [replace(self, n=1, seed=seed) for seed in seeds]
+
+    @property
+    def adjusts(self) -> bool:
+        """Penalties or biases change the logits."""
+        penalties = self.presence_penalty, self.frequency_penalty
+        return self.repetition_penalty != 1 or any(penalties) or bool(self.logit_bias)
+
+    def _check_logit_bias(self) -> None:
+        bias = self.logit_bias
+        _require(
+            bias is None
+            or (
+                isinstance(bias, Mapping)
+                and len(bias) <= MAX_LOGIT_BIAS
+                and all(_is_int(token, 0, 2**31) for token in bias)
+                and all(_is_real(value) and -100 <= value <= 100 for value in bias.values())
+            ),
+            "logit_bias",
+            bias,
+            f"None or a mapping of at most {MAX_LOGIT_BIAS} tokens (integers >= 0) to numbers in "
+            "[-100, 100]",
+        )
 
 
 @dataclass(frozen=True, slots=True)

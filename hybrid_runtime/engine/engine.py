@@ -123,6 +123,7 @@ class Engine:
         self._check_queue()
         tokens = encode(prompt, self.tokenizer, self.model.config.vocab_size)
         params = params or SamplingParams()
+        _check_params(params, self.model.config.vocab_size)
         seed = params.seed
         if seed is None:
             seed = int(np.random.default_rng().integers(2**63 - 1))
@@ -186,17 +187,19 @@ class Engine:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         progress: bool = False,
     ) -> list[Completion]:
-        """Complete all prompts; `params` for all, or one per prompt."""
+        """Complete all prompts; `params` for all, or one per prompt. The `n` completions of a
+        prompt stand side by side."""
         if isinstance(prompts, str):
             raise ValueError("prompts is a str; it must be a list of prompts")
         if params is None or isinstance(params, SamplingParams):
             params = [params or SamplingParams()] * len(prompts)
         if len(params) != len(prompts):
             raise ValueError(f"params has {len(params)} entries; it must have {len(prompts)}")
+        each = [(t, one) for t, p in zip(prompts, params, strict=True) for one in p.each()]
         with Progress(disable=not progress, transient=True) as bar:
-            task = bar.add_task("tokens", total=sum(p.max_tokens for p in params))
+            task = bar.add_task("tokens", total=sum(p.max_tokens for _, p in each))
             requests = self._serve(
-                (self.submit(prompt, p) for prompt, p in zip(prompts, params, strict=True)),
+                (self.submit(prompt, p) for prompt, p in each),
                 lambda live: bar.update(task, completed=sum(len(r.output) for r in live)),
             )
         return [Completion.of(r) for r in requests]
@@ -282,3 +285,19 @@ class Engine:
         self.core.add(request, deadline)
         self._next_id += 1
         return request
+
+
+def _check_params(params: SamplingParams, vocabulary: int) -> None:
+    """`ValueError` for parameters that no request of the engine can have."""
+    params.check_vocabulary(vocabulary)
+    if params.n != 1:
+        raise ValueError(f"n is {params.n}, must be 1: submit each of `params.each()`")
+    for name, off in NOT_YET.items():
+        if getattr(params, name) != off:
+            raise ValueError(f"{name} is {getattr(params, name)!r}, must be {off!r}: not built yet")
+
+
+NOT_YET = {
+    "min_p": 0, "repetition_penalty": 1, "presence_penalty": 0, "frequency_penalty": 0,
+    "logit_bias": None, "logprobs": None,
+}  # fmt: skip

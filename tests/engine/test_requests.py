@@ -71,6 +71,23 @@ def test_a_full_model_length_ends_a_request(
     nothing_leaked(runs)
 
 
+def test_completions_of_a_prompt_are_those_of_their_seeds(
+    hf: NemotronHForCausalLM, tokenizer: Tokenizer, prompts: Any
+) -> None:
+    runs = engine(hf, tokenizer, **N_GRAM)
+    params = SamplingParams(max_tokens=6, temperature=1.0, seed=4, n=3)
+    answers = runs.generate(prompts[2:4], [params, SamplingParams(max_tokens=6)])
+    assert len(answers) == 4
+    assert len({tuple(a.tokens) for a in answers[:3]}) == 3
+    for answer, one in zip(answers[:3], params.each(), strict=True):
+        assert answer.tokens == runs.generate([prompts[2]], one)[0].tokens
+    with pytest.raises(ValueError, match=r"^n is 3, must be 1: submit each"):
+        runs.submit(prompts[2], params)
+    with pytest.raises(ValueError, match=r"^logit_bias is .* must be of tokens in 0\.\.95"):
+        runs.submit(prompts[2], SamplingParams(logit_bias={VOCABULARY: 1}))
+    nothing_leaked(runs)
+
+
 @pytest.mark.parametrize("steps_ahead", [0, 1])
 @pytest.mark.parametrize("after", [0, 1, 2, 5])
 def test_an_abort_touches_nobody_else(

@@ -222,6 +222,20 @@ def test_sampled_frequencies() -> None:
         ("top_k", 1.5, "an integer >= 0"),
         ("top_p", 0.0, "a number > 0 and <= 1"),
         ("top_p", 1.01, "a number > 0 and <= 1"),
+        ("min_p", -0.1, "a number in [0, 1]"),
+        ("min_p", 1.5, "a number in [0, 1]"),
+        ("repetition_penalty", 0, "a finite number > 0"),
+        ("repetition_penalty", math.inf, "a finite number > 0"),
+        ("presence_penalty", 2.1, "a number in [-2, 2]"),
+        ("frequency_penalty", math.nan, "a number in [-2, 2]"),
+        ("logit_bias", [1], "None or a mapping of at most 300 tokens"),
+        ("logit_bias", {-1: 0.0}, "None or a mapping of at most 300 tokens"),
+        ("logit_bias", {"1": 0.0}, "None or a mapping of at most 300 tokens"),
+        ("logit_bias", {1: 101}, "None or a mapping of at most 300 tokens"),
+        ("logit_bias", dict.fromkeys(range(301), 1.0), "None or a mapping of at most 300 tokens"),
+        ("logprobs", 21, "None or an integer in [0, 20]"),
+        ("logprobs", True, "None or an integer in [0, 20]"),
+        ("n", 0, "an integer in [1, 128]"),
         ("seed", -1, "None or an integer >= 0"),
         ("seed", 2**63, "None or an integer >= 0"),
         ("max_tokens", 0, "an integer >= 1"),
@@ -244,6 +258,20 @@ def test_params_accept_what_they_should() -> None:
     stop: Any = ["\n"]  # a list, where the type says tuple
     params = SamplingParams(temperature=1, top_k=5, top_p=1, seed=0, stop=stop)
     assert params.stop == ("\n",)
+    bias: Any = {3: 1, 5: -2.5}
+    params = SamplingParams(logit_bias=bias)
+    bias[7] = 1
+    assert params.logit_bias == {3: 1, 5: -2.5}
+    params.check_vocabulary(6)
+    with pytest.raises(ValueError, match=r"^logit_bias is .* must be of tokens in 0\.\.4"):
+        params.check_vocabulary(5)
+
+
+def test_each_completion_has_parameters_of_its_own() -> None:
+    each = SamplingParams(n=3, seed=2**63 - 2, temperature=0.5).each()
+    assert [p.seed for p in each] == [2**63 - 2, 2**63 - 1, 0]
+    assert {(p.n, p.temperature) for p in each} == {(1, 0.5)}
+    assert [p.seed for p in SamplingParams(n=2).each()] == [None, None]
 
 
 def test_wrong_shapes_are_refused() -> None:
