@@ -42,7 +42,7 @@ def main() -> None:
     for name in track((None, "mtp", "eagle", "ngram"), description="decoding"):
         drafts = args.drafts if name else 0
         engine = Engine.from_pretrained(
-            args.checkpoint, drafter=name, num_speculative_tokens=drafts
+            args.checkpoint, dtype="float32", drafter=name, num_speculative_tokens=drafts
         )
         start = time.perf_counter()
         answers = engine.generate(prompts, SamplingParams(max_tokens=args.tokens))

@@ -115,8 +115,8 @@ def build(args: argparse.Namespace, alone: bool) -> Engine:
         }
     )
     return Engine.from_pretrained(
-        CHECKPOINT, drafter="mtp", device=args.device, block_size=16, max_model_len=512,
-        max_tokens_per_step=512, state_layout=args.state_layout, **size,
+        CHECKPOINT, drafter="mtp", device=args.device, dtype="float32", block_size=16,
+        max_model_len=512, max_tokens_per_step=512, state_layout=args.state_layout, **size,
     )  # fmt: skip
 
 

@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal, TypedDict, get_args
 
 import torch
 
+from hybrid_runtime.engine.checks import (
+    DTypeName,
+    check_blocks,
+    check_choice,
+    check_dtype,
+    check_flag,
+    check_integer,
+    check_number,
+    resolve_dtype,
+)
 from hybrid_runtime.models.config import NemotronHConfig
 from hybrid_runtime.specdecode.drafter import DrafterName
 from hybrid_runtime.state.checks import Strategy
 from hybrid_runtime.state.layout import ConvLayout, LayoutKind, StateLayout
 
 RetentionPolicy = Literal["all", "prompt"] | int
-_SSM_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_LEAST = {"max_requests": 1, "max_model_len": 2, "max_tokens_per_step": 1}
+_LEAST_IF_SET = {"max_waiting": 0, "block_size": 1, "num_speculative_tokens": 0}
 
 
 class EngineOptions(TypedDict, total=False):
@@ -33,7 +43,7 @@ class EngineOptions(TypedDict, total=False):
     graphs: bool | None
     strategy: Strategy
     state_layout: LayoutKind
-    ssm_dtype: torch.dtype | None
+    ssm_dtype: torch.dtype | DTypeName
     stochastic_rounding: bool
     conv_layout: ConvLayout
     block_size: int | None
@@ -87,9 +97,9 @@ class EngineConfig:
     """What a request holds: one state, into which the next step folds what was accepted ("replay"),
     or one for every guess ("columns"). Without drafts there are no guesses: "columns"."""
 
-    ssm_dtype: torch.dtype | None = None
-    """Of the SSM states: float32, bfloat16 or float16. None: the checkpoint's own choice, its
-    `mamba_ssm_cache_dtype`."""
+    ssm_dtype: torch.dtype | DTypeName = "auto"
+    """Of the SSM states: float32, bfloat16 or float16, or such a name. "auto": the checkpoint's own
+    choice, its `mamba_ssm_cache_dtype`."""
 
     stochastic_rounding: bool = False
     """Round bfloat16 or float16 states of decoding rows stochastically, so that their mean error is
@@ -144,10 +154,11 @@ class EngineConfig:
     def layout(self, model: NemotronHConfig, dtype: torch.dtype) -> StateLayout:
         """State blocks for a model with weights of this dtype; `ValueError` names the option that
         does not go with the model."""
+        resolve_dtype("dtype", dtype, dtype)
         layout = StateLayout.from_config(
             model,
             self.num_draft,
-            self.ssm_dtype or model.ssm_cache_dtype,
+            resolve_dtype("ssm_dtype", self.ssm_dtype, model.ssm_cache_dtype),
             self.conv_layout,
             conv_dtype=dtype,
             block_size=self.block_size,
@@ -167,26 +178,31 @@ class EngineConfig:
         return layout
 
     def _check_choices(self) -> None:
-        drafters = (None, *get_args(DrafterName))
-        _one_of("drafter", self.drafter, drafters)
-        _one_of("strategy", self.strategy, get_args(Strategy))
-        _one_of("state_layout", self.state_layout, get_args(LayoutKind))
-        _one_of("conv_layout", self.conv_layout, get_args(ConvLayout))
-        _one_of("ssm_dtype", self.ssm_dtype, (None, *_SSM_DTYPES))
-        _one_of("steps_ahead", self.steps_ahead, (None, 0, 1))
+        check_choice("drafter", self.drafter, (None, *get_args(DrafterName)))
+        check_choice("strategy", self.strategy, get_args(Strategy))
+        check_choice("state_layout", self.state_layout, get_args(LayoutKind))
+        check_choice("conv_layout", self.conv_layout, get_args(ConvLayout))
+        check_choice("steps_ahead", self.steps_ahead, (None, 0, 1))
+        check_choice("graphs", self.graphs, (None, False, True))
+        check_dtype("ssm_dtype", self.ssm_dtype)
+        for name in ("sampled_drafts", "stochastic_rounding", "prefix_caching"):
+            check_flag(name, getattr(self, name))
 
     def _check_sizes(self) -> None:
-        _at_least("max_requests", self.max_requests, 1)
-        _at_least("max_model_len", self.max_model_len, 2)
-        _at_least("max_waiting", self.max_waiting, 0)
-        _at_least("block_size", self.block_size, 1)
+        for name, least in _LEAST.items():
+            check_integer(name, getattr(self, name), least)
+        for name, least in _LEAST_IF_SET.items():
+            if getattr(self, name) is not None:
+                check_integer(name, getattr(self, name), least)
+        if self.retention not in ("all", "prompt") and type(self.retention) is not int:
+            raise ValueError(
+                f"retention is {self.retention!r}; it must be 'all', 'prompt' or an integer"
+            )
+        if isinstance(self.retention, int):
+            check_integer("retention", self.retention, 1)
         for name in ("num_blocks", "host_blocks"):
-            for size in getattr(self, name) or ():
-                _at_least(name, size, 1)
-        if isinstance(self.retention, str):
-            _one_of("retention", self.retention, ("all", "prompt"))
-        else:
-            _at_least("retention", self.retention, 1)
+            if getattr(self, name) is not None:
+                check_blocks(name, getattr(self, name))
 
     def _check_drafting(self) -> None:
         k = self.num_draft
@@ -205,6 +221,9 @@ class EngineConfig:
 
     def _check_synthetic(self, k: int) -> None:
         given = self.synthetic_acceptance
+        for number in given if isinstance(given, tuple) else (given,):
+            if given is not None:
+                check_number("synthetic_acceptance", number)
         if isinstance(given, tuple):
             falls = all(later <= rate for rate, later in pairwise(given))
             right = len(given) == k and falls and all(0 <= rate <= 1 for rate in given)
@@ -217,15 +236,3 @@ class EngineConfig:
                 f"synthetic_acceptance is {given}; with num_speculative_tokens={k} it must be "
                 f"{must}"
             )
-
-
-def _one_of(name: str, value: object, known: Iterable[object]) -> None:
-    known = tuple(known)
-    if value not in known:
-        shown = ", ".join(map(repr, known))
-        raise ValueError(f"{name} is {value!r}; it must be one of {shown}")
-
-
-def _at_least(name: str, value: int | None, least: int) -> None:
-    if value is not None and (not isinstance(value, int) or value < least):
-        raise ValueError(f"{name} is {value!r}; it must be an integer of at least {least}")

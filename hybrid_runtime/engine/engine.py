@@ -16,14 +16,14 @@ from torch import Tensor
 
 from hybrid_runtime.device.sync import Waits
 from hybrid_runtime.engine import build
+from hybrid_runtime.engine.checks import DTypeName
 from hybrid_runtime.engine.config import EngineConfig, EngineOptions
 from hybrid_runtime.engine.core import EngineCore
+from hybrid_runtime.engine.load import load
 from hybrid_runtime.engine.pooler import Pooler, Pooling, pooled_from
 from hybrid_runtime.engine.request import Completion, Request
 from hybrid_runtime.engine.stats import EngineStats
 from hybrid_runtime.engine.tokenize import Prompt, encode, encode_instructed
-from hybrid_runtime.models.checkpoint import load_eagle, load_mtp, load_nemotron_h, resolve
-from hybrid_runtime.models.config import load_config
 from hybrid_runtime.models.nemotron_h import NemotronH
 from hybrid_runtime.specdecode.sampling import SamplingParams
 
@@ -75,37 +75,19 @@ class Engine:
         path: str | Path,
         *,
         device: torch.device | str | None = None,
-        dtype: torch.dtype = torch.float32,
+        dtype: torch.dtype | DTypeName | None = None,
         eagle_path: str | Path | None = None,
         **options: Unpack[EngineOptions],
     ) -> Engine:
         """Engine for a checkpoint directory or hub id.
 
-        device: None = a GPU where there is one. dtype: of the weights, keys and values.
+        device: None = a GPU where there is one. dtype: of the weights, keys and values; "auto" =
+        the checkpoint's own; None = that on a GPU, float32 on a CPU.
         eagle_path: the EAGLE head's own checkpoint; None = the sub-directory `eagle` of `path`.
         options: the fields of `EngineConfig`. All of them are checked before weights are loaded.
         """
-        config = EngineConfig(**options)
-        directory = resolve(path)
-        model_config = load_config(directory)
-        config.layout(model_config, dtype)
-        if config.drafter == "mtp" and not model_config.num_nextn_predict_layers:
-            raise ValueError(
-                f"drafter is 'mtp', but checkpoint {directory} has no MTP head; it must be None, "
-                "'ngram', or 'eagle' with a head of its own"
-            )
-        eagle = resolve(eagle_path or directory / "eagle") if config.drafter == "eagle" else None
-        file = directory / "tokenizer.json"
-        if not file.is_file():
-            raise ValueError(f"checkpoint {directory} has no tokenizer.json; it must hold one")
-        where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        model = load_nemotron_h(directory, where, dtype)
-        head: Any = None
-        if config.drafter == "mtp":
-            head = load_mtp(directory, model)
-        elif eagle is not None:
-            head = load_eagle(eagle, model)
-        return cls(model, config, tokenizer=Tokenizer.from_file(str(file)), head=head)
+        loaded = load(path, EngineConfig(**options), device, dtype, eagle_path)
+        return cls(loaded.model, loaded.config, tokenizer=loaded.tokenizer, head=loaded.head)
 
     # -- requests --------------------------------------------------------------------------------
 

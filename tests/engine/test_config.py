@@ -48,6 +48,7 @@ CALLS = {
     "max_requests='4'": "max_requests",
     "drafter='guess'": "drafter",
     "max_requests=4, retention='prompt', ssm_dtype=torch.float16": None,
+    "dtype='auto', ssm_dtype='float16'": None,
 }
 
 
@@ -57,7 +58,8 @@ def test_mypy_refuses_unknown_options_and_wrong_types(tmp_path: Path) -> None:
     for path in (*(ROOT / "hybrid_runtime").iterdir(), ROOT / "kernels", ROOT / "specdecode"):
         (package / path.name).symlink_to(path)
     # Of everything but the engine and where its options' types come from nothing needs to be known.
-    known = ("engine", "engine.engine", "engine.config", "specdecode.drafter", "state.layout")
+    engine = ("engine", "engine.engine", "engine.config", "engine.checks")
+    known = (*engine, "specdecode.drafter", "state.layout")
     (tmp_path / "mypy.ini").write_text(
         f"[mypy]\nmypy_path = {tmp_path}\nfollow_imports = skip\nignore_missing_imports = True\n"
         + "".join(f"[mypy-hybrid_runtime.{m}]\nfollow_imports = silent\n" for m in known)
@@ -97,8 +99,28 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"max_requests": 0}, "max_requests is 0; it must be an integer of at least 1"),
     ({"max_requests": 2.5}, "max_requests is 2.5"),
     ({"max_waiting": -1}, "max_waiting is -1"),
-    ({"num_blocks": (4, 0)}, "num_blocks is 0"),
-    ({"host_blocks": (0, 4)}, "host_blocks is 0"),
+    ({"max_requests": None}, "max_requests is None; it must be an integer"),
+    ({"max_requests": True}, "max_requests is True; it must be an integer"),
+    ({"max_tokens_per_step": "64"}, "max_tokens_per_step is '64'; it must be an integer"),
+    ({"block_size": "64"}, "block_size is '64'; it must be an integer"),
+    ({"num_speculative_tokens": 2.5}, "num_speculative_tokens is 2.5; it must be an integer"),
+    ({"num_blocks": 10}, r"num_blocks is 10; it must be \(KV blocks, state blocks\)"),
+    ({"num_blocks": (10,)}, r"num_blocks is \(10,\); it must be \(KV blocks, state blocks\)"),
+    ({"num_blocks": (4, 0)}, "a size in num_blocks is 0"),
+    ({"host_blocks": (0, 4)}, "a size in host_blocks is 0"),
+    ({"graphs": "no"}, "graphs is 'no'; it must be one of None, False, True"),
+    ({"prefix_caching": 1}, "prefix_caching is 1; it must be True or False"),
+    ({"steps_ahead": True}, "steps_ahead is True"),
+    ({"synthetic_acceptance": "3"}, "synthetic_acceptance is '3'; it must be a number"),
+    ({"retention": None}, "retention is None; it must be 'all', 'prompt' or an integer"),
+    ({"device": "abacus"}, "device is 'abacus'; it must be 'cpu', 'cuda' or 'cuda:N'"),
+    ({"device": "meta"}, "device is 'meta'; it must be"),
+    ({"device": "cuda:99"}, "device is 'cuda:99', but PyTorch finds"),
+    ({"dtype": "half"}, "dtype is 'half'; it must be one of 'auto', 'float32'"),
+    ({"dtype": 16}, "dtype is 16; it must be one of 'auto'"),
+    ({"dtype": torch.float64}, "dtype is torch.float64; it must be one of 'auto'"),
+    ({"ssm_dtype": "int8"}, "ssm_dtype is 'int8'; it must be one of 'auto'"),
+    ({"ssm_dtype": None}, "ssm_dtype is None"),
     ({"steps_ahead": 2}, "steps_ahead is 2"),
     ({"ssm_dtype": torch.float64}, "ssm_dtype is torch.float64"),
     ({"state_layout": "rows"}, "state_layout is 'rows'"),
@@ -133,6 +155,28 @@ def test_drafts_of_a_head_that_the_checkpoint_lacks_are_refused_before_its_weigh
         Engine.from_pretrained(no_weights, drafter="eagle")
     with pytest.raises(ValueError, match="has no weights"):
         Engine.from_pretrained(no_weights, drafter="ngram")
+
+
+def test_a_broken_tokenizer_is_refused_before_weights_are_read(no_weights: Path) -> None:
+    (no_weights / "tokenizer.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"tokenizer\.json is not a tokenizer"):
+        Engine.from_pretrained(no_weights)
+
+
+@pytest.mark.parametrize("value", ["bfloat16", torch.bfloat16, "auto"])
+def test_dtypes_by_name_and_auto(value: Any) -> None:
+    """The shipped checkpoint's own weights are bfloat16, its states float32."""
+    runs = Engine.from_pretrained(SHIPPED, device="cpu", dtype=value, ssm_dtype="float16")
+    assert runs.model.dtype == torch.bfloat16
+    assert runs.manager.layout.ssm_dtype == torch.float16
+    runs = Engine.from_pretrained(SHIPPED, device="cpu", ssm_dtype="auto")
+    assert runs.model.dtype == runs.manager.layout.ssm_dtype == torch.float32
+
+
+def test_a_dtype_of_the_checkpoint_that_nothing_computes_in_is_refused(no_weights: Path) -> None:
+    change(no_weights, dtype="float8_e4m3fn")
+    with pytest.raises(ValueError, match="dtype is 'auto', but the checkpoint's own is 'float8"):
+        Engine.from_pretrained(no_weights, dtype="auto")
 
 
 def test_states_have_the_dtype_that_the_checkpoint_asks_for(tmp_path: Path) -> None:

@@ -361,8 +361,8 @@ def test_only_embeddings_come_back_from_the_device(
 ) -> None:
     """No copy of token ids, of lengths or of anything else, and no wait that is not declared."""
     runs = Engine.from_pretrained(
-        SHIPPED, device="cuda", max_requests=8, max_tokens_per_step=256, block_size=32,
-        **{"drafter": None} | options,
+        SHIPPED, device="cuda", dtype="float32", max_requests=8,
+        max_tokens_per_step=256, block_size=32, **{"drafter": None} | options,
     )  # fmt: skip
     rng = torch.Generator().manual_seed(0)
     lengths = torch.randint(1, 400, (24,), generator=rng).tolist()

@@ -20,7 +20,7 @@ NOISE = 1e-3
 
 def build(device: str, **options: Any) -> Engine:
     options = {"drafter": "mtp", "num_speculative_tokens": 3, "block_size": 32} | options
-    return Engine.from_pretrained(SHIPPED, device=device, **options)
+    return Engine.from_pretrained(SHIPPED, device=device, dtype="float32", **options)
 
 
 @pytest.fixture(scope="module")

@@ -58,6 +58,7 @@ def test_greedy_text_is_that_of_transformers(
 ) -> None:
     engine = Engine.from_pretrained(
         SHIPPED,
+        dtype="float32",
         drafter=drafter,
         num_speculative_tokens=drafts,
         strategy=strategy,
