@@ -1,5 +1,6 @@
 """A small real engine around the state manager: requests, blocks, scheduler, step by step."""
 
+from hybrid_runtime.engine.async_engine import AsyncEngine, Delta, EngineClosed
 from hybrid_runtime.engine.config import EngineConfig
 from hybrid_runtime.engine.engine import Engine, QueueFull
 from hybrid_runtime.engine.request import Completion, Request
@@ -7,8 +8,11 @@ from hybrid_runtime.engine.stats import EngineStats
 from hybrid_runtime.specdecode.sampling import SamplingParams
 
 __all__ = [
+    "AsyncEngine",
     "Completion",
+    "Delta",
     "Engine",
+    "EngineClosed",
     "EngineConfig",
     "EngineStats",
     "QueueFull",

@@ -71,13 +71,13 @@ class EngineCore:
         """No request runs, and no results are on their way."""
         return not (self._scheduler.running or self._queue)
 
-    def add(self, request: Request, deadline: float | None) -> None:
-        """Let a request wait for its turn, and end it `deadline` seconds from now at the latest."""
+    def add(self, request: Request) -> None:
+        """Let a request wait for its turn."""
         request.submitted = time.perf_counter()
         self._scheduler.add(request)
-        if deadline is not None:
-            request.deadline = request.submitted + deadline
-            heappush(self._deadlines, (request.deadline, request.id, request))
+        if request.lasts is not None:
+            due = request.submitted + request.lasts
+            heappush(self._deadlines, (due, request.id, request))
 
     def step(self) -> list[Request]:
         """Queue one step and read the results of the one before (with `steps_ahead` 0: of this

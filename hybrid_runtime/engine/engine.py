@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from itertools import count
 from pathlib import Path
+from threading import Thread
 from typing import Any, Unpack
 
 import numpy as np
@@ -20,10 +22,11 @@ from hybrid_runtime.engine.checks import DTypeName
 from hybrid_runtime.engine.config import EngineConfig, EngineOptions
 from hybrid_runtime.engine.core import EngineCore
 from hybrid_runtime.engine.load import load
+from hybrid_runtime.engine.owner import Owner
 from hybrid_runtime.engine.pooler import Pooler, Pooling, pooled_from
 from hybrid_runtime.engine.request import Completion, Request
 from hybrid_runtime.engine.stats import EngineStats
-from hybrid_runtime.engine.tokenize import Prompt, encode, encode_instructed
+from hybrid_runtime.engine.tokenize import Prompt, encode, encode_instructed, prompt_list
 from hybrid_runtime.models.nemotron_h import NemotronH
 from hybrid_runtime.specdecode.sampling import SamplingParams
 
@@ -67,7 +70,8 @@ class Engine:
         self.core = EngineCore(
             self.scheduler, self.runner, tokenizer, eos, self._greedy, sampling, ahead
         )
-        self._next_id = 0
+        self._ids = count()
+        self._owner = Owner()
 
     @classmethod
     def from_pretrained(
@@ -102,16 +106,8 @@ class Engine:
         """Queue one prompt (text or token ids); `ValueError` if it can never run, `QueueFull` if
         too many wait. tenant: who must not find what others have computed. deadline: seconds from
         now, after which it ends with what it has."""
-        self._check_queue()
-        tokens = encode(prompt, self.tokenizer, self.model.config.vocab_size)
-        params = params or SamplingParams()
-        _check_params(params, self.model.config.vocab_size)
-        seed = params.seed
-        if seed is None:
-            seed = int(np.random.default_rng().integers(2**63 - 1))
-        stream = DecodeStream(ids=tokens[-4:])
-        request = Request(self._next_id, tokens, params, seed, stream, tenant=tenant)
-        return self._add(request, deadline)
+        self.check_queue()
+        return self.add(self.prepare(prompt, params, tenant=tenant, deadline=deadline))
 
     def submit_embedding(
         self,
@@ -124,25 +120,89 @@ class Engine:
     ) -> Request:
         """Queue one prompt to be embedded, beside those that generate; arguments and errors as of
         `embed` and `submit`. It ends as "embedded", with `request.embedding` not normalised."""
-        self._check_queue()
-        tokens, count = encode_instructed(
+        self.check_queue()
+        return self.add(
+            self.prepare_embedding(prompt, pooling, instruction, tenant=tenant, deadline=deadline)
+        )
+
+    def prepare(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        tenant: str = "",
+        deadline: float | None = None,
+    ) -> Request:
+        """A request for `add`, encoded and checked; arguments and errors as of `submit`. Changes
+        nothing, so any thread may call it."""
+        tokens = encode(prompt, self.tokenizer, self.model.config.vocab_size)
+        params = params or SamplingParams()
+        _check_params(params, self.model.config.vocab_size)
+        seed = params.seed
+        if seed is None:
+            seed = int(np.random.default_rng().integers(2**63 - 1))
+        request = Request(
+            next(self._ids), tokens, params, seed, DecodeStream(ids=tokens[-4:]), tenant=tenant,
+            lasts=deadline,
+        )  # fmt: skip
+        self.scheduler.check(request)
+        return request
+
+    def prepare_embedding(
+        self,
+        prompt: Prompt,
+        pooling: Pooling = "last",
+        instruction: Prompt = "",
+        *,
+        tenant: str = "",
+        deadline: float | None = None,
+    ) -> Request:
+        """The same for a prompt to be embedded; arguments and errors as of `submit_embedding`."""
+        tokens, instructed = encode_instructed(
             prompt, instruction, self.tokenizer, self.model.config.vocab_size
         )
         request = Request(
-            self._next_id, tokens, SamplingParams(), 0, DecodeStream(), tenant=tenant,
-            pooled_from=pooled_from(pooling, len(tokens), count),
+            next(self._ids), tokens, SamplingParams(), 0, DecodeStream(), tenant=tenant,
+            lasts=deadline, pooled_from=pooled_from(pooling, len(tokens), instructed),
         )  # fmt: skip
-        if self.core.pooler is None:
+        self.scheduler.check(request)
+        return request
+
+    def add(self, request: Request) -> Request:
+        """Queue a prepared request; `QueueFull` if too many wait."""
+        self._owner.check()
+        self.check_queue()
+        if request.pooled_from is not None and self.core.pooler is None:
             self.core.pooler = Pooler(
                 self.manager.max_requests, self.model.config.hidden_size, self.core.steps_ahead,
                 self.model.device, self.waits,
             )  # fmt: skip
-        return self._add(request, deadline)
+        self.core.add(request)
+        return request
+
+    def check_queue(self) -> None:
+        """Raises `QueueFull` if as many requests wait as may. Any thread may call it."""
+        waiting, most = len(self.scheduler.waiting), self.config.max_waiting
+        if most is not None and waiting >= most:
+            raise QueueFull(f"{waiting} requests wait; max_waiting is {most}")
 
     def abort(self, request: Request) -> None:
         """End a request now; nothing happens to one that has ended."""
+        self._owner.check()
         if request.finish_reason is None:
             self.core.finish(request, "abort")
+
+    def fail(self, request: Request, error: Exception) -> None:
+        """End a request now as "error"; nothing happens to one that has ended."""
+        self._owner.check()
+        if request.finish_reason is None:
+            request.error = error
+            self.core.finish(request, "error")
+
+    def hand_over(self, thread: Thread | None = None) -> None:
+        """Let another thread use this engine from now on: `thread`, or whichever comes first. It
+        belongs to the first one that used it, until that one ends; others get `RuntimeError`."""
+        self._owner.hand_over(thread)
 
     @property
     def idle(self) -> bool:
@@ -152,15 +212,18 @@ class Engine:
     def capture(self) -> None:
         """Compile all kernels and capture all CUDA graphs of greedy decoding now, not when a step
         first needs them. Nothing is done without graphs."""
+        self._owner.check()
         self.runner.capture(self._greedy)
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes, on the device and the host; running requests go on."""
+        self._owner.check()
         self.prefix_cache.clear()
 
     def step(self) -> list[Request]:
         """Queue one step and read the results of the one before (with `steps_ahead` 0: of this
         one); the requests that got tokens or ended by them."""
+        self._owner.check()
         return self.core.step()
 
     def generate(
@@ -171,8 +234,7 @@ class Engine:
     ) -> list[Completion]:
         """Complete all prompts; `params` for all, or one per prompt. The `n` completions of a
         prompt stand side by side."""
-        if isinstance(prompts, str):
-            raise ValueError("prompts is a str; it must be a list of prompts")
+        prompts = prompt_list(prompts)
         if params is None or isinstance(params, SamplingParams):
             params = [params or SamplingParams()] * len(prompts)
         if len(params) != len(prompts):
@@ -202,11 +264,14 @@ class Engine:
         for a prompt that is empty or, instruction included, longer than `max_model_len`. What the
         step of a prompt raises is raised here, after the others have ended.
         """
-        if isinstance(prompts, str):
-            raise ValueError("prompts is a str; it must be a list of prompts")
         requests = self._serve(
-            self.submit_embedding(prompt, pooling, instruction) for prompt in prompts
+            self.submit_embedding(prompt, pooling, instruction) for prompt in prompt_list(prompts)
         )
+        return self.vectors(requests, normalize)
+
+    def vectors(self, requests: Sequence[Request], normalize: bool = True) -> Tensor:
+        """Embeddings of requests that have ended, `[requests, hidden]`. Raises what the step of one
+        of them has raised."""
         for error in (r.error for r in requests if r.error is not None):
             raise error
         vectors = torch.empty(len(requests), self.model.config.hidden_size)
@@ -257,16 +322,6 @@ class Engine:
                 self.abort(request)
             raise
         return requests
-
-    def _check_queue(self) -> None:
-        waiting, most = len(self.scheduler.waiting), self.config.max_waiting
-        if most is not None and waiting >= most:
-            raise QueueFull(f"{waiting} requests wait; max_waiting is {most}")
-
-    def _add(self, request: Request, deadline: float | None) -> Request:
-        self.core.add(request, deadline)
-        self._next_id += 1
-        return request
 
 
 def _check_params(params: SamplingParams, vocabulary: int) -> None:

@@ -50,7 +50,7 @@ class Request:
     queued: per step whose results have not been read, tokens scheduled and drafts among them.
     output, text: tokens emitted so far, and their text (empty without a tokenizer).
     finish_reason, error: why it ended; the exception if that is "error".
-    submitted, deadline: seconds of perf_counter.
+    submitted: seconds of perf_counter. lasts: seconds until it ends with what it has.
     times: per arrival of tokens, seconds of perf_counter and how many arrived.
     tenant: requests of other tenants find nothing that it computed.
     prefill: tokens known when it was last admitted, all of which run before it decodes.
@@ -77,7 +77,7 @@ class Request:
     submitted: float = 0.0
     times: list[tuple[float, int]] = field(default_factory=list)
     tenant: str = ""
-    deadline: float | None = None
+    lasts: float | None = None
     prefill: int = 0
     epoch: int = 0
     hit: Hit = field(default_factory=Hit)

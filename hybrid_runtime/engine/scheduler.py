@@ -50,7 +50,7 @@ class Scheduler:
     to need. Where blocks run out later, the youngest gives its own back and waits again, in front
     of the queue: what it has computed is computed again, from its last snapshot that is still
     there, and its text goes on as if nothing had happened. The oldest always comes through, because
-    `add` refuses whoever could need more than there is.
+    `check` refuses whoever could need more than there is.
     """
 
     def __init__(
@@ -81,8 +81,8 @@ class Scheduler:
         longest += overshoot(self.num_draft, self.steps_ahead)
         return -(-longest // self.block_size), self._state_budget.most
 
-    def add(self, request: Request) -> None:
-        """Queue a request; `ValueError` at once for one that can never run."""
+    def check(self, request: Request) -> None:
+        """Raises `ValueError` for a request that can never run."""
         kv, state = self.footprint(len(request.prompt), request.max_tokens)
         if len(request.prompt) + bool(request.max_tokens) > self.max_length:
             one = "with at least one of output " if request.max_tokens else ""
@@ -100,6 +100,9 @@ class Scheduler:
                     f"{request.max_tokens} needs {need} {name} blocks; it must need at most "
                     f"{have}, all that there are"
                 )
+
+    def add(self, request: Request) -> None:
+        """Queue a checked request."""
         self.waiting.append(request)
 
     def admit(self) -> list[Request]:
@@ -213,7 +216,7 @@ class Scheduler:
             if self._allocate(rows, np.array([r.computed for r in requests], np.int32)):
                 return Schedule.of(requests, rows, num_decoding)
             if len(self.running) == 1:
-                raise RuntimeError("a request needs more blocks than its bound, which add() checks")
+                raise RuntimeError("a request needs more blocks than check() lets it")
             self.preempt(self.running[-1])
 
     def _choose(self) -> tuple[list[tuple[Request, int, int]], int]:

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 from tokenizers import Encoding, Tokenizer
 
 Prompt = str | Sequence[int]
+
+
+def prompt_list(prompts: Iterable[Prompt]) -> list[Prompt]:
+    """All prompts of a call; `ValueError` for what is one prompt or no list."""
+    if isinstance(prompts, str) or not isinstance(prompts, Iterable):
+        kind = type(prompts).__name__
+        raise ValueError(f"prompts is a {kind}; it must be a list of prompts")
+    return list(prompts)
 
 
 def encode(prompt: Prompt, tokenizer: Tokenizer | None, vocabulary: int) -> list[int]:
