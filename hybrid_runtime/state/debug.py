@@ -41,8 +41,7 @@ def check_step(
     rows: StepRows,
     slot_table: SlotTable,
     policy: LayoutPolicy,
-    entries: Tensor,
-    lines: int,
+    lines: Tensor,
     previous: tuple[Tensor, Tensor],
     block_tables: Sequence[Tensor],
 ) -> None:
@@ -50,14 +49,15 @@ def check_step(
     wrong, that names request, step, what it was and what it must be.
 
     number: of the step that is about to begin.
-    entries, lines: its packed lines on the device, and how many.
+    lines: its packed lines, on the host or on the device.
     previous: what the pending step placed, and its counts; where there is none, any such tensors.
     """
     slots = type(policy.slots)(*(t.clone() for t in policy.slots))
     outputs = type(policy.nowhere)(*(t.clone() for t in policy.nowhere))
     placed = torch.empty_like(previous[0])
-    policy.advance(entries, lines, len(rows), *previous, placed, slots, outputs)
     with allowed("debug=True: exact counts and block tables"):
+        entries = lines.to(placed.device)
+        policy.advance(entries, len(lines), len(rows), *previous, placed, slots, outputs)
         computed = slots.computed.cpu().numpy()
         tables = [table.cpu().numpy() for table in block_tables]
         exact = np.where(rows.slot >= 0, computed[rows.slot], 0).astype(np.int64)

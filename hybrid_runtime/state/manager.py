@@ -209,7 +209,7 @@ class HybridStateManager:
         if saved is not None:
             like, plan = saved
             if self.debug:
-                self._check(rows, like.entries, len(rows))
+                self._check(rows, like.entries[: len(rows)])
             placed = self._placement.place(self._next, like.entries, len(rows), len(rows))
             step = like.repeated(self._next, rows, placed, plan.candidates)
             self._saved.repeated(step)
@@ -218,7 +218,7 @@ class HybridStateManager:
         index, packed = self._staging.take()
         plan, lines = self._policy.pack(packed, rows)
         if self.debug:
-            self._check(rows, torch.tensor(packed[:lines], device=self.device), lines)
+            self._check(rows, torch.from_numpy(packed[:lines]))
         own = packed[: len(rows)]
         entries = self._staging.upload(index, lines)
         self._stats.uploads += 1
@@ -353,12 +353,10 @@ class HybridStateManager:
             self._stats.lost_boundaries += int(((lost > 0) & (step.rows.slot >= 0)).sum())
         return step
 
-    def _check(self, rows: StepRows, entries: Tensor, lines: int) -> None:
+    def _check(self, rows: StepRows, lines: Tensor) -> None:
         """Refuse a step if what it would read and write is wrong."""
-        check_step(
-            self._next, rows, self._slot_table, self._policy, entries, lines,
-            self._placement.previous(), self._tables,
-        )  # fmt: skip
+        previous = self._placement.previous()
+        check_step(self._next, rows, self._slot_table, self._policy, lines, previous, self._tables)
 
     def _bound(self) -> StateTable:
         if self._states is None:

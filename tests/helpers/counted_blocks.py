@@ -18,12 +18,13 @@ class CountedBlocks:
         self._manager = manager
         self.free = list(range(count - 1, -1, -1))
         self.users = [0] * count
-        manager.fill(torch.arange(count, device=manager.device), float("nan"))
+        self._ids = torch.arange(count, device=manager.device)
+        manager.fill(self._ids, float("nan"))
 
     def new(self) -> int:
         """A block for its first owner."""
         block = self.free.pop()
-        self._manager.fill(torch.tensor([block], device=self._manager.device), 0.0)
+        self._manager.fill(self._ids[block : block + 1], 0.0)
         self.users[block] = 1
         return block
 
@@ -36,4 +37,4 @@ class CountedBlocks:
         self.users[block] -= 1
         if not self.users[block]:
             self.free.append(block)
-            self._manager.fill(torch.tensor([block], device=self._manager.device), float("nan"))
+            self._manager.fill(self._ids[block : block + 1], float("nan"))

@@ -307,4 +307,5 @@ class Interleavings(RuleBasedStateMachine):
 
 def pool(view: torch.Tensor) -> torch.Tensor:
     """All bytes of the allocation behind `view`."""
-    return torch.empty(0, dtype=torch.uint8).set_(view.untyped_storage())  # type: ignore[call-overload]
+    empty = torch.empty(0, dtype=torch.uint8, device=view.device)
+    return empty.set_(view.untyped_storage())  # type: ignore[call-overload]

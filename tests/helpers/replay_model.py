@@ -12,6 +12,7 @@ from helpers.hash_model import HashRunner
 from helpers.hash_request import PRIME, Kept, Open, Request, prefix_hash
 
 from hybrid_runtime.kernels.replay.window_cache import WindowCache
+from hybrid_runtime.state import allowed
 from hybrid_runtime.state.layouts.flush import FlushInputs
 
 POISON = -1000
@@ -63,7 +64,8 @@ class ReplayRunner(HashRunner):
             assert snapshot.column == snapshot.boundary // block - 1
             blocks = [group.get(snapshot.column, -1) for group in request.blocks]
             if min(blocks) >= 0:
-                self.check(blocks, blocks, 0, request.tokens[: snapshot.boundary])
+                with allowed("the test looks"):
+                    self.check(blocks, blocks, 0, request.tokens[: snapshot.boundary])
                 self.last_stored += bool(request.in_flight)
         super().release(slot)
 

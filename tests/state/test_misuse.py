@@ -140,11 +140,13 @@ def counts_of_no_kind(w: World) -> None:
     if w.open:
         step = w.rng.choice(w.open)
         n = len(step.rows)
+        ones = torch.ones(2 * n + 2, dtype=torch.int32, device=w.made.device)
         bad: list[Any] = [
-            torch.ones(n), torch.ones(n).long(), torch.ones(n - 1).int(), torch.ones(n, 1).int(),
-            torch.ones(2 * n + 2).int()[::2], torch.ones(n, dtype=torch.int32, device="meta"),
+            ones.float(), ones.long(), ones[: n - 1], ones[:n, None], ones[::2], ones.to("meta"),
             [1] * n, np.ones(n, np.int32), None, 1,
         ]  # fmt: skip
+        if w.made.device.type != "cpu":
+            bad.append(torch.ones(n, dtype=torch.int32, device="cpu"))
         with refused("num_accepted is"):
             w.made.end_step(step, w.rng.choice(bad))
 
@@ -154,17 +156,17 @@ def an_end_too_many(w: World) -> None:
     if ended:
         step = w.rng.choice(ended)
         with refused(rf"step is {step.number}, which has ended"):
-            w.made.end_step(step, torch.ones(SLOTS, dtype=torch.int32))
+            w.made.end_step(step, torch.ones(SLOTS, dtype=torch.int32, device=w.made.device))
 
 
 def a_step_of_nobody(w: World) -> None:
     strange: list[Any] = [o.step for o in w.clean.outstanding if o.step.accepted is None]
     step = w.rng.choice([*strange, None, 3, "step"])
-    ones = torch.ones(SLOTS, dtype=torch.int32)
+    ones = torch.ones(SLOTS, dtype=torch.int32, device=w.made.device)
     calls: list[Callable[[], object]] = [
         lambda: w.made.end_step(step, ones), lambda: w.made.accepted(step),
         lambda: w.made.published(step), lambda: w.made.abandon(step),
-        lambda: w.made.resolve(step, ones.numpy()),
+        lambda: w.made.resolve(step, np.ones(SLOTS, np.int32)),
     ]  # fmt: skip
     with refused("step is", "readback is True"):
         w.rng.choice(calls)()
@@ -281,6 +283,8 @@ MISUSES = (
 class Misuse(Interleavings):
     """The first runner does nothing wrong, the second one all the time."""
 
+    device = "cpu"
+
     @initialize(
         num_draft=st.integers(0, 4),
         in_place=st.booleans(),
@@ -292,6 +296,7 @@ class Misuse(Interleavings):
         self.in_turn = strategy in ("blocking", "defer")
         options |= {"block_size": BLOCK, "max_requests": SLOTS, "layers": 1, "columns": COLUMNS}
         options["in_place"] &= self.kind == "columns"
+        options["device"] = self.device
         make = RUNNERS[self.kind]
         self.runners = [make(strategy=strategy, debug=d, **options) for d in (False, debug)]
         self.some_tokens = st.lists(st.integers(0, 99), min_size=1, max_size=20)
@@ -332,4 +337,24 @@ TestMoreMisuse = pytest.mark.slow(MoreMisuse.TestCase)
 TestMoreReplayMisuse = pytest.mark.slow(MoreReplayMisuse.TestCase)
 TestMoreMisuse.settings = TestMoreReplayMisuse.settings = settings(
     max_examples=300, stateful_step_count=60
+)
+
+
+class MisuseOnGpu(Misuse):
+    """The same where kernels run, and results are still on their way when they are asked for."""
+
+    device = "cuda"
+
+
+class ReplayMisuseOnGpu(ReplayMisuse):
+    """See `MisuseOnGpu`."""
+
+    device = "cuda"
+
+
+TestMisuseOnGpu = pytest.mark.gpu(MisuseOnGpu.TestCase)
+TestReplayMisuseOnGpu = pytest.mark.gpu(ReplayMisuseOnGpu.TestCase)
+# Each check is a round trip there.
+TestMisuseOnGpu.settings = TestReplayMisuseOnGpu.settings = settings(
+    max_examples=15, stateful_step_count=40
 )
