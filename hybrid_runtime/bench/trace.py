@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -14,6 +15,11 @@ from torch.profiler import ProfilerActivity, profile
 from hybrid_runtime.bench.drive import drive
 from hybrid_runtime.bench.load import Load
 from hybrid_runtime.engine import Engine
+
+PLACES = r"^_advance(_replay)?_kernel$"
+"""The kernel that every step launches first, once."""
+PROMPTS = r"^_conv1d_varlen_kernel$"
+"""One that only steps with prompts in them launch."""
 
 LONG_GAP = 5.0
 """us: a longer gap between device operations is idle time, a shorter one belongs to launching."""
@@ -165,6 +171,35 @@ def analyse(operations: list[Operation], steps: int) -> dict[str, Any]:
             for o in part
         ],
     }
+
+
+def cut_into_steps(operations: Sequence[Operation]) -> list[list[Operation]]:
+    """The operations of each whole step: from one launch that places a step to the next."""
+    starts = [i for i, o in enumerate(operations) if re.search(PLACES, o.name)]
+    return [list(operations[a:b]) for a, b in pairwise(starts)]
+
+
+def step_shares(operations: Sequence[Operation]) -> dict[str, dict[str, float]]:
+    """Of steps with prompts in them ("mixed") and of the others ("decode"): how many, and per step
+    us of window, busy and idle, and operations. A step's window ends where the next one begins."""
+    found: dict[str, list[tuple[Busy, int]]] = {"mixed": [], "decode": []}
+    steps = cut_into_steps(operations)
+    for step, following in pairwise(steps):
+        kind = "mixed" if any(re.search(PROMPTS, o.name) for o in step) else "decode"
+        end = (following[0].start, following[0].start)
+        found[kind].append((busy([*((o.start, o.end) for o in step), end]), len(step)))
+    shares: dict[str, dict[str, float]] = {}
+    for kind, parts in found.items():
+        window = sum(b.window for b, _ in parts)
+        if window:
+            shares[kind] = {
+                "steps": len(parts),
+                "window_us_per_step": window / len(parts),
+                "busy_us_per_step": sum(b.busy for b, _ in parts) / len(parts),
+                "idle_share": sum(b.idle for b, _ in parts) / window,
+                "operations_per_step": sum(n for _, n in parts) / len(parts),
+            }
+    return shares
 
 
 def _one_step(operations: list[Operation], steps: int) -> tuple[float, list[Operation]]:

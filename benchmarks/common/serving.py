@@ -1,0 +1,194 @@
+"""Drive an engine through a list of requests and time every token; the same code for every engine.
+
+`answer` makes a process of an engine, which `Child` talks to: one line of JSON per run each way, so
+that several engines can take turns on one GPU. Standard library only, as `workload`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Protocol
+
+import workload
+from workload import Ask
+
+Row = dict[str, Any]
+
+
+class Served(Protocol):
+    """An engine."""
+
+    def submit(self, number: int, ask: Ask) -> None:
+        """Queue request `number`."""
+
+    def step(self) -> Iterable[tuple[int, int, bool]]:
+        """Run one step: request, how many tokens it just got, and whether it has ended."""
+
+    def reset(self) -> None:
+        """Forget cached prefixes."""
+
+
+class Timed:
+    """One request as its user sees it: seconds at which it was sent, and (seconds, tokens) of every
+    arrival."""
+
+    def __init__(self, sent: float) -> None:
+        self.sent = sent
+        self.arrivals: list[tuple[float, int]] = []
+
+
+def drive(engine: Served, asks: Sequence[Ask], places: int | None) -> tuple[list[Timed], float]:
+    """Serve all requests; their times, and seconds from the start to the last token.
+
+    places: in a closed loop the next request is sent when one of so many ends. None: each is sent
+    at its own time, from which it is timed even where the engine was busy then.
+    """
+    waiting = deque(enumerate(asks))
+    timed: dict[int, Timed] = {}
+    running = 0
+    start = time.perf_counter()
+    while waiting or running:
+        now = time.perf_counter() - start
+        while waiting:
+            number, ask = waiting[0]
+            if running >= places if places is not None else (ask.at or 0.0) > now:
+                break
+            waiting.popleft()
+            timed[number] = Timed(now if places is not None else ask.at or 0.0)
+            engine.submit(number, ask)
+            running += 1
+        if not running:
+            time.sleep(max((waiting[0][1].at or 0.0) - now, 0.0))
+            continue
+        results = engine.step()
+        now = time.perf_counter() - start
+        for number, tokens, ended in results:
+            if tokens:
+                timed[number].arrivals.append((now, tokens))
+            running -= ended
+    return [timed[number] for number in range(len(asks))], time.perf_counter() - start
+
+
+def figures(timed: Sequence[Timed], wall: float, objective: Mapping[str, float]) -> Row:
+    """What users feel: ms, s, tokens/s, requests/s.
+
+    Tokens that arrive together share the time since the arrival before them. itl_ms: over tokens,
+    each request's first arrival left out. goodput: requests per second whose time to first token
+    and own mean time per token are within `objective` (ms, keys "ttft" and "itl").
+    """
+    ttft, itl, whole, good = [], [], [], 0
+    for one in timed:
+        first, last = one.arrivals[0][0], one.arrivals[-1][0]
+        ttft.append(1e3 * (first - one.sent))
+        whole.append(last - one.sent)
+        for (before, _), (now, count) in pairwise(one.arrivals):
+            itl += [1e3 * (now - before) / count] * count
+        later = sum(count for _, count in one.arrivals[1:])
+        mean = 1e3 * (last - first) / later if later else 0.0
+        good += ttft[-1] <= objective["ttft"] and mean <= objective["itl"]
+    tokens = sum(count for one in timed for _, count in one.arrivals)
+    arrivals = [count for one in timed for _, count in one.arrivals[1:]]
+    return {
+        "wall_s": wall,
+        "output_tokens": tokens,
+        "output_tok_s": tokens / wall,
+        "requests_s": len(timed) / wall,
+        "goodput_s": good / wall,
+        "good_share": good / len(timed),
+        "ttft_ms": spread(ttft),
+        "itl_ms": spread(itl),
+        "e2e_s": spread(whole),
+        "tokens_per_arrival": statistics.fmean(arrivals) if arrivals else None,
+    }
+
+
+def spread(values: Sequence[float]) -> Row:
+    """Mean, p50 and p99, and 101 quantiles for a plot."""
+    if not values:
+        return {"mean": None, "p50": None, "p99": None, "quantiles": []}
+    ordered = sorted(values)
+    last = len(ordered) - 1
+    quantiles = [ordered[round(last * i / 100)] for i in range(101)]
+    return {
+        "mean": statistics.fmean(ordered),
+        "p50": quantiles[50],
+        "p99": quantiles[99],
+        "quantiles": quantiles,
+    }
+
+
+def answer(engine: Served, about: Row) -> None:
+    """Serve the parent: say `about`, then run each list it names and say the figures.
+
+    An engine with a `profile` method may also be asked for a trace of so many steps.
+    """
+    _say({"ready": about})
+    for line in sys.stdin:
+        asked = json.loads(line)
+        engine.reset()
+        asks = workload.read(Path(asked["requests"]))
+        if "profile" in asked:
+            _say(engine.profile(asks, asked["places"], asked["profile"]))  # type: ignore[attr-defined]
+            continue
+        timed, wall = drive(engine, asks, asked["places"])
+        _say(figures(timed, wall, asked["objective"]))
+
+
+_MARK = "serving: "
+
+
+def _say(value: Row) -> None:
+    # Engines print too, some of them to standard output.
+    print(_MARK + json.dumps(value), flush=True)
+
+
+class Child:
+    """An engine in a process of its own.
+
+    about: what it says of itself once it is ready, `ready_s` after the start.
+    """
+
+    def __init__(self, name: str, command: Sequence[str], settings: Row, folder: Path) -> None:
+        """Start `command` with one more argument, a file of `settings`."""
+        self.name = name
+        file = folder / f"{name}.json"
+        file.write_text(json.dumps(settings))
+        self._started = time.perf_counter()
+        self._process = subprocess.Popen(
+            [*command, str(file)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"HYBRID_RUNTIME_VLLM": "0"},
+        )
+        self.about: Row = self._hear()["ready"]
+        self.about["ready_s"] = time.perf_counter() - self._started
+
+    def ask(self, asked: Row) -> Row:
+        """The figures of one run."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(asked) + "\n")
+        self._process.stdin.flush()
+        return self._hear()
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+    def _hear(self) -> Row:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.startswith(_MARK):
+                said: Row = json.loads(line.removeprefix(_MARK))
+                return said
+            print(line, end="", file=sys.stderr)
+        raise RuntimeError(f"{self.name} ended with {self._process.wait()}; it wrote why above")

@@ -1,0 +1,280 @@
+"""A serving load: requests come and go, lengths vary, prompts mix into decode steps. This engine,
+and vLLM beside it on the same GPU with the same requests, taking turns.
+
+    python benchmarks/engine/serve.py --shape 8b --places 8,32,64 --vllm python
+    python benchmarks/engine/serve.py --shape 8b --places 64 --rates 80% --lengths chat
+    python benchmarks/engine/serve.py --shape tiny --lengths tiny --places 1,2
+    python benchmarks/engine/serve.py plot benchmarks/results/h200/serve-8b.json
+
+Closed loop: the next request is sent when one of so many places is free. `--rates` adds Poisson
+arrivals: requests per second, or a share of what the engine itself served per second in the closed
+loop with the most places. Before anything is timed, both engines serve the whole list once. Figures
+are medians over the repeats; order of the engines: ABBA. `plot` needs matplotlib.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import shlex
+import statistics
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict
+from functools import reduce
+from operator import getitem
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "common"))
+
+import workload
+from record import arguments, save, show
+from serving import Child
+from shapes import SHAPES, config
+
+Row = dict[str, Any]
+HERE = Path(__file__).parent
+OURS = [sys.executable, str(HERE / "serve_ours.py")]
+PEER = str(HERE.parent / "vllm" / "nemotron.py")
+FIGURES = (
+    ("output_tok_s",), ("requests_s",), ("goodput_s",), ("good_share",), ("tokens_per_arrival",),
+    ("ttft_ms", "mean"), ("ttft_ms", "p50"), ("ttft_ms", "p99"),
+    ("itl_ms", "mean"), ("itl_ms", "p50"), ("itl_ms", "p99"),
+    ("e2e_s", "p50"), ("e2e_s", "p99"),
+)  # fmt: skip
+NAMES = ["_".join(path) for path in FIGURES]
+"""What is compared, as paths into `serving.figures`, and the names that rows give it."""
+
+
+def measure(args: argparse.Namespace, commands: dict[str, list[str]]) -> Row:
+    """Figures of every load and engine.
+
+    commands: how each engine's process is started, by name; ratios are the first one's to the
+        others'.
+    """
+    settings = _settings(args)
+    with tempfile.TemporaryDirectory() as folder:
+        children: list[Child] = []
+        try:
+            # Peers first: vLLM takes its share of the memory that is free when it starts.
+            for name, command in reversed(commands.items()):
+                children.insert(0, Child(name, command, settings, Path(folder)))
+                print(f"{name} ready: {children[0].about['ready_s']:.0f} s", file=sys.stderr)
+            rows = _loads(args, settings, children, Path(folder))
+            profiles = _profiles(args, settings, children[0], Path(folder))
+        finally:
+            for child in children:
+                child.close()
+    engines = {child.name: child.about for child in children}
+    return {"settings": settings, "engines": engines, "rows": rows, "profiles": profiles}
+
+
+def _settings(args: argparse.Namespace) -> Row:
+    """What the engines' processes are told."""
+    sizes = asdict(config(SHAPES[args.shape], args.layers))
+    del sizes["time_step_limit"]  # holds an infinity, which JSON has not
+    extra = json.loads(args.vllm_options)
+    return {
+        "shape": args.shape,
+        "layers": args.layers,
+        "model": sizes,
+        "dtype": args.dtype,
+        "ssm_dtype": args.ssm_dtype,
+        "drafts": args.drafts,
+        "acceptance": args.acceptance,
+        "rates": workload.acceptance(args.acceptance, args.drafts),
+        "sampling": {"temperature": args.temperature, "top_p": args.top_p},
+        "max_requests": max(args.places),
+        "max_model_len": workload.longest(args.lengths, args.prefix_tokens) + 16,
+        "ours": json.loads(args.options),
+        "vllm": extra,
+    }
+
+
+def _loads(args: argparse.Namespace, settings: Row, children: list[Child], folder: Path) -> Row:
+    """Closed loops first, since arrivals may be a share of what they reach."""
+    rows: list[Row] = []
+    capacity: dict[str, float] = {}
+    for places in args.places:
+        made = _take_turns(args, settings, children, folder, places, {})
+        rows += made
+        capacity = {row["engine"]: row["requests_s"] for row in made}
+    for asked in args.rates:
+        share = float(asked.removesuffix("%")) / 100
+        rates = {
+            name: capacity[name] * share if asked.endswith("%") else float(asked)
+            for name in capacity
+        }
+        rows += _take_turns(args, settings, children, folder, None, rates)
+        for row in rows[-len(children) :]:
+            row["load"] = asked
+    return rows
+
+
+def _take_turns(
+    args: argparse.Namespace,
+    settings: Row,
+    children: list[Child],
+    folder: Path,
+    places: int | None,
+    rates: dict[str, float],
+) -> list[Row]:
+    """All repeats of one load, a row per engine."""
+    count = args.per_place * (places or max(args.places))
+    repeats: dict[str, list[Row]] = {child.name: [] for child in children}
+    for number in range(-1, args.repeats):
+        for child in children if number % 2 else children[::-1]:
+            asks = workload.make(
+                args.lengths, count, settings["model"]["vocab_size"], args.seed + number,
+                rates.get(child.name), args.prefixes, args.prefix_tokens,
+            )  # fmt: skip
+            path = folder / "requests.json"
+            workload.write(path, asks)
+            said = child.ask({"requests": str(path), "places": places, "objective": args.objective})
+            if number >= 0:  # the first one only warms up
+                repeats[child.name].append(said)
+    rows = []
+    for child in children:
+        row: Row = {"engine": child.name, "places": places, "rate": rates.get(child.name)}
+        row["requests"] = count
+        rows.append(row | _medians(repeats[child.name]) | {"repeats": repeats[child.name]})
+    first = rows[0]
+    for row in rows[1:]:
+        row["ours_to_this"] = {
+            name: first[name] / row[name] for name in NAMES if row[name] and first[name]
+        }
+    return rows
+
+
+def _medians(repeats: list[Row]) -> Row:
+    """Every figure's median, and the median of every quantile, which only the row keeps."""
+    row: Row = {}
+    for path, name in zip(FIGURES, NAMES, strict=True):
+        values = [reduce(getitem, path, one) for one in repeats]
+        row[name] = None if None in values else statistics.median(values)
+    for name in ("ttft_ms", "itl_ms", "e2e_s"):
+        columns = zip(*(one[name].pop("quantiles") for one in repeats), strict=True)
+        row[f"{name}_quantiles"] = [statistics.median(column) for column in columns]
+    return row
+
+
+def _profiles(args: argparse.Namespace, settings: Row, ours: Child, folder: Path) -> list[Row]:
+    """A trace of some steps of ours in the middle of each closed loop."""
+    found = []
+    for places in args.places if args.profile_steps else []:
+        path = folder / "requests.json"
+        count = args.per_place * places
+        vocabulary = settings["model"]["vocab_size"]
+        workload.write(path, workload.make(args.lengths, count, vocabulary, args.seed + 77))
+        said = ours.ask({"requests": str(path), "places": places, "profile": args.profile_steps})
+        found.append({"places": places} | said)
+    return found
+
+
+def run(argv: Sequence[str]) -> Path:
+    args = _parse(argv)
+    commands = {"ours": OURS}
+    if args.vllm:
+        commands["vllm"] = [*shlex.split(args.vllm), PEER]
+    chosen = {k: v for k, v in vars(args).items() if k != "out"}
+    result = {"name": SHAPES[args.shape].name, "options": chosen} | measure(args, commands)
+    path = save(f"serve-{args.shape}", result, args.out)
+    show(f"{result['name']}, {args.lengths} lengths, acceptance {args.acceptance}", _lines(result))
+    return path
+
+
+def _lines(result: Row) -> list[Row]:
+    """The table on the terminal."""
+    lines = []
+    for row in result["rows"]:
+        load = f"{row['places']} places" if row["places"] else f"{row['rate']:.3g}/s"
+        line = {"load": load, "engine": row["engine"]}
+        shown = ("output_tok_s", "goodput_s", "ttft_ms_mean", "itl_ms_mean", "itl_ms_p99")
+        ratio = row.get("ours_to_this", {})
+        for name in shown:
+            line[name.removesuffix("_mean")] = row[name]
+            if len(result["engines"]) > 1:
+                line[f"÷ {name.removesuffix('_mean')}"] = ratio.get(name, math.nan)
+        lines.append(line)
+    return lines
+
+
+def plot(argv: Sequence[str]) -> Path:
+    """Tokens per second over places, and how ITL and TTFT are spread, beside the JSON."""
+    import serve_plots
+
+    parser = argparse.ArgumentParser(prog="serve.py plot", description=plot.__doc__)
+    parser.add_argument("result", type=Path)
+    path: Path = parser.parse_args(argv).result
+    return serve_plots.draw(json.loads(path.read_text()), path)
+
+
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = arguments(__doc__)
+    add = parser.add_argument
+    add("--shape", choices=SHAPES, default="8b")
+    add("--layers", type=int, help="the first so many only")
+    add("--dtype", help="of weights; default bfloat16, float32 for the tiny shape")
+    add("--ssm-dtype", default="float32")
+    add("--lengths", choices=workload.LENGTHS, default="uniform")
+    add("--places", type=_ints, default=[8, 32, 64], help="of the closed loops")
+    add("--per-place", type=int, default=4, help="requests per place")
+    add("--rates", type=_words, default=[], help="Poisson: requests/s, or 80%% of capacity")
+    add("--drafts", type=int, default=3)
+    add("--acceptance", default="qwen3.5", help="a curve, mean tokens per step, or real")
+    add("--temperature", type=float, default=0.0, help="above 0 needs --acceptance real")
+    add("--top-p", type=float, default=1.0)
+    add("--prefixes", type=int, default=0, help="every prompt starts with one of so many texts")
+    add("--prefix-tokens", type=int, default=0, help="of so many tokens, besides its own")
+    add("--objective", type=_objective, default={"ttft": 500.0, "itl": 25.0}, help="ttft=MS,itl=MS")
+    add("--repeats", type=int, default=5)
+    add("--profile-steps", type=int, default=40, help="of each closed loop to trace; 0 = none")
+    add("--options", default="{}", help="JSON, fields of EngineConfig")
+    add("--vllm", help="how Python is started where vLLM is installed; left out: ours alone")
+    add("--vllm-options", default="{}", help="JSON, keywords of vllm.LLM")
+    add("--seed", type=int, default=0)
+    args = parser.parse_args(argv)
+    args.dtype = args.dtype or ("float32" if args.shape == "tiny" else "bfloat16")
+    least = {"repeats": 1, "per_place": 1, "drafts": 0, "prefixes": 0, "prefix_tokens": 0}
+    for name, low in least.items():
+        if getattr(args, name) < low:
+            raise ValueError(f"{name} is {getattr(args, name)}; it must be at least {low}")
+    if args.temperature and args.acceptance != "real":
+        raise ValueError(
+            f"temperature is {args.temperature} with acceptance {args.acceptance!r}; it must be 0 "
+            "unless acceptance is real"
+        )
+    return args
+
+
+def _ints(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]
+
+
+def _words(text: str) -> list[str]:
+    return text.split(",")
+
+
+def _objective(text: str) -> dict[str, float]:
+    given = {name: float(value) for name, _, value in (p.partition("=") for p in text.split(","))}
+    if given.keys() != {"ttft", "itl"}:
+        raise argparse.ArgumentTypeError(f"{text!r} must be ttft=MS,itl=MS")
+    return given
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """2 and one line on standard error for input that can't be used."""
+    given = list(sys.argv[1:] if argv is None else argv)
+    try:
+        print(plot(given[1:]) if given[:1] == ["plot"] else run(given))
+    except ValueError as error:
+        print(f"serve.py: error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

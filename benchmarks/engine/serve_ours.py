@@ -1,0 +1,127 @@
+"""This engine in a process of its own, for `serve.py`, which starts it:
+
+    python benchmarks/engine/serve_ours.py SETTINGS.json
+
+`SETTINGS.json` is what `serve.py` writes; runs are asked for on standard input.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "common"))
+
+import torch
+from record import environment
+from serving import answer, drive
+from shapes import SHAPES, build, config
+from workload import Ask
+
+from hybrid_runtime.bench.trace import analyse, device_operations, step_shares
+from hybrid_runtime.engine import Engine, EngineConfig, Request, SamplingParams
+
+Row = dict[str, Any]
+
+
+class Ours:
+    """The engine as `serving.drive` takes it."""
+
+    def __init__(self, settings: Row) -> None:
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        shape = config(SHAPES[settings["shape"]], settings["layers"])
+        model, head = build(shape, device, getattr(torch, settings["dtype"]))
+        drafts, rates = settings["drafts"], settings["rates"]
+        options: Row = {
+            "drafter": "mtp" if drafts else None,
+            "num_speculative_tokens": drafts,
+            "synthetic_acceptance": None if rates is None else tuple(rates),
+            "max_requests": settings["max_requests"],
+            "max_model_len": settings["max_model_len"],
+            "ssm_dtype": getattr(torch, settings["ssm_dtype"]),
+        }
+        options |= settings["ours"]
+        started = time.perf_counter()
+        self.engine = Engine(model, EngineConfig(**options), head=head if drafts else None)
+        self.engine.capture()
+        self.about = {
+            "options": {name: str(value) for name, value in options.items()},
+            "block_size": self.engine.manager.layout.block_size,
+            "capture_s": time.perf_counter() - started,
+            "environment": environment(),
+        }
+        self._sampling = settings["sampling"]
+        self._numbers: dict[int, int] = {}
+        self._known: dict[int, int] = {}
+        self._before_step = lambda: None
+
+    def submit(self, number: int, ask: Ask) -> None:
+        params = SamplingParams(
+            **self._sampling, max_tokens=ask.output, ignore_eos=True, seed=number
+        )
+        request = self.engine.submit(ask.prompt, params)
+        self._numbers[request.id], self._known[request.id] = number, 0
+
+    def step(self) -> Iterator[tuple[int, int, bool]]:
+        self._before_step()
+        return map(self._result, self.engine.step())
+
+    def reset(self) -> None:
+        while not self.engine.idle:
+            self.engine.step()
+        self.engine.reset_prefix_cache()
+
+    def profile(self, asks: Sequence[Ask], places: int, steps: int) -> Row:
+        """Trace `steps` steps from when a quarter of the requests have ended; {} without a GPU."""
+        if self.engine.model.device.type != "cuda":
+            return {}
+        tracer = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
+        seen = -1
+        before = self.engine.stats().emitted
+
+        def before_step() -> None:
+            nonlocal seen
+            done = self.engine.stats().emitted - before
+            if seen < 0 and done > sum(ask.output for ask in asks) / 4:
+                torch.cuda.synchronize()
+                tracer.start()
+                seen = 0
+            elif 0 <= seen < steps:
+                seen += 1
+                if seen == steps:
+                    torch.cuda.synchronize()
+                    tracer.stop()
+
+        self._before_step = before_step
+        try:
+            drive(self, asks, places)
+        finally:
+            self._before_step = lambda: None
+        if seen < steps:
+            if seen >= 0:
+                tracer.stop()
+            return {}
+        operations = device_operations(tracer)
+        found = analyse(operations, steps)
+        del found["timeline"]
+        return found | {"shares": step_shares(operations)}
+
+    def _result(self, request: Request) -> tuple[int, int, bool]:
+        if request.error is not None:
+            raise RuntimeError(f"request {request.id} failed") from request.error
+        new = len(request.output) - self._known[request.id]
+        self._known[request.id] += new
+        return self._numbers[request.id], new, request.finish_reason is not None
+
+
+def main() -> None:
+    engine = Ours(json.loads(Path(sys.argv[1]).read_text()))
+    answer(engine, engine.about)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,170 @@
+"""A Nemotron with random weights in vLLM, for `engine/serve.py`, which starts it:
+
+    python benchmarks/engine/serve.py --vllm python
+    python benchmarks/vllm/nemotron.py SETTINGS.json
+
+Needs vLLM (0.25.1 was run) and nothing of this package. `SETTINGS.json` is what `serve.py` writes;
+runs are then asked for on standard input, see `common/serving.py`. vLLM runs with all its CUDA
+graphs, its compiled layers and the launch shapes that it ships, in half of the GPU's memory, since
+the other engine lives there too; `settings["vllm"]` changes options.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "common"))
+
+from serving import answer
+from workload import Ask
+
+ENVIRONMENT = {
+    "VLLM_USE_V2_MODEL_RUNNER": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    "VLLM_LOGGING_STREAM": "ext://sys.stderr",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_HOST_IP": "127.0.0.1",
+    "GLOO_SOCKET_IFNAME": "lo",
+    "NCCL_SOCKET_IFNAME": "lo",
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+# Fields of our config that a checkpoint's config.json does not have under that name.
+RENAMED = {
+    "pattern": "hybrid_override_pattern",
+    "mtp_pattern": "mtp_hybrid_override_pattern",
+}
+
+
+def checkpoint(model: dict[str, Any], dtype: str, longest: int) -> str:
+    """A folder with config.json of that shape, as in a checkpoint."""
+    known = {name: value for name, value in model.items() if value is not None}
+    config = {RENAMED.get(name, name): value for name, value in known.items()}
+    config |= {
+        "architectures": ["NemotronHForCausalLM"], "model_type": "nemotron_h", "dtype": dtype,
+        "num_hidden_layers": len(model["pattern"]), "max_position_embeddings": max(longest, 8192),
+        "expand": 2, "mlp_hidden_act": "relu2", "mamba_hidden_act": "silu", "n_shared_experts": 1,
+        "attention_bias": False, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+    }  # fmt: skip
+    folder = Path(tempfile.mkdtemp())
+    (folder / "config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
+def options(settings: dict[str, Any]) -> dict[str, Any]:
+    """Keywords of `vllm.LLM`."""
+    longest = settings["max_model_len"]
+    model = checkpoint(settings["model"], settings["dtype"], longest)
+    chosen: dict[str, Any] = {
+        "model": model,
+        "tokenizer": model,
+        "skip_tokenizer_init": True,
+        "load_format": "dummy",
+        "dtype": settings["dtype"],
+        "seed": 0,
+        "max_model_len": longest,
+        "max_num_seqs": settings["max_requests"],
+        "max_num_batched_tokens": 8192,
+        "gpu_memory_utilization": 0.5,
+        "enable_prefix_caching": True,
+        "mamba_cache_mode": "align",
+        "mamba_ssm_cache_dtype": settings["ssm_dtype"],
+        "attention_config": {"backend": "FLASH_ATTN"},
+        "disable_log_stats": True,
+    }
+    if settings["drafts"]:
+        chosen["speculative_config"] = {
+            "method": "mtp",
+            "num_speculative_tokens": settings["drafts"],
+            "attention_backend": "FLASH_ATTN",
+        }
+        if settings["rates"] is not None:
+            chosen["speculative_config"] |= {
+                "rejection_sample_method": "synthetic",
+                "synthetic_acceptance_rates": settings["rates"],
+            }
+    chosen.update(settings["vllm"])
+    return chosen
+
+
+class Vllm:
+    """vLLM's engine in this process, as `serving.drive` takes it."""
+
+    def __init__(self, settings: dict[str, Any], chosen: dict[str, Any]) -> None:
+        from vllm import LLM
+
+        self.engine: Any = LLM(**chosen).llm_engine
+        self._sampling = settings["sampling"]
+        self._runs = 0
+
+    def submit(self, number: int, ask: Ask) -> None:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        params = SamplingParams(
+            **self._sampling,
+            seed=number if self._sampling["temperature"] else None,
+            max_tokens=ask.output,
+            ignore_eos=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.DELTA,
+        )
+        self.engine.add_request(f"{self._runs}-{number}", {"prompt_token_ids": ask.prompt}, params)
+
+    def step(self) -> Iterator[tuple[int, int, bool]]:
+        for output in self.engine.step():
+            # Some releases add a suffix to the id.
+            number = int(output.request_id.split("-")[1])
+            yield number, sum(len(c.token_ids) for c in output.outputs), output.finished
+
+    def reset(self) -> None:
+        self._runs += 1
+        for _ in range(3):
+            if self.engine.reset_prefix_cache():
+                return
+            self.engine.step()  # one that was queued ahead holds blocks
+        raise RuntimeError("vLLM kept its prefix cache; runs would hit each other's prompts")
+
+    def about(self, chosen: dict[str, Any]) -> dict[str, Any]:
+        """What it runs with, as it says itself."""
+        import torch
+        import vllm
+
+        config = self.engine.vllm_config
+        cache, scheduling = config.cache_config, config.scheduler_config
+        compilation = config.compilation_config
+        return {
+            "vllm": vllm.__version__,
+            "torch": torch.__version__,
+            "device": torch.cuda.get_device_name(0),
+            "environment": {name: os.environ[name] for name in ENVIRONMENT if "VLLM" in name},
+            "block_size": cache.block_size,
+            "mamba_block_size": cache.mamba_block_size,
+            "num_gpu_blocks": cache.num_gpu_blocks,
+            "async_scheduling": scheduling.async_scheduling,
+            "cudagraph_mode": str(compilation.cudagraph_mode),
+            "cudagraph_sizes": compilation.cudagraph_capture_sizes,
+            "compilation_mode": str(compilation.mode),
+            "options": {name: value for name, value in chosen.items() if name != "tokenizer"},
+        }
+
+
+def main() -> None:
+    settings = json.loads(Path(sys.argv[1]).read_text())
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    chosen = options(settings)
+    engine = Vllm(settings, chosen)
+    answer(engine, engine.about(chosen))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,151 @@
+"""The serving benchmark: its request lists and figures, and that two engines take turns. Nothing is
+timed."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "engine"))
+
+import serve
+import serving
+import workload
+
+from hybrid_runtime.bench.trace import Operation, step_shares
+
+
+def test_a_curve_gives_how_often_each_draft_is_accepted() -> None:
+    assert workload.acceptance("qwen3.5", 3) == pytest.approx((0.93, 0.80, 0.66))
+    assert workload.acceptance("3", 3) == (1.0, 1.0, 0.0)
+    assert workload.acceptance("2.5", 2) == (1.0, 0.5)
+    assert workload.acceptance("real", 3) is None
+
+
+@pytest.mark.parametrize(("name", "drafts"), [("qwen", 3), ("5", 3), ("0.5", 3), ("kimi-k3", 9)])
+def test_acceptance_that_cannot_be_is_refused(name: str, drafts: int) -> None:
+    with pytest.raises(ValueError, match="must be"):
+        workload.acceptance(name, drafts)
+
+
+def test_both_engines_read_the_requests_that_were_made(tmp_path: Path) -> None:
+    asks = workload.make("tiny", 9, 256, seed=3, rate=4.0, prefixes=2, prefix_tokens=5)
+    assert len({tuple(ask.prompt[:5]) for ask in asks}) == 2
+    times = [ask.at for ask in asks]
+    assert times == sorted(times)
+    assert all(8 <= len(ask.prompt) - 5 <= 40 and 4 <= ask.output <= 12 for ask in asks)
+    workload.write(tmp_path / "list.json", asks)
+    assert workload.read(tmp_path / "list.json") == asks
+
+
+class Clockwork:
+    """Three tokens a step for everybody, up to what was asked."""
+
+    def __init__(self) -> None:
+        self.left: dict[int, int] = {}
+        self.most = 0
+
+    def submit(self, number: int, ask: Any) -> None:
+        self.left[number] = ask.output
+
+    def step(self) -> Iterator[tuple[int, int, bool]]:
+        self.most = max(self.most, len(self.left))
+        for number, left in list(self.left.items()):
+            new = min(3, left)
+            self.left[number] -= new
+            if not self.left[number]:
+                del self.left[number]
+            yield number, new, number not in self.left
+
+    def reset(self) -> None: ...
+
+
+@pytest.mark.parametrize("places", [2, None])
+def test_every_request_is_served_and_no_more_at_once_than_there_are_places(
+    places: int | None,
+) -> None:
+    rate = None if places else 1e5
+    asks = workload.make("tiny", 7, 256, seed=1, rate=rate)
+    engine = Clockwork()
+    timed, wall = serving.drive(engine, asks, places)
+    assert [sum(n for _, n in one.arrivals) for one in timed] == [ask.output for ask in asks]
+    assert engine.most == 2 if places else engine.most > 2
+    assert wall >= max(one.arrivals[-1][0] for one in timed)
+
+
+def test_figures_of_one_request() -> None:
+    one = serving.Timed(sent=1.0)
+    one.arrivals = [(1.5, 1), (1.6, 2), (1.9, 3)]
+    found = serving.figures([one], 2.0, {"ttft": 499.0, "itl": 100.0})
+    assert found["ttft_ms"]["mean"] == pytest.approx(500)
+    assert found["itl_ms"]["mean"] == pytest.approx((2 * 50 + 3 * 100) / 5)
+    assert found["output_tok_s"] == pytest.approx(3.0)
+    assert found["goodput_s"] == 0
+    assert found["tokens_per_arrival"] == 2.5
+    assert serving.figures([one], 2.0, {"ttft": 501.0, "itl": 81.0})["goodput_s"] == 0.5
+    assert serving.figures([one], 2.0, {"ttft": 501.0, "itl": 79.0})["goodput_s"] == 0
+
+
+def test_idle_time_belongs_to_the_step_that_it_is_in() -> None:
+    def step(start: float, kernel: str, idle: float) -> list[Operation]:
+        return [
+            Operation("_advance_replay_kernel", start, start + 10),
+            Operation(kernel, start + 10, start + 100 - idle),
+        ]
+
+    operations = [
+        *step(0, "gemm", 0), *step(100, "_conv1d_varlen_kernel", 40), *step(200, "gemm", 0),
+        *step(300, "gemm", 0),
+    ]  # fmt: skip
+    shares = step_shares(operations)
+    assert shares["mixed"]["idle_share"] == pytest.approx(0.4)
+    assert (shares["decode"]["steps"], shares["decode"]["idle_share"]) == (1, 0.0)
+
+
+def test_two_engines_take_turns(tmp_path: Path) -> None:
+    options = [
+        "--shape=tiny", "--lengths=tiny", "--places=2", "--per-place=2", "--repeats=1",
+        "--rates=80%", "--prefixes=1", "--prefix-tokens=16",
+        '--options={"block_size": 16, "max_tokens_per_step": 32}',
+    ]  # fmt: skip
+    args = serve._parse(options)
+    result = serve.measure(args, {"ours": serve.OURS, "peer": serve.OURS})
+    json.dumps(result)
+    rows = result["rows"]
+    assert [(row["engine"], row["places"]) for row in rows] == [
+        ("ours", 2), ("peer", 2), ("ours", None), ("peer", None),
+    ]  # fmt: skip
+    for ours, peer in (rows[:2], rows[2:]):
+        assert ours["repeats"][0]["output_tokens"] == peer["repeats"][0]["output_tokens"] > 0
+        assert peer["ours_to_this"]["output_tok_s"] > 0
+        assert len(ours["itl_ms_quantiles"]) == 101
+    assert rows[2]["rate"] == pytest.approx(0.8 * rows[0]["requests_s"])
+    assert serve._lines(result)
+
+
+@pytest.mark.parametrize(
+    "options", [["--acceptance", "most"], ["--temperature", "1"], ["--repeats", "0"]]
+)
+def test_what_cannot_be_measured_is_refused_in_one_line(
+    options: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert serve.main(options) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_plot(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    row = {
+        "engine": "ours", "places": 2, "output_tok_s": 5.0,
+        "itl_ms_quantiles": [1.0, 2.0], "ttft_ms_quantiles": [1.0, 2.0],
+    }  # fmt: skip
+    options = {"lengths": "tiny", "drafts": 3, "acceptance": "real"}
+    result = {"rows": [row], "name": "tiny", "options": options, "environment": {"device": "cpu"}}
+    file = tmp_path / "serve-tiny.json"
+    file.write_text(json.dumps(result))
+    assert serve.plot([str(file)]).read_text().count("<svg") == 1
