@@ -277,7 +277,7 @@ def parts(manager: HybridStateManager, rows: StepRows) -> dict[str, float]:
     entries = manager._staging.upload(index, lines)
     pieces: dict[str, Callable[[], object]] = {
         "demand": lambda: manager.block_demand(rows, rows.computed_min),
-        "check": lambda: check_rows(rows, n, DRAFTS),
+        "check": lambda: check_rows(rows, slot_table, DRAFTS),
         "plan and pack": lambda: pack_step(packed, slot_table, rows, manager.layout, 64, False),
         "upload": lambda: manager._staging.upload(index, lines),
         "launch": lambda: manager._placement.place(0, entries, lines, n),

@@ -24,6 +24,7 @@ Strategy = Literal["blocking", "defer", "always", "auto"]
 def check_options(
     layout: StateLayout,
     max_requests: int,
+    max_rows: int,
     num_speculative_tokens: int,
     strategy: str,
     in_place: bool,
@@ -35,6 +36,8 @@ def check_options(
         raise ValueError(f"strategy is {strategy!r}; it must be one of {get_args(Strategy)}")
     if max_requests < 1:
         raise ValueError(f"max_requests is {max_requests}; it must be at least 1")
+    if max_rows < max_requests:
+        raise ValueError(f"max_rows is {max_rows}; it must be at least {max_requests}")
     if num_speculative_tokens != layout.num_speculative_tokens:
         raise ValueError(
             f"num_speculative_tokens is {num_speculative_tokens}; it must be the layout's "
@@ -147,11 +150,11 @@ def check_snapshots(snapshots: Sequence[Snapshot], slot_table: SlotTable) -> Non
             )
 
 
-def check_rows(rows: StepRows, max_requests: int, num_speculative_tokens: int) -> None:
+def check_rows(rows: StepRows, slot_table: SlotTable, num_speculative_tokens: int) -> None:
     """Refuse rows that no step can have, whatever its slots hold."""
-    n = len(rows)
-    if n > max_requests:
-        raise ValueError(f"rows has {n} rows; at most max_requests ({max_requests}) fit")
+    n, max_requests = len(rows), slot_table.max_requests
+    if n > slot_table.max_rows:
+        raise ValueError(f"rows has {n} rows; at most max_rows ({slot_table.max_rows}) fit")
     if not n:
         return
     slot, draft, scheduled = rows.slot, rows.draft, rows.scheduled

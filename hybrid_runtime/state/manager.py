@@ -60,6 +60,7 @@ class HybridStateManager:
         hands them in through `resolve`.
     debug: `begin_step` waits for the device and checks each step against its exact counts and the
         block tables, see `debug.check_step`; for a runner that is being written.
+    max_rows: most rows of a step, padded ones among them. None: as many as there are slots.
     """
 
     def __init__(
@@ -73,10 +74,12 @@ class HybridStateManager:
         steps_in_flight: int = 2,
         readback: bool = True,
         debug: bool = False,
+        max_rows: int | None = None,
     ) -> None:
+        max_rows = max_requests if max_rows is None else max_rows
         check_options(
-            layout, max_requests, num_speculative_tokens, strategy, in_place, steps_in_flight,
-            readback,
+            layout, max_requests, max_rows, num_speculative_tokens, strategy, in_place,
+            steps_in_flight, readback,
         )  # fmt: skip
         self.layout, self.max_requests = layout, max_requests
         self.num_speculative_tokens = num_speculative_tokens
@@ -85,12 +88,12 @@ class HybridStateManager:
         self.readback, self.debug = readback, debug
         self._steps_in_flight = steps_in_flight
         self._waits, self._stats = Waits(), Stats()
-        self._slot_table = table = SlotTable(max_requests, layout.block_size)
+        self._slot_table = table = SlotTable(max_requests, max_rows, layout.block_size)
         depth = steps_in_flight + 2
         # A step takes at most four buffers: its own, and one each where it ended out of turn, lost
         # rows, or had its copies decided on the host; its own must outlive its results.
         self._staging = Staging(
-            2 * max_requests, fields.ENTRY_FIELDS, 4 * depth, device, self._waits
+            max_requests + max_rows, fields.ENTRY_FIELDS, 4 * depth, device, self._waits
         )
         self._policy: LayoutPolicy = (
             ReplayPolicy(layout, table, device, self._waits, depth)
@@ -98,7 +101,7 @@ class HybridStateManager:
             else ColumnsPolicy(layout, table, device, in_place, self._staging, self._stats)
         )
         self._saved = SavedUpload(table, self._policy, layout.block_size)
-        counts = Readback(max_requests, steps_in_flight + 1, device, self._waits)
+        counts = Readback(max_rows, steps_in_flight + 1, device, self._waits)
         self._in_flight = InFlightSteps(
             table, counts if readback else None, self._policy, layout.block_size
         )
@@ -214,7 +217,7 @@ class HybridStateManager:
             step = like.repeated(self._next, rows, placed, plan.candidates)
             self._saved.repeated(step)
             return self._begun(step, plan)
-        check_rows(rows, self.max_requests, self.num_speculative_tokens)
+        check_rows(rows, self._slot_table, self.num_speculative_tokens)
         index, packed = self._staging.take()
         plan, lines = self._policy.pack(packed, rows)
         if self.debug:

@@ -32,7 +32,7 @@ class Placement:
     ) -> None:
         self._policy, self._slot_table = policy, slot_table
         self._staging, self._stats = staging, stats
-        n = slot_table.max_requests
+        n = slot_table.max_rows
         self._placed = [
             torch.full((4, n), -1, dtype=torch.int32, device=device) for _ in range(depth)
         ]

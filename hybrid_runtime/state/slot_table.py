@@ -29,6 +29,7 @@ class Held(NamedTuple):
 class SlotTable:
     """Arrays by slot, `[max_requests]`.
 
+    max_rows: most rows of a step.
     lines: int32 `[max_requests, ENTRY_FIELDS]`, each slot's line of the table that the device gets
         (see kernels.step.entry), so that packing a step is one gather.
     generation: view of `lines`: bumped at each release, so that a late result cannot reach the
@@ -53,8 +54,8 @@ class SlotTable:
     KNOWN_FIELDS = 5
     FLUSHED = NEVER
 
-    def __init__(self, max_requests: int, block_size: int) -> None:
-        self.max_requests = max_requests
+    def __init__(self, max_requests: int, max_rows: int, block_size: int) -> None:
+        self.max_requests, self.max_rows = max_requests, max_rows
         self.lines = np.zeros((max_requests, fields.ENTRY_FIELDS), np.int32)
         self.lines[:, fields.SLOT] = np.arange(max_requests)
         self.lines[:, fields.READS_OFFSET] = 1
@@ -66,7 +67,7 @@ class SlotTable:
         self.computed = np.zeros(max_requests, np.int32)
         self.covered = np.zeros(max_requests, np.int32)
         self.stored = np.zeros(max_requests, np.int32)
-        self._row = np.arange(max_requests)
+        self._row = np.arange(max_rows)
         self._admitted: list[int] = []
         self._special: set[int] = set()
         self.version = 0

@@ -30,7 +30,7 @@ class Snapshot(NamedTuple):
 class StepPositions(NamedTuple):
     """Where the rows of the step begun last read and write their states.
 
-    Device tensors, int32 `[max_requests]` by row, at addresses that never change. Columns are -1 in
+    Device tensors, int32 `[max_rows]` by row, at addresses that never change. Columns are -1 in
     rows that do not run.
 
     read_column: column that a row starts from; -1: from the zero state, nothing is read.
@@ -69,7 +69,7 @@ class Step:
     retention: int32 `[rows, 3]`, which boundaries were retained then: `every` and two positions.
     positions: where its rows read and write; valid until the next `begin_step`.
     entries, packed: its lines as `kernels.step` reads them, on the device and on the host.
-    placed: int32 `[4, max_requests]`, where the device has put its rows.
+    placed: int32 `[4, max_rows]`, where the device has put its rows.
     candidates: rows for which a copy of a state could not be ruled out.
     chunked: some row runs more than one certain token.
     ended: `end_step` has been called, or the step was abandoned.

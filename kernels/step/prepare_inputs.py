@@ -90,7 +90,8 @@ def prepare_inputs_reference(
     max_scheduled: int,
     pad: int,
 ) -> None:
-    """Fill `out` from the step's entries; its rows beyond `num_rows` are padding.
+    """Fill `out` from the step's entries; its rows beyond `num_rows` are padding, like those whose
+    slot is -1, which have the tokens that they are scheduled to run.
 
     Args:
         entries: int32 `[lines, ENTRY_FIELDS]`, rows first.
@@ -101,14 +102,14 @@ def prepare_inputs_reference(
         length: int32 `[slots + 1]`, any stride, tokens known.
         out: written whole; a guess of -1 is run as token 0 (any valid id: it is never accepted).
         max_scheduled: host upper bound of tokens per row.
-        pad: tokens of a padded row.
+        pad: tokens of a row beyond `num_rows`.
     """
     rows, num_draft = out.slot.shape[0], drafts.shape[1]
     line = entries[:num_rows].long()
     slot = line.new_full((rows,), -1)
     slot[:num_rows] = line[:, SLOT]
     scheduled, draft = line.new_full((rows,), pad), line.new_zeros(rows)
-    scheduled[:num_rows] = torch.where(line[:, SLOT] >= 0, line[:, SCHEDULED], 0)
+    scheduled[:num_rows] = line[:, SCHEDULED]
     draft[:num_rows] = torch.where(line[:, SLOT] >= 0, line[:, DRAFT], 0)
     live, at = slot >= 0, slot.clamp(min=0)
     start = torch.zeros(rows + 1, dtype=torch.int64, device=entries.device)
@@ -185,8 +186,7 @@ def _prepare_inputs_kernel(
     o_row = tl.arange(0, ROWS)
     listed = o_row < num_rows
     p_entries = entries + o_row * ENTRY_FIELDS
-    owned = tl.load(p_entries + SLOT, mask=listed, other=-1) >= 0
-    counts = tl.load(p_entries + SCHEDULED, mask=listed & owned, other=0)
+    counts = tl.load(p_entries + SCHEDULED, mask=listed, other=0)
     counts = tl.where(listed, counts, pad)
     start = tl.sum(tl.where(o_row < i_row, counts, 0), axis=0)
     scheduled = tl.sum(tl.where(o_row == i_row, counts, 0), axis=0)

@@ -60,7 +60,7 @@ class World:
                 left = 0 if draft else int(draw(0, 3, 1)) * 20
                 self.length[slot] = int(self.computed[slot]) + scheduled - draft + left
         self.entries = entries.to(DEVICE)
-        self.tokens = sum(s for slot, s, _ in rows if slot >= 0)
+        self.tokens = sum(s for _, s, _ in rows)
         self.longest = max([s for _, s, _ in rows], default=1)
         self.accepted = [1 + int(draw(0, d + 1, 1)) for _, _, d in rows]
 

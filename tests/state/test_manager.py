@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.hash_model import HashRunner
-from helpers.plain_manager import BLOCK, K, counts, rows, started
+from helpers.plain_manager import BLOCK, SLOTS, K, counts, manager, rows, started
 
 from hybrid_runtime.state import HybridStateManager, Step, StepRows
 
@@ -49,6 +49,46 @@ def test_a_step_that_has_not_ended_has_no_counts() -> None:
         made.accepted(step)
     with pytest.raises(ValueError, match="a slot whose last step has ended"):
         made.begin_step(rows())
+
+
+def test_padded_rows_may_stand_anywhere_and_outnumber_the_slots() -> None:
+    """A runner that pads its steps to few sizes gets what it would get without."""
+    plain, padded = manager(), manager(max_rows=SLOTS + 5)
+    at = [0, 1, 4, SLOTS + 4]  # where the rows stand among padded ones
+    found: dict[str, list[Any]] = {"plain": [], "padded": []}
+    for made in (plain, padded):
+        for slot in range(4):
+            made.admit(slot)
+    computed = np.zeros(4, np.int32)
+    for scheduled, draft, accepted in (
+        ([5, 8, 3, 6], [0, 0, 0, 0], [1, 1, 1, 0]),
+        ([4, 4, 2, 1], [3, 3, 1, 0], [4, 1, 2, 1]),
+        ([4, 4, 4, 4], [3, 3, 3, 3], [4, 4, 1, 2]),
+        ([4, 4, 4, 4], [3, 3, 3, 3], [1, 2, 3, 4]),
+    ):
+        fields = np.array([[0, 1, 2, 3], computed, computed, scheduled, draft], np.int32)
+        wide = np.zeros((5, SLOTS + 5), np.int32)
+        wide[0], wide[3] = -1, 4
+        wide[:, at] = fields
+        got = np.zeros(SLOTS + 5, np.int32)
+        got[at] = accepted
+        for name, made, rows_, given in (
+            ("plain", plain, fields, np.array(accepted)),
+            ("padded", padded, wide, got),
+        ):
+            step = made.begin_step(StepRows(*rows_))
+            chosen = list(range(4)) if made is plain else at
+            positions = torch.stack(list(step.positions[:3]))
+            idle = [i for i in range(made.positions.read_column.shape[0]) if i not in chosen]
+            assert (positions[:, idle] == -1).all()
+            made.end_step(step, torch.tensor(given, dtype=torch.int32))
+            snapshots = made.published(step)
+            found[name].append((positions[:, chosen].tolist(), snapshots))
+        computed += np.array(scheduled) - draft + np.maximum(accepted, 1) - 1
+    assert found["plain"] == found["padded"]
+    assert any(snapshots for _, snapshots in found["plain"])
+    with pytest.raises(ValueError, match=r"at most max_rows"):
+        plain.begin_step(StepRows(*wide))
 
 
 def test_at_most_so_many_steps_are_outstanding() -> None:

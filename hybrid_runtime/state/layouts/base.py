@@ -43,7 +43,7 @@ class LayoutPolicy(Protocol):
 
     @property
     def outputs(self) -> Any:
-        """What the launch that places a step writes: a NamedTuple of int32 `[max_requests]`."""
+        """What the launch that places a step writes: a NamedTuple of int32 `[max_rows]`."""
 
     @property
     def nowhere(self) -> Any:

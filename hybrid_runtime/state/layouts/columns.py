@@ -38,13 +38,13 @@ class ColumnsPolicy:
         staging: Staging,
         stats: Stats,
     ) -> None:
-        n = slot_table.max_requests
+        slots, n = slot_table.max_requests, slot_table.max_rows
 
         def ints(*shape: int) -> Tensor:
             return torch.full(shape, -1, dtype=torch.int32, device=device)
 
         self.layout, self.in_place, self.columns = layout, in_place, 0
-        self.slots = SlotState(ints(n), ints(n), ints(n))
+        self.slots = SlotState(ints(slots), ints(slots), ints(slots))
         self.outputs = Positions(ints(n), ints(n), ints(n))
         self.nowhere = Positions(ints(n), ints(n), ints(n))
         self.positions = StepPositions(*self.outputs)

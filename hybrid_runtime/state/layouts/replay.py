@@ -53,12 +53,11 @@ class ReplayPolicy:
         waits: Waits,
         depth: int,
     ) -> None:
-        def ints(value: int) -> Tensor:
-            shape = (slot_table.max_requests,)
-            return torch.full(shape, value, dtype=torch.int32, device=device)
+        def ints(value: int, size: int = slot_table.max_rows) -> Tensor:
+            return torch.full((size,), value, dtype=torch.int32, device=device)
 
         self.layout, self.columns = layout, 0
-        self.slots = ReplaySlots(ints(-1), ints(-1), ints(0), ints(0))
+        self.slots = ReplaySlots(*(ints(v, slot_table.max_requests) for v in (-1, -1, 0, 0)))
         self.outputs = out = ReplayPositions(*(ints(value) for value in IDLE))
         self.nowhere = ReplayPositions(*(ints(value) for value in IDLE))
         self.positions = StepPositions(out.read_column, out.fold, out.write_column, out)
