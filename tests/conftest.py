@@ -31,6 +31,11 @@ def pytest_configure() -> None:
     # that nobody wrote fails then, instead of passing when the memory happens to hold zeros.
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
+    if torch.cuda.is_available():
+        from hybrid_runtime.engine import memory_plan
+
+        # An engine fills its GPU with blocks, and these processes share one.
+        memory_plan.MOST_BLOCKS = 0
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

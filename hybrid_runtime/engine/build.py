@@ -9,9 +9,10 @@ import torch
 from hybrid_runtime.device.sync import Waits
 from hybrid_runtime.engine.config import EngineConfig
 from hybrid_runtime.engine.memory import Memory
+from hybrid_runtime.engine.memory_plan import MemoryPlan, Planner, longest
 from hybrid_runtime.engine.offload.cache import HostCache
 from hybrid_runtime.engine.prefix_cache import PrefixCache
-from hybrid_runtime.engine.scheduler import Scheduler, overshoot
+from hybrid_runtime.engine.scheduler import Scheduler
 from hybrid_runtime.models.nemotron_h import NemotronH
 from hybrid_runtime.specdecode.acceptance import (
     Acceptance,
@@ -48,7 +49,7 @@ def token_buffers(config: EngineConfig, model: NemotronH, head: Any) -> Sequence
     drawn = config.sampled_drafts and head is not None
     return Sequences(
         config.max_requests,
-        _longest(config, model.device) + 1,  # one more than can be computed, see `device_tokens`
+        longest(config, model.device) + 1,  # one more than can be computed, see `device_tokens`
         config.num_draft,
         model.device,
         model.config.vocab_size if drawn else 0,
@@ -56,8 +57,20 @@ def token_buffers(config: EngineConfig, model: NemotronH, head: Any) -> Sequence
     )
 
 
+def memory_plan(
+    config: EngineConfig, layout: StateLayout, model: NemotronH, head: Any
+) -> MemoryPlan:
+    """What the engine will take; `ValueError` if it does not fit. The weights are there already."""
+    return Planner(config, layout, model, head, model.device).plan()
+
+
 def cache_memory(
-    config: EngineConfig, layout: StateLayout, model: NemotronH, head: Any, waits: Waits
+    config: EngineConfig,
+    layout: StateLayout,
+    model: NemotronH,
+    head: Any,
+    num_blocks: tuple[int, int],
+    waits: Waits,
 ) -> Memory:
     """Blocks of keys, values and states, and the tables over them."""
     return Memory.allocate(
@@ -65,8 +78,8 @@ def cache_memory(
         head,
         layout,
         config.max_requests,
-        _longest(config, model.device),
-        config.num_blocks,
+        longest(config, model.device),
+        num_blocks,
         config.steps_ahead_on(model.device) + 2,
         waits,
     )
@@ -126,6 +139,7 @@ def runner(
     sequences: Sequences,
 ) -> SpecDecodeRunner:
     """What runs a step on the device."""
+    assert config.drafter != "auto", "resolved by the engine"
     caches, k = memory.caches, config.num_draft
     return SpecDecodeRunner(
         model,
@@ -149,9 +163,3 @@ def acceptances(config: EngineConfig, device: torch.device) -> tuple[Acceptance,
         rates = synthetic_rates(rates, config.num_draft)
     forced = synthetic_acceptance(rates, device)
     return forced, forced
-
-
-def _longest(config: EngineConfig, device: torch.device) -> int:
-    """Tokens of the longest request, and positions beyond them that may be written."""
-    ahead = config.steps_ahead_on(device)
-    return config.max_model_len + overshoot(config.num_draft, ahead)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Literal, TypedDict, get_args
 
@@ -19,19 +19,20 @@ from hybrid_runtime.engine.checks import (
     resolve_dtype,
 )
 from hybrid_runtime.models.config import NemotronHConfig
+from hybrid_runtime.models.mtp import MTPHead
 from hybrid_runtime.specdecode.drafter import DrafterName
 from hybrid_runtime.state.checks import Strategy
 from hybrid_runtime.state.layout import ConvLayout, LayoutKind, StateLayout
 
 RetentionPolicy = Literal["all", "prompt"] | int
-_LEAST = {"max_requests": 1, "max_model_len": 2, "max_tokens_per_step": 1}
+_LEAST = {"max_requests": 1, "max_model_len": 2, "max_tokens_per_step": 2}
 _LEAST_IF_SET = {"max_waiting": 0, "block_size": 1, "num_speculative_tokens": 0}
 
 
 class EngineOptions(TypedDict, total=False):
     """The fields of `EngineConfig`, same names and types, for type checkers to see in a call."""
 
-    drafter: DrafterName | None
+    drafter: DrafterName | Literal["auto"] | None
     num_speculative_tokens: int | None
     sampled_drafts: bool
     synthetic_acceptance: float | tuple[float, ...] | None
@@ -47,6 +48,7 @@ class EngineOptions(TypedDict, total=False):
     stochastic_rounding: bool
     conv_layout: ConvLayout
     block_size: int | None
+    memory_fraction: float
     num_blocks: tuple[int, int] | None
     prefix_caching: bool
     retention: RetentionPolicy
@@ -58,8 +60,9 @@ class EngineConfig:
     """Options of an `Engine`; `ValueError` names the one that is wrong, its value and what it must
     be. What depends on the model is checked by `layout`, from its config alone."""
 
-    drafter: DrafterName | None = "mtp"
-    """Who guesses: "mtp" or "eagle" (a draft head), "ngram" (prompt look-up), None (nobody)."""
+    drafter: DrafterName | Literal["auto"] | None = "auto"
+    """Who guesses: "mtp" or "eagle" (a draft head), "ngram" (prompt look-up), None (nobody), or
+    "auto": the first of these three that there is."""
 
     num_speculative_tokens: int | None = None
     """Most drafts per step, K. None: 3 with a drafter, 0 without."""
@@ -113,8 +116,13 @@ class EngineConfig:
     block_size: int | None = None
     """Tokens per block. None: the smallest for which a block of keys and values holds a state."""
 
+    memory_fraction: float = 0.9
+    """On a GPU: share of its whole memory that may be in use, weights and other programs' included,
+    once there are as many blocks as fit. On a CPU it says nothing."""
+
     num_blocks: tuple[int, int] | None = None
-    """KV blocks and state blocks. None: enough for `max_requests` requests of full length."""
+    """KV blocks and state blocks. None: on a GPU by `memory_fraction`; on a CPU enough for
+    `max_requests` requests of full length."""
 
     prefix_caching: bool = True
     """Let prompts start from what earlier ones with the same beginning and tenant have left."""
@@ -142,6 +150,17 @@ class EngineConfig:
         if self.num_speculative_tokens is not None:
             return self.num_speculative_tokens
         return 0 if self.drafter is None else 3
+
+    def resolved(self, head: object) -> EngineConfig:
+        """With the drafter that "auto" is beside this draft head (None: there is none);
+        `ValueError` for a drafter without its head."""
+        if self.drafter in ("mtp", "eagle") and head is None:
+            raise ValueError(f"head is None; drafter {self.drafter!r} needs one")
+        if self.drafter != "auto":
+            return self
+        if head is None:
+            return replace(self, drafter="ngram")
+        return replace(self, drafter="mtp" if isinstance(head, MTPHead) else "eagle")
 
     def steps_ahead_on(self, device: torch.device) -> int:
         """`steps_ahead`, whatever was left to the default."""
@@ -178,7 +197,7 @@ class EngineConfig:
         return layout
 
     def _check_choices(self) -> None:
-        check_choice("drafter", self.drafter, (None, *get_args(DrafterName)))
+        check_choice("drafter", self.drafter, ("auto", *get_args(DrafterName), None))
         check_choice("strategy", self.strategy, get_args(Strategy))
         check_choice("state_layout", self.state_layout, get_args(LayoutKind))
         check_choice("conv_layout", self.conv_layout, get_args(ConvLayout))
@@ -203,6 +222,12 @@ class EngineConfig:
         for name in ("num_blocks", "host_blocks"):
             if getattr(self, name) is not None:
                 check_blocks(name, getattr(self, name))
+
+        check_number("memory_fraction", self.memory_fraction)
+        if not 0 < self.memory_fraction <= 1:
+            raise ValueError(
+                f"memory_fraction is {self.memory_fraction}; it must be above 0 and at most 1"
+            )
 
     def _check_drafting(self) -> None:
         k = self.num_draft

@@ -54,12 +54,14 @@ class Engine:
         "eagle". Raises `ValueError` for a config that does not go with the model, or a drafter
         without its network.
         """
+        config = config.resolved(head)
         layout = config.layout(model.config, model.dtype)
+        plan = build.memory_plan(config, layout, model, head)
         self.model, self.config, self.tokenizer = model, config, tokenizer
         self.waits = Waits()
         self.manager = build.state_manager(config, layout, model.device)
         self.sequences = build.token_buffers(config, model, head)
-        memory = build.cache_memory(config, layout, model, head, self.waits)
+        memory = build.cache_memory(config, layout, model, head, plan.num_blocks, self.waits)
         build.bind_states(config, self.manager, memory, model, self.sequences)
         self.prefix_cache = build.prefix_cache(config, memory, layout.block_size)
         self.scheduler = build.scheduler(config, self.manager, memory, self.prefix_cache)

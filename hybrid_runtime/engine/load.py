@@ -2,19 +2,34 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from tokenizers import Tokenizer
+from torch import nn
 
 from hybrid_runtime.device.select import select_device
 from hybrid_runtime.engine.checks import DTYPES, resolve_dtype
 from hybrid_runtime.engine.config import EngineConfig
-from hybrid_runtime.models.checkpoint import load_eagle, load_mtp, load_nemotron_h, resolve
+from hybrid_runtime.engine.memory_plan import Planner, gib
+from hybrid_runtime.models.checkpoint import (
+    TensorFiles,
+    build_eagle,
+    load_eagle,
+    load_mtp,
+    load_nemotron_h,
+    resolve,
+)
 from hybrid_runtime.models.config import NemotronHConfig, load_config
+from hybrid_runtime.models.mtp import MTPHead
 from hybrid_runtime.models.nemotron_h import NemotronH
+from hybrid_runtime.specdecode.drafter import DrafterName
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +42,26 @@ class Loaded:
     head: Any
 
 
+@dataclass(frozen=True, slots=True)
+class _Draft:
+    """The drafter that was found: its name, and where its network is (None: it has none)."""
+
+    name: DrafterName | None
+    directory: Path | None = None
+
+    def load(self, model: NemotronH) -> Any:
+        """Its network, filled."""
+        if self.directory is None:
+            return None
+        return (load_mtp if self.name == "mtp" else load_eagle)(self.directory, model)
+
+    def build(self, model: NemotronH) -> Any:
+        """Its network, not filled."""
+        if self.directory is None:
+            return None
+        return MTPHead(model) if self.name == "mtp" else _eagle(self.directory, model)
+
+
 def load(
     path: str | Path,
     config: EngineConfig,
@@ -37,23 +72,29 @@ def load(
     """Load a checkpoint; arguments as of `Engine.from_pretrained`.
 
     Raises:
-        ValueError: an argument, the checkpoint's files, or the two together are wrong. Weights are
-            read only after everything else has been found right.
+        ValueError: an argument, the checkpoint's files, or the two together are wrong, or they do
+            not fit the device. Weights are read only after everything else has been found right.
     """
     where = select_device(device)
     directory = resolve(path)
     model_config = load_config(directory)
     weights = _weight_dtype(dtype, model_config, where)
-    config.layout(model_config, weights)
-    eagle = _eagle_directory(config, model_config, directory, eagle_path)
+    layout = config.layout(model_config, weights)
     tokenizer = _tokenizer(directory)
+    draft = _draft(config, model_config, directory, eagle_path)
+    # The networks without storage: their shapes are checked, and their bytes known.
+    shape = NemotronH(model_config, "meta", weights)
+    head = draft.build(shape)
+    config = config.resolved(head)
+    count = _bytes(shape) + (0 if head is None else _bytes(head))
+    Planner(config, layout, shape, head, where, count).plan()
+
+    start = time.perf_counter()
     model = load_nemotron_h(directory, where, weights)
-    head: Any = None
-    if config.drafter == "mtp":
-        head = load_mtp(directory, model)
-    elif eagle is not None:
-        head = load_eagle(eagle, model)
-    return Loaded(model, config, tokenizer, head)
+    loaded = Loaded(model, config, tokenizer, draft.load(model))
+    took, size = time.perf_counter() - start, gib(count)
+    logger.info("loaded %s: %s of %s to %s in %.1f s", directory, size, weights, where, took)
+    return loaded
 
 
 def _weight_dtype(
@@ -71,19 +112,55 @@ def _weight_dtype(
     return resolve_dtype("dtype", dtype, DTYPES.get(own, torch.float32))
 
 
-def _eagle_directory(
+def _draft(
     config: EngineConfig,
     model: NemotronHConfig,
     directory: Path,
     eagle_path: str | Path | None,
-) -> Path | None:
-    """Where the EAGLE head is, if that is the drafter; refuses a drafter without its network."""
-    if config.drafter == "mtp" and not model.num_nextn_predict_layers:
+) -> _Draft:
+    """The drafter asked for, or the first that there is; refuses one without its network."""
+    name = config.drafter
+    if eagle_path is not None and name not in ("auto", "eagle"):
         raise ValueError(
-            f"drafter is 'mtp', but checkpoint {directory} has no MTP head; it must be None, "
-            "'ngram', or 'eagle' with a head of its own"
+            f"eagle_path is {str(eagle_path)!r} with drafter={name!r}; it must be None unless the "
+            "drafter is 'eagle' or 'auto'"
         )
-    return resolve(eagle_path or directory / "eagle") if config.drafter == "eagle" else None
+    if name == "mtp" and not model.num_nextn_predict_layers:
+        raise ValueError(
+            f"drafter is 'mtp', but checkpoint {directory} has no MTP head; it must be 'auto', "
+            "None, 'ngram', or 'eagle' with a head of its own"
+        )
+    if name == "eagle" or (name == "auto" and eagle_path is not None):
+        return _Draft("eagle", resolve(eagle_path or directory / "eagle"))
+    if name == "auto":
+        return _first_drafter(model, directory)
+    return _Draft(name, directory if name == "mtp" else None)
+
+
+def _first_drafter(model: NemotronHConfig, directory: Path) -> _Draft:
+    """MTP, else EAGLE, else n-gram look-up, and the reason in the log."""
+    missing = "its config names no MTP head"
+    if model.num_nextn_predict_layers:
+        if any(name.startswith("mtp.") for name in TensorFiles(directory).files):
+            return _Draft("mtp", directory)
+        missing = "its config names an MTP head, but its files have no tensor of one"
+    if (directory / "eagle" / "config.json").is_file():
+        logger.info("drafter is EAGLE, from %s: %s", directory / "eagle", missing)
+        return _Draft("eagle", directory / "eagle")
+    logger.warning(
+        "drafter is n-gram look-up, which helps where text repeats: %s, and %s does not exist",
+        missing,
+        directory / "eagle",
+    )
+    return _Draft("ngram")
+
+
+def _eagle(directory: Path, model: NemotronH) -> nn.Module:
+    return build_eagle(TensorFiles(directory), model)
+
+
+def _bytes(module: nn.Module) -> int:
+    return sum(parameter.nbytes for parameter in module.parameters())
 
 
 def _tokenizer(directory: Path) -> Tokenizer:

@@ -42,22 +42,19 @@ class Memory:
         layout: StateLayout,
         slots: int,
         max_length: int,
-        num_blocks: tuple[int, int] | None,
+        num_blocks: tuple[int, int],
         depth: int,
         waits: Waits,
     ) -> Memory:
         """Memory for `slots` requests of up to `max_length` tokens.
 
         head: the draft head, whose keys and values need room too, or None.
-        num_blocks: KV blocks and state blocks; None: enough for all requests at full length.
+        num_blocks: KV blocks and state blocks.
         depth: steps that may be queued, and two.
         waits: where waits for block tables on their way are counted.
         """
         device, dtype, block = model.device, model.dtype, layout.block_size
         columns, row = -(-max_length // block), layout.table_row(max_length)
-        if num_blocks is None:
-            budget = layout.block_budget(depth - 2)
-            num_blocks = slots * columns, slots * budget.typical + budget.most
         kv = BlockTable(slots, columns, BlockPool(num_blocks[0]), device, depth, waits)
         state = BlockTable(
             slots, row.columns, BlockPool(num_blocks[1]), device, depth, waits, row.always

@@ -208,14 +208,18 @@ def load_eagle(path: str | Path, target: NemotronH) -> EagleHead:
     Raises:
         ValueError: naming the config field, or the tensor and its file, that is wrong.
     """
-    directory = resolve(path)
-    config = EagleConfig.from_dict(read_json(directory, "config.json"))
-    files = TensorFiles(directory)
-    head = EagleHead(
+    files = TensorFiles(resolve(path))
+    head = build_eagle(files, target)
+    files.load(checkpoint_tensors(head), set(files.files))
+    return head.eval()
+
+
+def build_eagle(files: TensorFiles, target: NemotronH) -> EagleHead:
+    """The EAGLE-1 head of a checkpoint, not filled yet; errors as of `load_eagle`."""
+    config = EagleConfig.from_dict(read_json(files.directory, "config.json"))
+    return EagleHead(
         config,
         target,
         fc_bias="fc.bias" in files.files,
         own_embedding="embed_tokens.weight" in files.files,
     )
-    files.load(checkpoint_tensors(head), set(files.files))
-    return head.eval()

@@ -116,6 +116,9 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"device": "abacus"}, "device is 'abacus'; it must be 'cpu', 'cuda' or 'cuda:N'"),
     ({"device": "meta"}, "device is 'meta'; it must be"),
     ({"device": "cuda:99"}, "device is 'cuda:99', but PyTorch finds"),
+    ({"memory_fraction": 0}, "memory_fraction is 0; it must be above 0 and at most 1"),
+    ({"memory_fraction": 90}, "memory_fraction is 90; it must be above 0 and at most 1"),
+    ({"memory_fraction": "0.9"}, "memory_fraction is '0.9'; it must be a number"),
     ({"dtype": "half"}, "dtype is 'half'; it must be one of 'auto', 'float32'"),
     ({"dtype": 16}, "dtype is 16; it must be one of 'auto'"),
     ({"dtype": torch.float64}, "dtype is torch.float64; it must be one of 'auto'"),
@@ -131,6 +134,24 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"synthetic_acceptance": (1.5, 0.9, 0.1)}, "synthetic_acceptance is"),
     # These need the model's config.
     ({"block_size": 3}, "block_size is 3; it must be larger than num_speculative_tokens"),
+    (
+        {"max_requests": 10**8, "drafter": "mtp"},
+        "max_requests is 100000000: needs .* fits",
+    ),
+    (
+        {"num_blocks": (10**12, 64), "drafter": "mtp"},
+        "num_blocks is .*: needs .* GiB, .* free",
+    ),
+    (
+        {"num_blocks": (64, 3), "drafter": "mtp"},
+        "num_blocks is .*; its state blocks must be",
+    ),
+    (
+        {"host_blocks": (10**12, 1), "drafter": "mtp"},
+        "host_blocks is .*: needs .* of host memory",
+    ),
+    ({"drafter": "mtp", "eagle_path": "x"}, "eagle_path is 'x' with drafter='mtp'"),
+    ({"eagle_path": "/no/such/place"}, "'/no/such/place' does not exist"),
     ({"block_size": 16, "retention": 24}, "retention is 24; .* multiple of the block size"),
     ({"stochastic_rounding": True}, "stochastic_rounding is True with ssm_dtype=torch.float32"),
     ({}, "has no weights"),
@@ -150,7 +171,7 @@ def test_drafts_of_a_head_that_the_checkpoint_lacks_are_refused_before_its_weigh
 ) -> None:
     change(no_weights, num_nextn_predict_layers=None, mtp_hybrid_override_pattern=None)
     with pytest.raises(ValueError, match=r"drafter is 'mtp', but checkpoint .* has no MTP head"):
-        Engine.from_pretrained(no_weights)
+        Engine.from_pretrained(no_weights, drafter="mtp")
     with pytest.raises(ValueError, match="eagle"):
         Engine.from_pretrained(no_weights, drafter="eagle")
     with pytest.raises(ValueError, match="has no weights"):
@@ -189,5 +210,6 @@ def test_states_have_the_dtype_that_the_checkpoint_asks_for(tmp_path: Path) -> N
 
 
 def test_drafts_are_three_where_somebody_guesses() -> None:
-    assert [EngineConfig(drafter=d).num_draft for d in ("mtp", "ngram", None)] == [3, 3, 0]
+    drafters: tuple[Any, ...] = ("auto", "mtp", "ngram", None)
+    assert [EngineConfig(drafter=d).num_draft for d in drafters] == [3, 3, 3, 0]
     assert EngineConfig(drafter="mtp", num_speculative_tokens=5).num_draft == 5

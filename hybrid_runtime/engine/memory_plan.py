@@ -1,0 +1,233 @@
+"""How many blocks an engine gets, and the bytes of all that it takes, before any are taken."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from hybrid_runtime.device.free_memory import DeviceMemory, device_memory, host_memory
+from hybrid_runtime.engine.config import EngineConfig
+from hybrid_runtime.engine.scheduler import overshoot
+from hybrid_runtime.models.nemotron_h import NemotronH
+from hybrid_runtime.state.layout import StateLayout
+
+_USABLE = 0.95
+"""Of what is free: libraries take some at first use, and allocators round up."""
+MOST_BLOCKS = 1 << 20
+"""In a pool that fills what is left: the host keeps a list entry for each block."""
+_STEP_WIDTH = 32
+"""Activations per token of a step, in hidden sizes; Nemotron-3-Super's 22 experts come to 29."""
+
+
+class Units(NamedTuple):
+    """Bytes of one. kv_block, state_block: of all layers. slot: what a request's place takes
+    besides: window caches, its text, its rows of the block tables."""
+
+    kv_block: int
+    state_block: int
+    slot: int
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """What an engine takes of its device, bytes but for the counts.
+
+    num_blocks: KV blocks and state blocks.
+    kv, state: these blocks.
+    slots: what the places of `max_requests` requests take besides.
+    step: activations and logits of the largest step, an estimate.
+    weights: of model and draft head; 0 once they are loaded.
+    """
+
+    num_blocks: tuple[int, int]
+    kv: int
+    state: int
+    slots: int
+    step: int
+    weights: int
+
+    @property
+    def total(self) -> int:
+        return self.kv + self.state + self.slots + self.step + self.weights
+
+    def __str__(self) -> str:
+        parts = {
+            "weights": self.weights,
+            "keys and values": self.kv,
+            "states": self.state,
+            "buffers": self.slots + self.step,
+        }
+        return ", ".join(f"{name} {gib(count)}" for name, count in parts.items() if count)
+
+
+def longest(config: EngineConfig, device: torch.device) -> int:
+    """Tokens of the longest request, and positions beyond them that may be written."""
+    return config.max_model_len + overshoot(config.num_draft, config.steps_ahead_on(device))
+
+
+def units(
+    config: EngineConfig, layout: StateLayout, model: NemotronH, head: Any, device: torch.device
+) -> Units:
+    """Bytes of one block and of one slot. head: the draft head, or None."""
+    layers = [model.kv_shape] * len(model.kv_layers)
+    if head is not None:
+        layers += [head.kv_shape] * len(head.kv_layers)
+    elements = sum(2 * heads * size for heads, size in layers)
+    states, length = len(model.state_layers), longest(config, device)
+    turns = config.steps_ahead_on(device) + 3  # staging buffers, and what they fill
+    words = length + -(-length // layout.block_size) + layout.table_row(length).columns
+    drawn = model.config.vocab_size if config.sampled_drafts and head is not None else 0
+    return Units(
+        kv_block=elements * model.dtype.itemsize * layout.block_size,
+        state_block=layout.page_bytes * states,
+        slot=layout.window_cache_bytes * states + 4 * turns * words + 4 * config.num_draft * drawn,
+    )
+
+
+class Planner:
+    """Plans for one engine, with more or fewer requests. weights: bytes still to be loaded."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        layout: StateLayout,
+        model: NemotronH,
+        head: Any,
+        device: torch.device,
+        weights: int = 0,
+    ) -> None:
+        self.config, self._layout, self._model = config, layout, model
+        self._device, self._weights = device, weights
+        self._units = units(config, layout, model, head, device)
+        self._columns = -(-longest(config, device) // layout.block_size)
+        self._budget = layout.block_budget(config.steps_ahead_on(device))
+
+    def plan(self, memory: DeviceMemory | None = None) -> MemoryPlan:
+        """The plan for this device, of which so much is free (None: as it is now).
+
+        Raises:
+            ValueError: it does not fit.
+        """
+        self._check_blocks()
+        room = self._room(memory or device_memory(self._device))
+        least = self.needed(self.config.max_requests)
+        if least.total > room:
+            raise ValueError(self._refusal(least, room))
+        if self.config.num_blocks is not None or self._device.type != "cuda":
+            return least
+        return self._filled(least, room)
+
+    def needed(self, max_requests: int) -> MemoryPlan:
+        """The least that so many requests need: `num_blocks` where that is given; on a CPU, room
+        for all of them at full length; on a GPU, all states, and keys and values of one of them."""
+        blocks = self.config.num_blocks
+        if blocks is None:
+            one = self._device.type == "cuda"
+            states = max_requests * self._budget.typical + self._budget.most
+            blocks = (1 if one else max_requests) * self._columns, states
+        return self._with((blocks[0], blocks[1]), max_requests)
+
+    def _with(self, blocks: tuple[int, int], max_requests: int) -> MemoryPlan:
+        shape, itemsize = self._model.config, self._model.dtype.itemsize
+        emitting = max_requests * (self.config.num_draft + 1)
+        tokens = max(self.config.max_tokens_per_step, emitting)
+        return MemoryPlan(
+            num_blocks=blocks,
+            kv=blocks[0] * self._units.kv_block,
+            state=blocks[1] * self._units.state_block,
+            slots=max_requests * self._units.slot,
+            step=tokens * _STEP_WIDTH * shape.hidden_size * itemsize
+            + emitting * shape.vocab_size * (itemsize + 2 * torch.float32.itemsize),
+            weights=self._weights,
+        )
+
+    def _check_blocks(self) -> None:
+        """Refuse pools in which no request could ever run, and more than the host has."""
+        config = self.config
+        if config.num_blocks is not None and config.num_blocks[1] < self._budget.most:
+            raise ValueError(
+                f"num_blocks is {config.num_blocks}; its state blocks must be at least "
+                f"{self._budget.most}, which one request can own at once"
+            )
+        needed, free = self._host_tier, int(host_memory().free * _USABLE)
+        if needed > free:
+            raise ValueError(
+                f"host_blocks is {config.host_blocks}: needs {gib(needed)} of host memory, "
+                f"{gib(free)} free; it must be smaller"
+            )
+
+    @property
+    def _host_tier(self) -> int:
+        """Bytes of `host_blocks`."""
+        kv, states = self.config.host_blocks or (0, 0)
+        return kv * self._units.kv_block + states * self._units.state_block
+
+    def _room(self, memory: DeviceMemory) -> int:
+        """Bytes that may be taken: what is free, on a GPU without `num_blocks` no more than
+        `memory_fraction` leaves."""
+        room = int(memory.free * _USABLE)
+        if self._device.type == "cpu":
+            room -= self._host_tier
+        elif self.config.num_blocks is None:
+            used = memory.total - memory.free
+            room = min(room, int(memory.total * self.config.memory_fraction) - used)
+        return max(room, 0)
+
+    def _filled(self, least: MemoryPlan, room: int) -> MemoryPlan:
+        """With blocks for as many tokens as there is room: first keys and values of all requests
+        at full length, then of cached prefixes, with the states that `retention` keeps of them."""
+        slots, unit = self.config.max_requests, self._units
+        (kv, states), left = least.num_blocks, room - least.total
+        more = slots * self._columns - kv
+        if unit.kv_block:
+            more = min(more, left // unit.kv_block)
+        kv, left = kv + more, left - more * unit.kv_block
+        each = unit.kv_block + self._states_per_block * unit.state_block
+        if self.config.prefix_caching and kv == slots * self._columns and each:
+            more = min(int(left / each), max(MOST_BLOCKS - kv, 0))
+            kv, states = kv + more, states + int(more * self._states_per_block)
+        return self._with((kv, states), slots)
+
+    @property
+    def _states_per_block(self) -> float:
+        """States that a cached prefix keeps, per block of its keys and values."""
+        retention = self.config.retention
+        if retention == "all":
+            return 1.0
+        if retention == "prompt":
+            return 2 / (1 + self._columns)  # one a prompt, prompts of half the length
+        return self._layout.block_size / retention
+
+    def _refusal(self, least: MemoryPlan, room: int) -> str:
+        config = self.config
+        free = f"{gib(room)} free"
+        if self._device.type == "cuda" and config.num_blocks is None:
+            free += f" within memory_fraction={config.memory_fraction}"
+        if least.weights > room:
+            return (
+                f"dtype is {self._model.dtype}: the weights need {gib(least.weights)}, {free}; "
+                "they must fit, in a narrower dtype or on another device"
+            )
+        what = "max_requests" if config.num_blocks is None else "num_blocks"
+        needs = f"{what} is {getattr(config, what)}: needs {gib(least.total)}, {free} ({least})"
+        if config.num_blocks is not None:
+            return f"{needs}; num_blocks must be smaller, or None"
+        fits = self._most_requests(room)
+        if not fits:
+            return f"{needs}; not even max_requests=1 fits: max_model_len must be smaller"
+        return f"{needs}: max_requests={fits} fits"
+
+    def _most_requests(self, room: int) -> int:
+        """As many as fit, 0 if none do."""
+        low, high = 0, self.config.max_requests
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if self.needed(middle).total <= room else (low, middle - 1)
+        return low
+
+
+def gib(count: int) -> str:
+    """Bytes as people read them."""
+    return f"{count / 2**30:.1f} GiB" if count >= 2**29 else f"{count / 2**20:.1f} MiB"

@@ -1,0 +1,135 @@
+"""The bytes of an engine are known before any are taken, and refused if there are too few."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hybrid_runtime.demo import SHIPPED
+from hybrid_runtime.device.free_memory import DeviceMemory, host_memory
+from hybrid_runtime.engine import Engine, EngineConfig, memory_plan
+from hybrid_runtime.engine.memory_plan import MemoryPlan, Planner
+from hybrid_runtime.models.config import NemotronHConfig
+from hybrid_runtime.models.mtp import MTPHead
+from hybrid_runtime.models.nemotron_h import NemotronH
+
+GIB = 1 << 30
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+SHAPE = NemotronHConfig(
+    vocab_size=131072, hidden_size=4096, pattern="M-M-*-M-", mtp_pattern="*",
+    num_nextn_predict_layers=1,
+)  # fmt: skip
+
+
+def planner(device: torch.device, weights: int = 0, **options: Any) -> Planner:
+    config = EngineConfig(**{"drafter": "mtp"} | options)
+    model = NemotronH(SHAPE, "meta", torch.bfloat16)
+    layout = config.layout(SHAPE, torch.bfloat16)
+    return Planner(config, layout, model, MTPHead(model), device, weights)
+
+
+def stored(tensors: Iterable[Tensor]) -> int:
+    """Bytes behind tensors, each once."""
+    storages = [t.untyped_storage() for t in tensors]
+    return sum({s.data_ptr(): s.nbytes() for s in storages}.values())
+
+
+@pytest.mark.parametrize("layout", ["replay", "columns"])
+@pytest.mark.parametrize("sampled", [False, True])
+def test_what_is_planned_is_what_is_taken(layout: Any, sampled: bool) -> None:
+    runs = Engine.from_pretrained(
+        SHIPPED, device="cpu", drafter="mtp", state_layout=layout, sampled_drafts=sampled,
+        max_requests=40, max_model_len=1000,
+    )  # fmt: skip
+    head = MTPHead(runs.model)
+    plan = Planner(runs.config, runs.manager.layout, runs.model, head, CPU).plan()
+    caches = runs.runner.caches
+    assert stored(t for pair in caches.kv.values() for t in pair) == plan.kv
+    assert stored(t for pair in caches.states.values() for t in pair) == plan.state
+    window = runs.runner.caches.window_cache
+    parts = [part for cache in window.values() for part in cache]
+    parts += [runs.scheduler.kv.device_table, runs.scheduler.state.device_table]
+    parts += [t for t in vars(runs.sequences).values() if isinstance(t, Tensor)]
+    for staged in (runs.sequences, runs.scheduler.kv, runs.scheduler.state):
+        parts += staged._staging._twins
+    # A line more of each for rows that emit nothing, and the fields of a line.
+    assert 0.9 < plan.slots / stored(parts) < 1.3
+
+
+def test_the_number_of_requests_that_is_said_to_fit_fits_and_no_more() -> None:
+    for device in (CPU, CUDA):
+        memory = DeviceMemory(free=10 * GIB, total=12 * GIB)
+        with pytest.raises(ValueError, match=r"needs [\d.]+ GiB, \d\.\d GiB free") as refused:
+            planner(device, max_requests=10**6).plan(memory)
+        fits = int(str(refused.value).split("max_requests=")[1].split(" fits")[0])
+        assert fits > 1
+        assert planner(device, max_requests=fits).plan(memory).total <= 10 * GIB
+        with pytest.raises(ValueError, match=f"max_requests={fits} fits"):
+            planner(device, max_requests=fits + 1).plan(memory)
+
+
+def test_what_can_never_fit_is_told_apart() -> None:
+    memory = DeviceMemory(free=2 * GIB, total=2 * GIB)
+    with pytest.raises(ValueError, match=r"the weights need 16.0 GiB, 1\.\d GiB free"):
+        planner(CPU, weights=16 * GIB).plan(memory)
+    with pytest.raises(ValueError, match="not even max_requests=1 fits: max_model_len must be"):
+        planner(CPU, max_model_len=10**7).plan(memory)
+
+
+def in_use(plan: MemoryPlan, memory: DeviceMemory) -> float:
+    return (memory.total - memory.free + plan.total) / memory.total
+
+
+@pytest.mark.parametrize("fraction", [0.5, 0.9])
+@pytest.mark.parametrize("retention", ["all", "prompt", 4224])
+def test_on_a_gpu_the_blocks_fill_the_fraction(
+    fraction: float, retention: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory_plan, "MOST_BLOCKS", 1 << 20)  # conftest.py has none on a GPU
+    memory = DeviceMemory(free=70 * GIB, total=80 * GIB)
+    options = {"memory_fraction": fraction, "retention": retention, "max_requests": 16}
+    plan = planner(CUDA, block_size=1056, **options).plan(memory)
+    assert fraction - 0.01 < in_use(plan, memory) <= fraction
+    least = planner(CPU, block_size=1056, **options).plan(memory)
+    assert all(a > b for a, b in zip(plan.num_blocks, least.num_blocks, strict=True))
+
+
+def test_without_a_prefix_cache_blocks_that_nobody_could_use_are_not_taken() -> None:
+    memory = DeviceMemory(free=80 * GIB, total=80 * GIB)
+    plan = planner(CUDA, prefix_caching=False).plan(memory)
+    assert plan.num_blocks == planner(CPU, steps_ahead=1).plan(memory).num_blocks
+
+
+def test_where_memory_is_short_all_requests_run_but_not_all_at_full_length() -> None:
+    memory = DeviceMemory(free=20 * GIB, total=20 * GIB)
+    options: dict[str, Any] = {"max_requests": 32, "max_model_len": 1 << 20}
+    plan = planner(CUDA, **options).plan(memory)
+    full = planner(CPU, steps_ahead=1, **options).needed(32)
+    assert plan.num_blocks[1] == full.num_blocks[1]
+    assert full.num_blocks[0] / 32 <= plan.num_blocks[0] < full.num_blocks[0]
+    assert 0.89 < in_use(plan, memory) <= 0.9
+
+
+def test_a_container_has_what_its_limit_leaves(tmp_path: Path) -> None:
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text("MemTotal: 1000 kB\nMemFree: 1 kB\nMemAvailable: 600 kB\n")
+    none = tmp_path / "none"
+    assert host_memory(meminfo, none) == DeviceMemory(600 << 10, 1000 << 10)
+    for folder, names in (
+        ("v2", ("memory.max", "memory.current", "memory.stat")),
+        ("v1", ("memory.limit_in_bytes", "memory.usage_in_bytes", "memory.stat")),
+    ):
+        root = tmp_path / folder
+        group = root / "memory" if folder == "v1" else root
+        group.mkdir(parents=True)
+        texts = ("102400", "81920", "anon 1\ninactive_file 1024\n")
+        for name, text in zip(names, texts, strict=True):
+            (group / name).write_text(text)
+        assert host_memory(meminfo, root) == DeviceMemory(102400 - 81920 + 1024, 102400)
+    (tmp_path / "v2" / "memory.max").write_text("max\n")
+    assert host_memory(meminfo, tmp_path / "v2").free == 600 << 10
