@@ -1,4 +1,4 @@
-"""Command line: `hybrid-runtime demo`, `generate MODEL` and `bench DIR`."""
+"""Command line: `hybrid-runtime demo`, `generate MODEL`, `bench DIR` and `serve DIR`."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from hybrid_runtime.bench import report
 from hybrid_runtime.bench.machine import copy_bandwidth, machine
 from hybrid_runtime.engine import Engine, SamplingParams
 from hybrid_runtime.models.checkpoint import load_mtp, load_nemotron_h, resolve
+from hybrid_runtime.server.command import add_command as add_serve
 from hybrid_runtime.specdecode.drafter import DrafterName
 from hybrid_runtime.state.checks import Strategy
 
@@ -123,6 +124,8 @@ def parser() -> argparse.ArgumentParser:
     b.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="by the device")
     b.add_argument("--json", type=Path, metavar="FILE", help="all figures, of every repeat too")
     b.set_defaults(run=bench)
+
+    add_serve(commands)
     return top
 
 

@@ -105,6 +105,11 @@ class AsyncEngine:
         self._closed = self._stopping = self._over = False
         self._broken: Exception | None = None
 
+    @property
+    def closed(self) -> bool:
+        """It takes no requests: it has not begun, was closed, or has failed."""
+        return self._thread is None or self._closed or self._broken is not None
+
     async def __aenter__(self) -> Self:
         if self._thread is not None:
             raise RuntimeError("this AsyncEngine runs or has run; it must be entered once")

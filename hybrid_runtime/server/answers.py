@@ -1,0 +1,120 @@
+"""Answers of completions and chat completions: whole, or as a stream of server-sent events."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
+from uuid import uuid4
+
+from fastapi import Request
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+from starlette.types import Send
+
+from hybrid_runtime.engine import Completion, Delta
+from hybrid_runtime.server import errors
+from hybrid_runtime.server.generation import Batch, unless_gone
+from hybrid_runtime.server.schemas import Sampled
+
+logger = logging.getLogger(__name__)
+
+Json = dict[str, Any]
+
+
+class Form(Protocol):
+    """How an endpoint spells its answers. whole, part: names of a whole answer's object, and of
+    one of a stream. prefix: of ids."""
+
+    whole: ClassVar[str]
+    part: ClassVar[str]
+    prefix: ClassVar[str]
+
+    def choice(self, index: int, completion: Completion) -> Json:
+        """One whole choice."""
+
+    def parts(self, index: int, delta: Delta, first: bool) -> Iterator[Json]:
+        """What a stream shows of a choice's delta, which may be its first."""
+
+
+class EventStream(StreamingResponse):
+    """Server-sent events; what generates them is closed as soon as nobody reads them."""
+
+    media_type = "text/event-stream"
+
+    async def stream_response(self, send: Send) -> None:
+        events: Any = self.body_iterator
+        async with aclosing(events):
+            await super().stream_response(send)
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The answer to one request. body: what was asked. model: its name. batch: `n` jobs for every
+    prompt, one after the other."""
+
+    body: Sampled
+    model: str
+    batch: Batch
+    form: Form
+
+    async def respond(self, request: Request) -> Response:
+        """Run the batch. What fails before the first token is raised, in a stream too."""
+        if not self.body.stream:
+            await unless_gone(request, self.batch.finish())
+            ended = self.batch.completions
+            choices = [self.form.choice(index, ended[index]) for index in range(len(ended))]
+            whole = self._head(self.form.whole) | {"choices": choices, "usage": self._usage()}
+            return JSONResponse(whole)
+        await unless_gone(request, self.batch.begin())
+        return EventStream(self._events(), headers={"Cache-Control": "no-cache"})
+
+    async def _events(self) -> AsyncIterator[str]:
+        """Chunks of the stream. A failure ends it with an `error` event."""
+        options = self.body.stream_options
+        counts = options is not None and options.include_usage
+        head = self._head(self.form.part) | ({"usage": None} if counts else {})
+        seen: set[int] = set()
+        try:
+            async with aclosing(self.batch.deltas()) as deltas:
+                async for index, delta in deltas:
+                    for part in self.form.parts(index, delta, index not in seen):
+                        yield _event(head | {"choices": [part]})
+                    seen.add(index)
+        except Exception as error:
+            status, content = errors.body(error)
+            if status >= 500:
+                logger.error("a stream failed", exc_info=error)
+            yield _event(content)
+        else:
+            if counts:
+                yield _event(head | {"choices": [], "usage": self._usage()})
+        yield "data: [DONE]\n\n"
+
+    def _head(self, name: str) -> Json:
+        return {
+            "id": f"{self.form.prefix}-{uuid4().hex}",
+            "object": name,
+            "created": int(time.time()),
+            "model": self.model,
+        }
+
+    def _usage(self) -> Json:
+        """Tokens of prompts, each counted once however many choices it has, and of completions."""
+        ended = self.batch.completions
+        prompts = [ended[index] for index in range(0, len(ended), self.body.n or 1)]
+        prompt_tokens = sum(c.prompt_tokens for c in prompts)
+        completion_tokens = sum(len(c.tokens) for c in ended.values())
+        return {
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": completion_tokens,
+            "total_tokens": prompt_tokens + completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": sum(c.hit.tokens for c in prompts)},
+        }
+
+
+def _event(content: Json) -> str:
+    return f"data: {json.dumps(content, ensure_ascii=False, separators=(',', ':'))}\n\n"

@@ -1,0 +1,40 @@
+"""The ASGI application: gate, routes and errors around one engine."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from fastapi import FastAPI
+from fastapi.routing import APIRoute
+from starlette.types import ASGIApp
+
+from hybrid_runtime.engine import AsyncEngine, Engine
+from hybrid_runtime.server import about, completions, embeddings, errors
+from hybrid_runtime.server.gate import Gate
+from hybrid_runtime.server.metrics import Metrics
+from hybrid_runtime.server.options import ServerOptions
+from hybrid_runtime.server.service import Service
+
+
+def create_app(engine: Engine, options: ServerOptions) -> ASGIApp:
+    """The application that serves `engine` from its start-up to its shutdown."""
+    metrics = Metrics(engine)
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        async with AsyncEngine(engine) as serving:
+            app.state.service = Service(serving, options, metrics, int(time.time()))
+            yield
+
+    app = FastAPI(title="hybrid-runtime", lifespan=lifespan, docs_url=None, redoc_url=None)
+    routes = [completions.router, embeddings.router, about.router]
+    for router in routes:
+        app.include_router(router)
+    errors.install(app)
+    paths = [
+        route.path for router in routes for route in router.routes if isinstance(route, APIRoute)
+    ]
+    # Outside of everything, so that answers to unexpected failures pass it too.
+    return Gate(app, options, metrics, paths)

@@ -1,0 +1,69 @@
+"""`/v1/embeddings`."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, Response
+from torch import Tensor
+
+from hybrid_runtime.engine.tokenize import encode_instructed
+from hybrid_runtime.server.errors import ApiError
+from hybrid_runtime.server.generation import unless_gone
+from hybrid_runtime.server.schemas import EmbeddingBody
+from hybrid_runtime.server.service import Here, Service
+
+router = APIRouter()
+
+
+@router.post("/v1/embeddings")
+async def embeddings(body: EmbeddingBody, request: Request, service: Here) -> Response:
+    """One vector per input."""
+    service.check_model(body.model)
+    service.check_choices(len(body.input), "input")
+    size = service.engine.engine.model.config.hidden_size
+    if body.dimensions not in (None, size):
+        raise ApiError(
+            400, f"dimensions is {body.dimensions}; it must be {size}, the model's size",
+            param="dimensions",
+        )  # fmt: skip
+    count = await asyncio.to_thread(_count, service, body)
+    work = service.engine.embed(
+        body.input, body.pooling, body.instruction, body.normalize,
+        tenant=service.tenant(request),
+    )  # fmt: skip
+    vectors = await unless_gone(request, work)
+    service.metrics.prompt_tokens.inc(count)
+    service.metrics.ended.labels("embedded").inc(len(vectors))
+    data = [
+        {"object": "embedding", "index": i, "embedding": _shown(vector, body.encoding_format)}
+        for i, vector in enumerate(vectors)
+    ]
+    usage = {"prompt_tokens": count, "total_tokens": count}
+    return JSONResponse(
+        {"object": "list", "data": data, "model": service.options.model_name, "usage": usage}
+    )
+
+
+def _count(service: Service, body: EmbeddingBody) -> int:
+    """Tokens of all inputs, each of which must fit; `ApiError` for one that cannot be embedded."""
+    engine, count = service.engine.engine, 0
+    for prompt in body.input:
+        try:
+            tokens, _ = encode_instructed(
+                prompt, body.instruction, engine.tokenizer, engine.model.config.vocab_size
+            )
+        except ValueError as error:
+            raise ApiError(400, str(error), param="input") from error
+        service.check_length(len(tokens), 0, "input")
+        count += len(tokens)
+    return count
+
+
+def _shown(vector: Tensor, form: str | None) -> list[float] | str:
+    if form == "base64":
+        return base64.b64encode(vector.numpy().astype("<f4").tobytes()).decode()
+    values: list[float] = vector.tolist()
+    return values

@@ -1,0 +1,114 @@
+"""Errors in OpenAI's form: `{"error": {"message", "type", "param", "code"}}`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, Response
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+
+from hybrid_runtime.engine import EngineClosed, QueueFull
+
+CLIENT_GONE = 499
+"""Status, in logs and metrics, of a request whose client has left."""
+
+_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+_CODES = {
+    401: "invalid_api_key",
+    413: "request_too_large",
+    429: "rate_limit_exceeded",
+    503: "unavailable",
+}
+
+
+class ApiError(Exception):
+    """An answer other than 200. status: of HTTP. param: the field that is wrong. code: for
+    programs; None = the usual one of the status."""
+
+    def __init__(
+        self, status: int, message: str, *, param: str | None = None, code: str | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status, self.param, self.code = status, param, code
+
+
+_OURS = (ApiError, QueueFull, EngineClosed, ClientDisconnect)
+
+
+def body(error: BaseException) -> tuple[int, dict[str, Any]]:
+    """Status and JSON of an error. Of what is not the client's doing the client is told nothing: it
+    belongs into the log."""
+    match error:
+        case ApiError():
+            status, message = error.status, str(error)
+        case QueueFull():
+            status, message = 429, f"{error}; try again later"
+        case EngineClosed():
+            status, message = 503, str(error)
+        case HTTPException():
+            status, message = error.status_code, str(error.detail)
+        case RequestValidationError():
+            return 400, _json(400, *_first(error))
+        case _:
+            status, message = 500, "the server failed on this request; its log says why"
+    param = error.param if isinstance(error, ApiError) else None
+    code = error.code if isinstance(error, ApiError) else None
+    return status, _json(status, message, param, code)
+
+
+def response(error: BaseException) -> Response:
+    """The answer to a request that failed."""
+    if isinstance(error, ClientDisconnect):
+        return Response(status_code=CLIENT_GONE)
+    status, content = body(error)
+    headers: dict[str, str] = {}
+    if isinstance(error, HTTPException):
+        headers |= error.headers or {}
+    if status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
+    if status in (429, 503):
+        headers["Retry-After"] = "1"
+    return JSONResponse(content, status, headers)
+
+
+def install(app: FastAPI) -> None:
+    """Let an application answer every failure in this form."""
+
+    async def answer(_: Request, error: Exception) -> Response:
+        return response(error)
+
+    for kind in (*_OURS, HTTPException, RequestValidationError, Exception):
+        app.add_exception_handler(kind, answer)
+
+
+def _json(
+    status: int, message: str, param: str | None = None, code: str | None = None
+) -> dict[str, Any]:
+    kind = _TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
+    code = code or _CODES.get(status)
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def _first(error: RequestValidationError) -> tuple[str, str | None, str | None]:
+    """Message, field and code of the first thing that is wrong with a body. The value is not
+    repeated: it may be long, or no text that can be sent."""
+    first: Mapping[str, Any] = error.errors()[0]
+    if first["type"] == "json_invalid":
+        return f"the body is not JSON: {first['ctx']['error']}", None, "invalid_json"
+    # The body's own name stands first.
+    names = [str(part) for part in first["loc"][1:]]
+    param = ".".join(names) or None
+    if first["type"] == "extra_forbidden":
+        return f"Unrecognized request argument supplied: {param}", param, "unknown_parameter"
+    if first["type"] == "missing" and param is not None:
+        return f"Missing required parameter: {param}", param, "missing_required_parameter"
+    message = str(first["msg"]).removeprefix("Value error, ")
+    if first["type"] == "value_error" and param is None:  # fields that do not go together
+        return message, message.split(" ", 1)[0], "invalid_value"
+    if param is None:
+        return "the body must be a JSON object, sent as application/json", None, "invalid_type"
+    return f"{param}: {message}", param, "invalid_value"

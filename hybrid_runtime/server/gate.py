@@ -1,0 +1,111 @@
+"""What every request passes before its route: the key, the limits, and the counting."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import Sequence
+from uuid import uuid4
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from hybrid_runtime.server.errors import CLIENT_GONE, ApiError, response
+from hybrid_runtime.server.metrics import Metrics
+from hybrid_runtime.server.options import ServerOptions
+
+API = "/v1/"
+
+
+class Gate:
+    """Stands around an ASGI application. paths: those that are counted by their names."""
+
+    def __init__(
+        self, app: ASGIApp, options: ServerOptions, metrics: Metrics, paths: Sequence[str]
+    ) -> None:
+        self._app, self._options, self._metrics = app, options, metrics
+        self._keys = [key.encode() for key in options.api_keys]
+        self._paths = frozenset(paths)
+        self._open = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        started, status = time.perf_counter(), CLIENT_GONE
+        request_id = uuid4().hex
+
+        async def named(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                MutableHeaders(scope=message)["x-request-id"] = request_id
+            await send(message)
+
+        self._metrics.http_open.inc()
+        try:
+            await self._pass(scope, receive, named)
+        finally:
+            self._metrics.http_open.dec()
+            path = scope["path"] if scope["path"] in self._paths else "other"
+            self._metrics.http.labels(path, status).inc()
+            self._metrics.seconds.observe(time.perf_counter() - started)
+
+    async def _pass(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Refuse a request, or let it through."""
+        if not scope["path"].startswith(API):
+            await self._app(scope, receive, send)
+            return
+        refusal = self._refusal(scope)
+        if refusal is not None:
+            await response(refusal)(scope, receive, send)
+            return
+        self._open += 1
+        try:
+            await self._app(scope, self._bounded(receive), send)
+        finally:
+            self._open -= 1
+
+    def _refusal(self, scope: Scope) -> ApiError | None:
+        """Why a request may not pass, if it may not; its key is noted in the scope."""
+        if self._keys:
+            given = Headers(scope=scope).get("authorization", "")
+            kind, _, key = given.partition(" ")
+            known = [secrets.compare_digest(key.encode(), each) for each in self._keys]
+            if kind.lower() != "bearer" or not any(known):
+                return ApiError(
+                    401, "the header Authorization must be 'Bearer KEY' with a key of this server"
+                )
+            scope["api_key"] = key
+        if self._open >= self._options.max_concurrency:
+            return ApiError(429, f"{self._open} requests are open, which is the most allowed")
+        length = Headers(scope=scope).get("content-length", "0")
+        return self._too_large() if int(length) > self._options.max_body_bytes else None
+
+    def _too_large(self) -> ApiError:
+        most = self._options.max_body_bytes
+        return ApiError(413, f"the request's body is too large; it may have {most} bytes")
+
+    def _bounded(self, receive: Receive) -> Receive:
+        """The same messages; those of the body must come in time, and not be too many."""
+        end = asyncio.get_running_loop().time() + self._options.body_seconds
+        size, more = 0, True
+
+        async def bounded() -> Message:
+            nonlocal size, more
+            if not more:
+                return await receive()
+            try:
+                async with asyncio.timeout_at(end):
+                    message = await receive()
+            except TimeoutError:
+                raise HTTPException(408, "the request's body did not come in time") from None
+            size += len(message.get("body", b""))
+            if size > self._options.max_body_bytes:
+                raise HTTPException(413, str(self._too_large()))
+            more = message.get("more_body", False)
+            return message
+
+        return bounded

@@ -1,0 +1,143 @@
+"""The completions of one HTTP request, side by side in the engine."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Coroutine, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from starlette.requests import ClientDisconnect, Request
+
+from hybrid_runtime.engine import AsyncEngine, Completion, Delta, QueueFull, SamplingParams
+from hybrid_runtime.server.metrics import Metrics
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One completion that is wanted. prompt: token ids. tenant, deadline: of `Engine.submit`."""
+
+    prompt: Sequence[int]
+    params: SamplingParams
+    tenant: str
+    deadline: float | None
+
+
+@dataclass(slots=True)
+class Batch:
+    """The jobs of one request. completions: of those that have ended, by job.
+
+    `begin`, then `deltas` to its end or until it is closed: nothing is left in the engine then.
+    """
+
+    engine: AsyncEngine
+    metrics: Metrics
+    jobs: Sequence[Job]
+    completions: dict[int, Completion] = field(default_factory=dict)
+    _tasks: list[asyncio.Task[None]] = field(default_factory=list)
+    _news: asyncio.Queue[tuple[int, Delta] | Exception] = field(default_factory=asyncio.Queue)
+    _first: tuple[int, Delta] | None = None
+    _submitted: int = 0
+    _turn: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(0))
+
+    async def begin(self) -> None:
+        """Start all jobs and wait for the first delta; what fails before that is raised."""
+        self._tasks = [asyncio.create_task(self._run(index)) for index in range(len(self.jobs))]
+        try:
+            self._first = await self._next()
+        except BaseException:
+            await self._end()
+            raise
+
+    async def deltas(self) -> AsyncGenerator[tuple[int, Delta], None]:
+        """Job and delta, as they come, until all jobs have ended. The first failure is raised, and
+        ends the other jobs."""
+        assert self._first is not None, "begin() comes first"
+        left, news = len(self.jobs), self._first
+        try:
+            while True:
+                left -= news[1].completion is not None
+                yield news
+                if not left:
+                    return
+                news = await self._next()
+        finally:
+            await self._end()
+
+    async def finish(self) -> None:
+        """Run all jobs to their ends."""
+        await self.begin()
+        async with aclosing(self.deltas()) as deltas:
+            async for _ in deltas:
+                pass
+
+    async def _next(self) -> tuple[int, Delta]:
+        news = await self._news.get()
+        if isinstance(news, Exception):
+            raise news
+        return news
+
+    async def _end(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _run(self, index: int) -> None:
+        """Pass one job's deltas on, or its failure."""
+        reason = "abort"
+        try:
+            while not await self._submit(index):
+                await self._turn.acquire()
+            reason = self.completions[index].finish_reason
+        except Exception as error:
+            reason = "refused" if isinstance(error, QueueFull) else "error"
+            self._news.put_nowait(error)
+        finally:
+            self.metrics.ended.labels(reason).inc()
+
+    async def _submit(self, index: int) -> bool:
+        """Pass one job's deltas on; False if the queue is full, but other jobs of this batch stand
+        in it or run, and will make room."""
+        job = self.jobs[index]
+        self._submitted += 1
+        stream = self.engine.stream(
+            job.prompt, job.params, tenant=job.tenant, deadline=job.deadline
+        )
+        try:
+            async with aclosing(stream) as deltas:
+                async for delta in deltas:
+                    if delta.completion is not None:
+                        self.completions[index] = delta.completion
+                        self.metrics.completed(delta.completion)
+                    self._news.put_nowait((index, delta))
+        except QueueFull:
+            if self._submitted == 1:
+                raise
+            return False
+        finally:
+            self._submitted -= 1
+            self._turn.release()
+        return True
+
+
+async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """What `work` returns; it is cancelled, and `ClientDisconnect` raised, if the client leaves
+    before. The request's body must have been read."""
+
+    async def left() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    task, gone = asyncio.create_task(work), asyncio.create_task(left())
+    try:
+        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientDisconnect
+        return task.result()
+    finally:
+        for each in (task, gone):
+            each.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)

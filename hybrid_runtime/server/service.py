@@ -1,0 +1,88 @@
+"""What the routes share: the engine, its names and limits."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, cast
+
+from fastapi import Depends, Request
+
+from hybrid_runtime.engine import AsyncEngine
+from hybrid_runtime.engine.tokenize import Prompt, encode
+from hybrid_runtime.server.errors import ApiError
+from hybrid_runtime.server.metrics import Metrics
+from hybrid_runtime.server.options import ServerOptions
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """engine: runs. created: Unix time at which the server began."""
+
+    engine: AsyncEngine
+    options: ServerOptions
+    metrics: Metrics
+    created: int
+
+    @property
+    def max_model_len(self) -> int:
+        return self.engine.engine.config.max_model_len
+
+    def check_model(self, name: str | None) -> None:
+        """`ApiError` for a model that is not the one served; None means that one."""
+        if name not in (None, self.options.model_name):
+            raise ApiError(
+                404, f"model {name!r} does not exist; it must be {self.options.model_name!r}",
+                param="model", code="model_not_found",
+            )  # fmt: skip
+
+    async def encode(self, prompts: Sequence[Prompt], param: str) -> list[list[int]]:
+        """Token ids of prompts, by another thread; `ApiError` for one that cannot run."""
+        engine = self.engine.engine
+
+        def work() -> list[list[int]]:
+            size = engine.model.config.vocab_size
+            return [encode(prompt, engine.tokenizer, size) for prompt in prompts]
+
+        try:
+            return await asyncio.to_thread(work)
+        except ValueError as error:
+            raise ApiError(400, str(error), param=param) from error
+
+    def text(self, prompt: Prompt) -> str:
+        """A prompt as text."""
+        if isinstance(prompt, str):
+            return prompt
+        tokenizer = self.engine.engine.tokenizer
+        return "" if tokenizer is None else tokenizer.decode(prompt, skip_special_tokens=False)
+
+    def check_length(self, prompt: int, output: int, param: str) -> None:
+        """`ApiError` for a request of more tokens than the engine has room for."""
+        most = self.max_model_len
+        if prompt + output > most:
+            raise ApiError(
+                400, f"this model's context is {most} tokens, but {prompt + output} were asked "
+                f"for ({prompt} of the prompt, {output} of the completion)",
+                param=param, code="context_length_exceeded",
+            )  # fmt: skip
+
+    def check_choices(self, count: int, param: str) -> None:
+        """`ApiError` for more prompts and choices than one request may have."""
+        most = self.options.max_choices
+        if count > most:
+            raise ApiError(
+                400, f"{param} asks for {count} results; at most {most} are allowed", param=param
+            )
+
+    def tenant(self, request: Request, salt: str | None = None) -> str:
+        """Whose cached prefixes a request may use: those of the same key and salt."""
+        return f"{request.scope.get('api_key', '')}/{salt or ''}"
+
+
+def _service(request: Request) -> Service:
+    return cast(Service, request.app.state.service)
+
+
+Here = Annotated[Service, Depends(_service)]
+"""The service, as an argument of a route."""

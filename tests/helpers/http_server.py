@@ -1,0 +1,76 @@
+"""A server of this package in a thread, on a port of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+from helpers.small_engine import nothing_leaked
+from prometheus_client.parser import text_string_to_metric_families
+
+from hybrid_runtime import demo
+from hybrid_runtime.engine import Engine
+from hybrid_runtime.server.options import ServerOptions
+from hybrid_runtime.server.run import Server, bind, url
+
+MODEL = "python-small"
+SIZES: dict[str, Any] = {
+    "device": "cpu", "drafter": "mtp", "max_requests": 4, "max_model_len": 256, "block_size": 16,
+    "max_waiting": 64,
+}  # fmt: skip
+
+
+def shipped(**options: Any) -> Engine:
+    """An engine of the shipped checkpoint, which any thread may take."""
+    return Engine.from_pretrained(demo.SHIPPED, **SIZES | options)
+
+
+@dataclass(frozen=True)
+class Running:
+    url: str
+    engine: Engine
+    server: Server
+    http: httpx.Client
+
+    def post(self, path: str, **options: Any) -> httpx.Response:
+        return self.http.post(f"/v1/{path}", **options)
+
+    def metrics(self) -> dict[str, float]:
+        """Samples by name, with their labels as Prometheus writes them."""
+        found = {}
+        for family in text_string_to_metric_families(self.http.get("/metrics").text):
+            for sample in family.samples:
+                labels = ",".join(f'{k}="{v}"' for k, v in sorted(sample.labels.items()))
+                found[f"{sample.name}{{{labels}}}" if labels else sample.name] = sample.value
+        return found
+
+    def until(self, sample: str, value: float) -> None:
+        """Return when this sample has this value."""
+        end = time.monotonic() + 60
+        while self.metrics().get(sample, 0.0) != value:
+            assert time.monotonic() < end, f"{sample} is not {value}"
+
+
+@contextmanager
+def running(engine: Engine, **options: Any) -> Iterator[Running]:
+    """Serve an engine. In the end the server drains, and nothing may be left in the engine."""
+    ready, bound = threading.Event(), bind("127.0.0.1", 0)
+    address = url(bound)
+    server = Server(engine, ServerOptions(**{"model_name": MODEL} | options), ready.set)
+    thread = threading.Thread(target=lambda: asyncio.run(server.serve([bound])), name="server")
+    thread.start()
+    try:
+        assert ready.wait(60)
+        with httpx.Client(base_url=address, timeout=60, verify=False) as http:
+            yield Running(address, engine, server, http)
+    finally:
+        server.should_exit = True
+        thread.join(60)
+    assert not thread.is_alive()
+    nothing_leaked(engine)

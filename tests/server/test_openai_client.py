@@ -1,0 +1,178 @@
+"""The `openai` client gets what the engine gives, whole and in streams, alone and beside others."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+import openai
+import pytest
+import torch
+from helpers.http_server import MODEL, Running, running, shipped
+
+from hybrid_runtime.engine import Engine, SamplingParams
+
+PROMPTS = ["def main(", "import ", "class Stack:\n    def push(self, x):\n        ", "try:\n    "]
+
+
+@pytest.fixture(scope="module")
+def alone() -> Engine:
+    """What each request gets by itself."""
+    return shipped(max_requests=1)
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Running]:
+    with running(shipped()) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def client(served: Running) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0)
+
+
+@cache
+def text(alone: Engine, prompt: str, **params: object) -> str:
+    return alone.generate([prompt], SamplingParams(**{"max_tokens": 24} | params))[0].text
+
+
+@pytest.mark.parametrize("ids", [False, True])
+@pytest.mark.parametrize("stream", [False, True])
+def test_completion(client: openai.OpenAI, alone: Engine, ids: bool, stream: bool) -> None:
+    prompt = list(PROMPTS[0].encode()) if ids else PROMPTS[0]
+    want = text(alone, PROMPTS[0])
+    if not stream:
+        answer = client.completions.create(model=MODEL, prompt=prompt, max_tokens=24, temperature=0)
+        assert answer.object == "text_completion"
+        assert (answer.choices[0].text, answer.choices[0].finish_reason) == (want, "length")
+        assert answer.usage is not None
+        counts = answer.usage.prompt_tokens, answer.usage.completion_tokens
+        assert (*counts, answer.usage.total_tokens) == (len(PROMPTS[0]), 24, len(PROMPTS[0]) + 24)
+        return
+    chunks = list(
+        client.completions.create(
+            model=MODEL, prompt=prompt, max_tokens=24, temperature=0, stream=True,
+            stream_options={"include_usage": True},
+        )
+    )  # fmt: skip
+    *parts, last = chunks
+    assert len(parts) > 3
+    assert len({chunk.id for chunk in chunks}) == 1
+    assert "".join(chunk.choices[0].text for chunk in parts) == want
+    reasons = [chunk.choices[0].finish_reason for chunk in parts]
+    assert reasons == [None] * (len(parts) - 1) + ["length"]
+    assert (last.choices, last.usage and last.usage.completion_tokens) == ([], 24)
+
+
+def test_several_prompts_and_choices(client: openai.OpenAI, alone: Engine) -> None:
+    how: dict[str, Any] = {"max_tokens": 8, "temperature": 0.8}
+    want = [text(alone, prompt, **how, seed=seed) for prompt in PROMPTS for seed in (5, 6)]
+    asked: dict[str, Any] = {"model": MODEL, "prompt": PROMPTS, "n": 2, "seed": 5} | how
+    answer = client.completions.create(**asked)
+    assert [choice.text for choice in answer.choices] == want
+    assert [choice.index for choice in answer.choices] == list(range(8))
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens == sum(map(len, PROMPTS))
+    pieces = [""] * 8
+    for chunk in client.completions.create(**asked, stream=True):
+        pieces[chunk.choices[0].index] += chunk.choices[0].text
+    assert pieces == want
+
+
+def test_ends_and_extensions(client: openai.OpenAI, alone: Engine) -> None:
+    whole = text(alone, PROMPTS[2])
+    stop = whole[10:13]
+    answer = client.completions.create(
+        model=MODEL, prompt=PROMPTS[2], max_tokens=24, temperature=0, stop=stop, echo=True,
+        extra_body={"return_token_ids": True, "top_k": -1, "cache_salt": "mine"},
+    )  # fmt: skip
+    (choice,) = answer.choices
+    assert choice.finish_reason == "stop"
+    assert choice.text == PROMPTS[2] + whole[: whole.index(stop)]
+    assert choice.model_extra is not None
+    assert bytes(choice.model_extra["token_ids"]).decode().startswith(whole[: whole.index(stop)])
+    late = client.completions.create(
+        model=MODEL, prompt="x", max_tokens=200, extra_body={"deadline": 0}
+    )
+    assert late.choices[0].finish_reason == "deadline"  # type: ignore[comparison-overlap]
+    (short,) = client.completions.create(model=MODEL, prompt="import ", temperature=0).choices
+    assert short.text == text(alone, "import ", max_tokens=16)  # OpenAI's own default
+
+
+def test_a_prefix_is_found_by_the_same_salt_only(client: openai.OpenAI) -> None:
+    def cached(salt: str) -> int | None:
+        answer = client.completions.create(
+            model=MODEL, prompt="a = 1\n" * 12, max_tokens=2, extra_body={"cache_salt": salt}
+        )
+        assert answer.usage is not None
+        assert answer.usage.prompt_tokens_details is not None
+        return answer.usage.prompt_tokens_details.cached_tokens
+
+    assert [cached("one"), cached("one"), cached("two")] == [0, 64, 0]
+
+
+@pytest.mark.parametrize("form", ["float", "base64"])
+def test_embeddings(client: openai.OpenAI, alone: Engine, form: str) -> None:
+    want = alone.embed(PROMPTS, "mean", "Code: ")
+    asked = {"model": MODEL, "extra_body": {"pooling": "mean", "instruction": "Code: "}}
+    answer = client.embeddings.create(input=PROMPTS, encoding_format=form, **asked)
+    if form == "base64":  # the client decodes only what it has itself asked for in base64
+        answer = client.embeddings.create(input=PROMPTS, **asked)
+    got = torch.tensor([entry.embedding for entry in answer.data])
+    torch.testing.assert_close(got, want, atol=1e-5, rtol=0)
+    assert answer.usage.prompt_tokens == sum(map(len, PROMPTS)) + 4 * len("Code: ")
+    one = client.embeddings.create(model=MODEL, input=list(b"import "), dimensions=192)
+    assert len(one.data[0].embedding) == 192
+
+
+def test_models(client: openai.OpenAI) -> None:
+    (model,) = client.models.list()
+    assert model.id == client.models.retrieve(MODEL).id == MODEL
+    for call in (
+        lambda: client.models.retrieve("gpt-9"),
+        lambda: client.completions.create(model="gpt-9", prompt="x"),
+        lambda: client.embeddings.create(model="gpt-9", input="x"),
+    ):
+        with pytest.raises(openai.NotFoundError, match="must be 'python-small'"):
+            call()
+
+
+def many(served: Running, alone: Engine, clients: int, tokens: int) -> None:
+    """That many at once, every second one in a stream, get the texts that each gets alone."""
+    prompts = [PROMPTS[i % 4] + "\n" * (i // 4) for i in range(8)]
+    wanted = [
+        text(alone, prompt, temperature=0.8 * (i % 2), seed=i, max_tokens=tokens)
+        for i, prompt in enumerate(prompts)
+    ]
+
+    async def one(client: openai.AsyncOpenAI, i: int) -> str:
+        asked: dict[str, Any] = {
+            "model": MODEL, "prompt": prompts[i % 8], "max_tokens": tokens, "seed": i % 8,
+            "temperature": 0.8 * (i % 2),
+        }  # fmt: skip
+        if i // 8 % 2:
+            return (await client.completions.create(**asked)).choices[0].text
+        stream = await client.completions.create(**asked, stream=True)
+        return "".join([chunk.choices[0].text async for chunk in stream])
+
+    async def main() -> list[str]:
+        async with openai.AsyncOpenAI(
+            base_url=f"{served.url}/v1", api_key="none", max_retries=0, timeout=600
+        ) as client:
+            return await asyncio.gather(*(one(client, i) for i in range(clients)))
+
+    assert asyncio.run(main()) == [wanted[i % 8] for i in range(clients)]
+
+
+def test_many_clients(served: Running, alone: Engine) -> None:
+    many(served, alone, 24, 8)
+
+
+@pytest.mark.slow
+def test_two_hundred_clients(alone: Engine) -> None:
+    with running(shipped(max_requests=32, max_waiting=200)) as served:
+        many(served, alone, 200, 40)
+        assert served.metrics()["hybrid_runtime_prefix_hit_tokens_total"] > 0
