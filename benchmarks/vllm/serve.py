@@ -1,11 +1,12 @@
-"""vLLM (0.25.1, GPU needed) with and without the adapter, in one engine that hands its state copies
-from one to the other between runs: `serve` compares tokens, acceptance and prefix hits, `time`
-compares step times.
+"""vLLM (0.25.1, GPU needed) with and without the adapter: `serve` compares tokens, acceptance and
+prefix hits, `time` compares step times. With `HYBRID_RUNTIME_VLLM=columns` one engine hands its
+state copies from one to the other between runs; replay has an engine of its own, compared by file.
 
-    python benchmarks/vllm/serve.py serve --drafts 3 --out serve.json
+    HYBRID_RUNTIME_VLLM=columns python benchmarks/vllm/serve.py serve --drafts 3 --out serve.json
     python benchmarks/vllm/serve.py serve --drafts 3 --check --steps 2000 --out check.json
     HYBRID_RUNTIME_VLLM=0 python benchmarks/vllm/serve.py serve --drafts 3 --out without.json
-    python benchmarks/vllm/serve.py compare without.json serve.json
+    HYBRID_RUNTIME_VLLM=replay python benchmarks/vllm/serve.py serve --drafts 3 --out replay.json
+    python benchmarks/vllm/serve.py compare without.json replay.json
     python benchmarks/vllm/serve.py time --out time.json -- --v2 --batch 16,64 ...
 
 `time` runs the model of a tool named run_nemotron.py, in the folder `--peer`; what follows `--`
@@ -53,13 +54,20 @@ COUNTED = (
 )
 
 
-def set_ours(worker: Any, ours: bool) -> str:
-    """Hand the state copies to us or to vLLM; the name of the model state's class. For engines at
-    rest: a request that is running would stay a candidate of everything."""
-    state = worker.model_runner.model_state
-    if hasattr(state, "statistics"):
-        state.ours = ours
-    return type(state).__name__
+COPIES, REPLAY = "HybridRuntimeModelState", "HybridRuntimeReplayState"
+"""Our model states: with vLLM's layout (an engine can change to its copies and back); with replay."""
+
+
+def model_state(worker: Any) -> str:
+    """The name of the model state's class."""
+    return type(worker.model_runner.model_state).__name__
+
+
+def set_ours(worker: Any, ours: bool) -> None:
+    """Hand the state copies to us or to vLLM. For engines at rest: a request that is running would
+    stay a candidate of everything."""
+    if model_state(worker) == COPIES:
+        worker.model_runner.model_state.ours = ours
 
 
 def statistics(worker: Any) -> dict[str, int]:
@@ -107,11 +115,12 @@ def serving_engine(args: argparse.Namespace) -> Any:
         max_num_seqs=args.at_once,
         max_num_batched_tokens=args.batched_tokens,
         enforce_eager=not args.graphs,
-        enable_prefix_caching=True,
-        mamba_cache_mode="align",
+        enable_prefix_caching=args.mode == "align",
+        mamba_cache_mode=args.mode,
         async_scheduling=not args.synchronous,
         num_gpu_blocks_override=args.blocks,
         gpu_memory_utilization=0.3,
+        kv_cache_memory_bytes=int(args.kv_gib * 2**30) or None,
         attention_config={"backend": "TRITON_ATTN"},
         tensor_parallel_size=args.tensor_parallel,
         disable_custom_all_reduce=args.tensor_parallel > 1,
@@ -134,14 +143,15 @@ def serve(args: argparse.Namespace) -> dict[str, Any]:
         "block_size": cache.mamba_block_size,
         "runs": [],
     }
-    for number, ours in enumerate(_runs(args, llm)):
+    (kind, *_) = llm.collective_rpc(model_state)
+    for number, ours in enumerate(_runs(args, llm, kind)):
         llm.llm_engine.reset_prefix_cache()
-        (kind, *_) = llm.collective_rpc(set_ours, args=(ours,))
+        llm.collective_rpc(set_ours, args=(ours,))
         before, counted = llm.collective_rpc(statistics), counters(llm)
         run = drive(llm, requests, args.at_once, f"r{number}")
         after = llm.collective_rpc(statistics)
         run |= {
-            "ours": ours and kind == "HybridRuntimeModelState",
+            "ours": ours and kind in (COPIES, REPLAY),
             "model_state": kind,
             "metrics": difference(counters(llm), counted),
             "adapter": [difference(a, b) for a, b in zip(after, before, strict=True)],
@@ -158,11 +168,11 @@ def serve(args: argparse.Namespace) -> dict[str, Any]:
     return result
 
 
-def _runs(args: argparse.Namespace, llm: Any) -> Iterator[bool]:
+def _runs(args: argparse.Namespace, llm: Any, kind: str) -> Iterator[bool]:
     """Whose copies each run has: vLLM's twice, so that its own repeatability shows beside ours; in
     check mode ours, until enough steps were compared."""
     if not args.check:
-        yield from (False, True, True, False)
+        yield from (False, True, True, False) if kind == COPIES else (kind == REPLAY,) * 2
         return
     end = time.perf_counter() + args.seconds
     while True:
@@ -205,6 +215,10 @@ def main() -> None:
     one.add_argument("--at-once", type=int, default=32)
     one.add_argument("--batched-tokens", type=int, default=1024)
     one.add_argument("--blocks", type=int, default=420, help="of the cache; few: preemption")
+    one.add_argument(
+        "--mode", choices=("align", "none"), default="align", help="of the state cache"
+    )
+    one.add_argument("--kv-gib", type=float, default=0, help="cache, so that engines share a GPU")
     one.add_argument("--dtype", default="float32")
     one.add_argument("--graphs", action="store_true", help="CUDA graphs instead of eager")
     one.add_argument("--synchronous", action="store_true", help="no asynchronous scheduling")

@@ -232,8 +232,12 @@ def replay_update(
     rounding: Rounding | None = None,
     dt_min: float = 0.0,
     dt_max: float = math.inf,
+    out: Tensor | None = None,
 ) -> Tensor:
     """`replay_update_reference` by one launch where Triton runs.
+
+    The outputs go to `out` if it is given, contiguous and of x's shape and dtype.
+
 
     Each block of `states` and the window cache must be contiguous, the cache's x and B of x's
     dtype, and no row may read or write a block that another row of the same call writes. A cache of
@@ -244,10 +248,11 @@ def replay_update(
     """
     drafts = window_cache.dt.shape[2]
     if not runs_triton(x) or drafts > MAX_CACHED or torch.float64 in (x.dtype, states.dtype):
-        return replay_update_reference(
+        y = replay_update_reference(
             x, dt, A_log, B, C, D, dt_bias, states, window_cache, rows, max_scheduled, rounding,
             dt_min, dt_max,
         )  # fmt: skip
+        return y if out is None else out.copy_(y)
     tokens, heads, dim = x.shape
     groups, state = B.shape[1:]
     check_window_cache(x, B, states, window_cache)
@@ -256,7 +261,8 @@ def replay_update(
         if part.dtype != x.dtype:
             raise ValueError(f"{name} is {part.dtype}, must be x's {x.dtype}")
     num_rows = rows.slot.shape[0]
-    out = torch.empty((tokens, heads, dim), dtype=x.dtype, device=x.device)
+    if out is None:
+        out = torch.empty((tokens, heads, dim), dtype=x.dtype, device=x.device)
     if num_rows == 0 or max_scheduled == 0:
         return out.zero_()
     dot_type = None

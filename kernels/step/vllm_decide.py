@@ -71,6 +71,7 @@ def decide_reference(
     totals: Tensor,
     block_size: int,
     phase: int,
+    replays: bool = False,
 ) -> None:
     """Decide which states move, and keep vLLM's counts up to date.
 
@@ -86,16 +87,18 @@ def decide_reference(
         totals: int64 `[2]`, states moved, by phase; added to.
         block_size: tokens of a block.
         phase: PRECOPY or POSTCOPY.
+        replays: the layout is replay: the accepted guesses are no part of the running column's
+            state. A block moves as it is, and is read at the same offset as before.
     """
     line = entries[:count].long()
     slot = line[:, REQUEST]
     held, accepted, computed = (value[slot].long() for value in counts)
     if phase == PRECOPY:
         target = running_column_reference(computed + line[:, SCHEDULED], block_size)
-        offset = (accepted - 1).clamp(min=0)
+        offset = torch.zeros_like(accepted) if replays else (accepted - 1).clamp(min=0)
         acts = (held >= 0) & (held != target)
         counts.column[slot] = target.int()
-        rebased = acts
+        rebased = acts & (not replays)
     else:
         certain = computed - accepted + 1
         boundary, offset, target = last_boundary_reference(certain, computed, block_size)
@@ -125,6 +128,7 @@ def _decide_move_kernel(
     window_channel_stride,
     BLOCK_SIZE: tl.constexpr,
     PHASE: tl.constexpr,
+    REPLAYS: tl.constexpr,
     ROWS: tl.constexpr,
     TILING: tl.constexpr,
 ):
@@ -138,9 +142,9 @@ def _decide_move_kernel(
     if PHASE == PRECOPY:
         scheduled = tl.load(p_entry + SCHEDULED, mask=here, other=1)
         target = running_column(n + scheduled, BLOCK_SIZE)
-        offset = tl.maximum(a - 1, 0)
+        offset = tl.zeros_like(a) if REPLAYS else tl.maximum(a - 1, 0)
         acts = here & (held >= 0) & (held != target)
-        rebased = acts
+        rebased = acts & (not REPLAYS)
     else:
         boundary, offset, target = last_boundary(n - a + 1, n, BLOCK_SIZE)
         reached = here & (offset >= 0)
@@ -179,13 +183,14 @@ def decide_and_move(
     arrived: Tensor,
     block_size: int,
     phase: int,
+    replays: bool = False,
 ) -> None:
     """`decide_reference`, and `move_reference` of what it decided, by one launch where Triton runs.
 
     arrived: int32 `[1]`, 0 between launches: programs that have decided.
     """
     if not runs_triton(entries):
-        decide_reference(entries, count, counts, moves, totals, block_size, phase)
+        decide_reference(entries, count, counts, moves, totals, block_size, phase, replays)
         move_reference(states, entries[:count, SLOT], *moves[:, :count])
         return
     tiling = copy_tiling(states)
@@ -201,6 +206,7 @@ def decide_and_move(
         **move_arguments(states),
         BLOCK_SIZE=block_size,
         PHASE=phase,
+        REPLAYS=replays,
         ROWS=listed_rows(count),
         num_warps=WARPS,
     )

@@ -17,17 +17,20 @@ def bind(
     forward_context: Mapping[str, Any],
     tables: Sequence[Tensor],
     channels_first: bool,
+    drafts: int | None = None,
 ) -> StateTable:
     """Every Mamba layer's window and state, with its cache group's block table.
 
     groups: indices of the Mamba cache groups; tables: one int32 table for each of them.
     channels_first: the window's layout is `[channels, positions]` (vLLM's DS).
+    drafts: guesses that a window has room for; None: as many as there are blocks for guesses.
     """
     windows, states, chosen = [], [], []
-    drafts = 0
+    room = drafts or 0
     for group, table in zip(groups, tables, strict=True):
         spec = kv_cache_config.kv_cache_groups[group].kv_cache_spec
-        drafts = _speculative_blocks(spec)
+        spare = _speculative_blocks(spec)
+        room = spare if drafts is None else drafts
         for name in kv_cache_config.kv_cache_groups[group].layer_names:
             parts = list(forward_context[name].kv_cache)
             if len(parts) != 2 or parts[0].dim() != 3 or not parts[1][0].is_contiguous():
@@ -39,7 +42,7 @@ def bind(
     for kind, tensors in (("windows", windows), ("states", states)):
         if len({(t.dtype, t.shape[1:], t.stride()[1:]) for t in tensors}) != 1:
             raise Unhandled(f"the {kind} of its Mamba layers differ in shape or type")
-    taps = windows[0].shape[1] - drafts
+    taps = windows[0].shape[1] - room
     if taps < 1:
         raise Unhandled(f"its windows of {windows[0].shape[1]} inputs hold none besides the drafts")
     return StateTable.build(windows, states, chosen, taps)

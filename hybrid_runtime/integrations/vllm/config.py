@@ -6,7 +6,11 @@ import os
 from typing import Any
 
 SWITCH = "HYBRID_RUNTIME_VLLM"
-"""Environment variable: 0 turns the plug-in off, `check` compares steps with vLLM's kernels."""
+"""Environment variable: 0 turns the plug-in off, `columns` keeps vLLM's layout with our copies,
+`replay` keeps one state per request where that is handled, `check` compares the copies of `columns`
+with vLLM's."""
+
+DEFAULT = "columns"
 
 _said: set[str] = set()
 
@@ -16,18 +20,23 @@ class Unhandled(Exception):
 
 
 def switch() -> str:
-    """`off`, `on` or `check`."""
+    """`off`, `columns`, `replay` or `check`."""
     value = os.environ.get(SWITCH, "").strip().lower()
     if value in ("0", "off", "false", "no"):
         return "off"
-    return "check" if value == "check" else "on"
+    return value if value in ("columns", "replay", "check") else DEFAULT
 
 
 def left_to_vllm(reason: str) -> None:
     """Say once per process that vLLM's own path runs, and why."""
-    if reason not in _said:
-        _said.add(reason)
-        logger().warning("hybrid-runtime leaves Mamba states to vLLM: %s.", reason)
+    say_once("warning", "hybrid-runtime leaves Mamba states to vLLM: %s.", reason)
+
+
+def say_once(level: str, message: str, *values: Any) -> None:
+    """Write a line of the log that other models of this process need not repeat."""
+    if message % values not in _said:
+        _said.add(message % values)
+        getattr(logger(), level)(message, *values)
 
 
 def logger() -> Any:

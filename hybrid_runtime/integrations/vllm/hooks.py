@@ -37,6 +37,23 @@ FIELDS = {
 """What is read of the dataclasses that the hooks are handed."""
 
 
+LAYER = {
+    "conv_ssm_forward": "(projected_states, output)",
+    "get_kv_cache_spec": "(vllm_config)",
+}
+"""Methods of `MambaMixer2` that a replaying layer replaces; 0.25.1 to 0.33.0."""
+
+LAYER_FIELDS = (
+    "num_prefills num_prefill_tokens num_decodes num_decode_tokens query_start_loc_d "
+    "num_accepted_tokens state_indices_tensor_d"
+)
+"""What it reads, or replaces, of `Mamba2AttentionMetadata`."""
+
+PREPARE = "input_batch cudagraph_mode block_tables slot_mappings attn_groups kv_cache_config"
+"""First parameters of the model state's `prepare_attn`, which replay watches: the rest is passed
+on, whatever it is."""
+
+
 def unknown() -> str | None:
     """What of the installed vLLM's hooks is not as listed above, or None."""
     import vllm
@@ -50,6 +67,26 @@ def unknown() -> str | None:
     why = unknown_method(MambaHybridModelState)
     why = why or unknown_field(InputBatch) or unknown_field(NewRequestData)
     return why and f"in vLLM {vllm.__version__} {why}"
+
+
+def unknown_layer() -> str | None:
+    """What of the installed vLLM's Mamba-2 layer is not as listed above, or None."""
+    import vllm
+    from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
+    from vllm.v1.attention.backends.mamba2_attn import Mamba2AttentionMetadata
+    from vllm.v1.worker.gpu.model_states.mamba_hybrid import MambaHybridModelState
+
+    where = f"in vLLM {vllm.__version__}"
+    for name, known in LAYER.items():
+        if (found := signature(getattr(MambaMixer2, name))) != known:
+            return f"{where} {MambaMixer2.__name__}.{name} takes {found}, known is {known}"
+    fields = Mamba2AttentionMetadata.__dataclass_fields__
+    if missing := [name for name in LAYER_FIELDS.split() if name not in fields]:
+        return f"{where} {Mamba2AttentionMetadata.__name__} has no {', '.join(missing)}"
+    taken = list(inspect.signature(MambaHybridModelState.prepare_attn).parameters)[1:7]
+    if taken != PREPARE.split():
+        return f"{where} prepare_attn takes {', '.join(taken)}"
+    return None
 
 
 def unknown_method(state: type) -> str | None:

@@ -12,8 +12,8 @@ import importlib
 import re
 from typing import Any
 
-from hybrid_runtime.integrations.vllm import hooks, versions
-from hybrid_runtime.integrations.vllm.config import left_to_vllm
+from hybrid_runtime.integrations.vllm import hooks, mixer, replay_layers, versions
+from hybrid_runtime.integrations.vllm.config import left_to_vllm, say_once, switch
 
 
 def lazy_name(architecture: str, version: str) -> str:
@@ -42,12 +42,24 @@ def model_class(architecture: str) -> type:
 
     class Hybrid(base):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, **kwargs)
-            if why := unhandled(kwargs.get("vllm_config")):
+            given = kwargs.get("vllm_config")
+            why_not = replay_unhandled(given)
+            with mixer.collecting(why_not is None) as layers:
+                super().__init__(*args, **kwargs)
+            if layers:
+                self.replay_layers = replay_layers.build(layers, given)
+                # Without this attribute vLLM chooses as if we were not there.
+                self.get_model_state_cls = replay_state_class
+            elif why := unhandled(given):
                 left_to_vllm(why)
             else:
-                # Without this attribute vLLM chooses as if we were not there.
                 self.get_model_state_cls = model_state_class
+
+        def load_weights(self, *args: Any, **kwargs: Any) -> Any:
+            loaded = super().load_weights(*args, **kwargs)
+            if hasattr(self, "replay_layers"):
+                self.replay_layers.take_weights()
+            return loaded
 
     # vLLM reads the signature to see what a class takes.
     functools.update_wrapper(Hybrid.__init__, base.__init__)
@@ -66,9 +78,30 @@ def unhandled(vllm_config: Any) -> str | None:
         return f"its configuration is not as known ({error})"
 
 
+def replay_unhandled(vllm_config: Any) -> str | None:
+    """Why a model of this configuration does not replay, or None when its Mamba-2 layers do."""
+    if switch() != "replay" or vllm_config is None:
+        return "nobody asks for it"
+    try:
+        why = versions.replay_unhandled(vllm_config) or versions.platform_unhandled()
+        why = why or hooks.unknown() or hooks.unknown_layer() or mixer.register()
+    except (AttributeError, ImportError) as error:
+        why = f"its configuration is not as known ({error})"
+    if why and vllm_config.num_speculative_tokens:
+        say_once("warning", "hybrid-runtime does not replay: %s.", why)
+    return why
+
+
 def model_state_class(*_: Any, **__: Any) -> type:
     """`get_model_state_cls` of our models; vLLM calls it without arguments so far."""
     # Not with the plug-in, which processes without a GPU load too.
     from hybrid_runtime.integrations.vllm import state
 
     return state.model_state_class()
+
+
+def replay_state_class(*_: Any, **__: Any) -> type:
+    """The same of models whose layers replay."""
+    from hybrid_runtime.integrations.vllm import replay_state
+
+    return replay_state.model_state_class()

@@ -158,10 +158,14 @@ class AlignedStates(Base):
         try:
             self.mover = self._make_mover(kv_cache_config, block_tables)
         except Unhandled as why:
-            left_to_vllm(str(why))
+            self._unbound(str(why))
         except (AttributeError, ImportError, LookupError, TypeError, ValueError) as error:
             # Nothing has been moved yet.
-            left_to_vllm(f"its caches are not as known ({error!r})")
+            self._unbound(f"its caches are not as known ({error!r})")
+
+    def _unbound(self, why: str) -> None:
+        """The caches cannot be handled; nothing has been moved yet."""
+        left_to_vllm(why)
 
     def _make_mover(self, kv_cache_config: Any, block_tables: tuple[Tensor, ...]) -> Mover:
         from vllm.model_executor.layers.mamba.mamba_utils import (
@@ -169,19 +173,10 @@ class AlignedStates(Base):
         )
 
         groups, spec = self._get_mamba_group_info(kv_cache_config)
-        block = spec.block_size
         if why := versions.pipeline_unhandled(self.vllm_config, self._slot_tables):
             raise Unhandled(why)
-        if block != self.bounds.block_size:
-            raise Unhandled(
-                f"its Mamba blocks hold {block} tokens, other blocks {self.bounds.block_size}"
-            )
-        if block <= spec.num_speculative_blocks:
-            raise Unhandled(f"its Mamba blocks hold {block} tokens, no more than a step's drafts")
-        if self._slot_tables is None:
-            tables = [block_tables[group] for group in groups]
-        else:
-            tables = [self._slot_tables.block_tables[group].gpu for group in groups]
+        self._check_blocks(spec.block_size, spec.num_speculative_blocks)
+        tables = self._tables(groups, block_tables)
         context = self.vllm_config.compilation_config.static_forward_context
         states = bind(kv_cache_config, groups, context, tables, is_conv_state_dim_first())
         copies = versions.copy_context(self, kv_cache_config, groups, block_tables)
@@ -197,6 +192,21 @@ class AlignedStates(Base):
 
             self.checker = Checker(mover, copies, logger())
         return mover
+
+    def _check_blocks(self, block: int, drafts: int) -> None:
+        if block != self.bounds.block_size:
+            raise Unhandled(
+                f"its Mamba blocks hold {block} tokens, other blocks {self.bounds.block_size}"
+            )
+        if block <= drafts:
+            raise Unhandled(f"its Mamba blocks hold {block} tokens, no more than a step's drafts")
+
+    def _tables(self, groups: list[int], block_tables: tuple[Tensor, ...]) -> list[Tensor]:
+        """Block tables of the cache groups: by request slot where vLLM hands those over, else by
+        row of the batch."""
+        if self._slot_tables is None:
+            return [block_tables[group] for group in groups]
+        return [self._slot_tables.block_tables[group].gpu for group in groups]
 
     def _make_reporter(self, parallel: Any) -> Reporter | None:
         import vllm.envs as envs

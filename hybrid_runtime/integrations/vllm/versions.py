@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+import os
 import re
 from typing import Any
+
+from hybrid_runtime.kernels.replay.update import MAX_CACHED
 
 OLDEST, NEWEST = (0, 25, 1), (0, 33, 0)
 
@@ -41,16 +45,24 @@ def supported(version: str) -> bool:
 
 
 def unhandled(vllm_config: Any) -> str | None:
-    """Why this configuration is left to vLLM, or None when it is ours."""
-    cache, parallel = vllm_config.cache_config, vllm_config.parallel_config
-    speculative = vllm_config.speculative_config
-    if not vllm_config.use_v2_model_runner:
-        return "it runs the V1 model runner (VLLM_USE_V2_MODEL_RUNNER=1 selects V2)"
+    """Why this configuration is left to vLLM, or None when its copies are ours."""
+    cache = vllm_config.cache_config
+    if why := unhandled_by_both(vllm_config):
+        return why
     if cache.mamba_cache_mode != "align":
         return (
             f"mamba_cache_mode is {cache.mamba_cache_mode!r}; states are saved and moved in "
             "'align' only (--enable-prefix-caching --mamba-cache-mode align)"
         )
+    return None
+
+
+def unhandled_by_both(vllm_config: Any) -> str | None:
+    """What neither vLLM's layout with our copies nor replay handles."""
+    cache, parallel = vllm_config.cache_config, vllm_config.parallel_config
+    speculative = vllm_config.speculative_config
+    if not vllm_config.use_v2_model_runner:
+        return "it runs the V1 model runner (VLLM_USE_V2_MODEL_RUNNER=1 selects V2)"
     if vllm_config.kv_transfer_config is not None:
         return "a KV connector may change what has been computed"
     if parallel.prefill_context_parallel_size > 1 or parallel.decode_context_parallel_size > 1:
@@ -62,6 +74,66 @@ def unhandled(vllm_config: Any) -> str | None:
     if getattr(speculative, "enable_adaptive_verification", False):
         return "adaptive verification splits the drafts on the device"
     return None
+
+
+def replay_unhandled(vllm_config: Any) -> str | None:
+    """Why this configuration does not replay, or None when it does.
+
+    Decided before the first layer is built: without blocks for guesses, no step can be handed to
+    vLLM's kernels later.
+    """
+    cache, parallel = vllm_config.cache_config, vllm_config.parallel_config
+    speculative, drafts = vllm_config.speculative_config, vllm_config.num_speculative_tokens
+    if why := unhandled_by_both(vllm_config):
+        return why
+    if not drafts:
+        return "there are no drafts"
+    if drafts > MAX_CACHED:
+        return f"a step has {drafts} drafts, the kernel takes up to {MAX_CACHED}"
+    if cache.mamba_cache_mode not in ("align", "none"):
+        return f"mamba_cache_mode is {cache.mamba_cache_mode!r}"
+    if parallel.pipeline_parallel_size > 1:
+        return "pipeline parallelism"
+    if getattr(parallel, "enable_dbo", False):
+        return "dual batch overlap"
+    if getattr(speculative, "method", None) == "draft_model":
+        return "a draft model may have Mamba layers of its own"
+    mamba = getattr(vllm_config, "mamba_config", None)
+    backend = getattr(getattr(mamba, "backend", None), "name", "TRITON")
+    if backend != "TRITON":
+        return f"the Mamba backend is {backend}"
+    if getattr(mamba, "enable_stochastic_rounding", False):
+        return "states are rounded stochastically"
+    # From 0.27 on.
+    if getattr(cache, "use_replayssm", False):
+        return "vLLM's own --use-replayssm is on"
+    if os.environ.get("VLLM_BATCH_INVARIANT", "0") not in ("", "0"):
+        return "VLLM_BATCH_INVARIANT asks for results that do not depend on the batch"
+    if os.environ.get("VLLM_USE_HW_AGNOSTIC", "0") not in ("", "0"):
+        return "VLLM_USE_HW_AGNOSTIC selects other layers"
+    return None
+
+
+def platform_unhandled() -> str | None:
+    """Why layers on this device do not replay."""
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cuda():
+        return "the device is not NVIDIA's"
+    if not current_platform.has_device_capability(80):
+        return "the GPU is older than compute capability 8.0"
+    return None
+
+
+def without_spare_blocks(spec: Any) -> Any:
+    """The spec of a layer's cache without blocks for guesses."""
+    from vllm import __version__
+
+    if parsed(__version__) < (0, 27) and spec.mamba_cache_mode == "align":
+        from hybrid_runtime.integrations.vllm.spec import replay_spec
+
+        return replay_spec(spec)
+    return dataclasses.replace(spec, num_speculative_blocks=0)
 
 
 def pipeline_unhandled(vllm_config: Any, slot_tables: Any) -> str | None:

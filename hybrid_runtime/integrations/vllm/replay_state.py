@@ -1,0 +1,166 @@
+"""The model state of a model whose layers replay.
+
+Before a step its rows are placed for the layers. In align mode states are moved as `AlignedStates`
+does, for the same candidates. No step can be handed to vLLM, whose kernels need blocks for guesses.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from hybrid_runtime.integrations.vllm import replay_layers, versions
+from hybrid_runtime.integrations.vllm.binding import bind
+from hybrid_runtime.integrations.vllm.bounds import Candidates
+from hybrid_runtime.integrations.vllm.config import SWITCH
+from hybrid_runtime.integrations.vllm.mover import Mover, StagedStep
+from hybrid_runtime.integrations.vllm.replay_mover import ReplayMover
+from hybrid_runtime.integrations.vllm.state import AlignedStates
+from hybrid_runtime.kernels.step.state_table import StateTable
+from hybrid_runtime.kernels.step.vllm_decide import VllmCounts
+from hybrid_runtime.kernels.step.vllm_rows import BlockTables, place_rows
+
+ONE_BLOCK = 1 << 30
+"""Tokens of a block without prefix caching: a request has one for good."""
+
+
+class ReplayStates(AlignedStates):
+    """Mixed in before vLLM's class, of which it also reads `model` and `_align_mode`."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.layers: replay_layers.ReplayLayers = self.model.replay_layers
+        self._assigned: Any = None
+        self._placed: Any = None
+        self._block_tables: BlockTables | None = None
+        self._groups: list[int] = []
+
+    def add_request(self, req_index: int, new_req_data: Any) -> None:
+        super().add_request(req_index, new_req_data)
+        if not self._align_mode:
+            self.num_accepted_tokens_gpu[req_index : req_index + 1] = 1
+
+    def preprocess_state(
+        self,
+        input_batch: Any,
+        block_tables: tuple[Tensor, ...],
+        kv_cache_config: Any,
+        num_computed_tokens: Tensor,
+    ) -> None:
+        self._assign(kv_cache_config)
+        if self._block_tables is None:
+            tables = self._tables(self._groups, block_tables)
+            self._block_tables = BlockTables.build(tables, self._slot_tables is not None)
+        if not input_batch.num_reqs:
+            return
+        if self._align_mode:
+            super().preprocess_state(
+                input_batch, block_tables, kv_cache_config, num_computed_tokens
+            )
+        place_rows(
+            self.layers.rows.whole,
+            self._block_tables,
+            input_batch.idx_mapping,
+            input_batch.query_start_loc,
+            VllmCounts(
+                self.num_accepted_tokens_gpu, self.num_accepted_tokens_gpu, num_computed_tokens
+            ),
+            self.bounds.block_size if self._align_mode else ONE_BLOCK,
+        )
+        self._placed = input_batch
+
+    def prepare_attn(
+        self,
+        input_batch: Any,
+        cudagraph_mode: Any,
+        block_tables: Any,
+        slot_mappings: Any,
+        attn_groups: Any,
+        kv_cache_config: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        self._assign(kv_cache_config)
+        if input_batch is not self._placed:
+            # A dummy or a graph's capture names slots of real requests, whose guesses it must not
+            # touch.
+            self.layers.rows.whole.slot.fill_(-1)
+            self._placed = None
+        return super().prepare_attn(
+            input_batch,
+            cudagraph_mode,
+            block_tables,
+            slot_mappings,
+            attn_groups,
+            kv_cache_config,
+            *args,
+            **kwargs,
+        )
+
+    def _assign(self, kv_cache_config: Any) -> None:
+        """Tell the layers of a new cache's groups, before anything of it is captured."""
+        if self._assigned is kv_cache_config:
+            return
+        self._groups = [
+            index
+            for index, group in enumerate(kv_cache_config.kv_cache_groups)
+            if hasattr(group.kv_cache_spec, "num_speculative_blocks")
+        ]
+        self.layers.assign(replay_layers.layer_groups(kv_cache_config, self._groups))
+        self._assigned, self._block_tables = kv_cache_config, None
+
+    def _close(self, idx_mapping: Tensor) -> StagedStep | None:
+        step = super()._close(idx_mapping)
+        if step is not None or self.mover is None:
+            return step
+        # Not a step that was planned as it ends here: every row is a candidate.
+        slot = idx_mapping.cpu().numpy()
+        rows = (slot >= 0).nonzero()[0]
+        none = np.zeros(0, np.int32)
+        self.counters.handed_back += 1
+        return self.mover.stage(
+            idx_mapping, Candidates(none.astype(np.intp), rows, none), slot, np.zeros_like(slot)
+        )
+
+    def _unbound(self, why: str) -> None:
+        raise RuntimeError(
+            f"hybrid-runtime cannot replay with vLLM's caches: {why}. {SWITCH}=columns starts "
+            "without replay"
+        )
+
+    def _make_mover(self, kv_cache_config: Any, block_tables: tuple[Tensor, ...]) -> Mover:
+        from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
+
+        drafts, layers = self.layers.drafts, self.layers
+        _, spec = self._get_mamba_group_info(kv_cache_config)
+        self._check_blocks(spec.block_size, drafts)
+        context = self.vllm_config.compilation_config.static_forward_context
+        tables = self._tables(self._groups, block_tables)
+        bound = bind(
+            kv_cache_config, self._groups, context, tables, is_conv_state_dim_first(), drafts
+        )
+        # The flush takes its guesses and A_log in the order of the layers of the model.
+        names = [n for g in replay_layers.layer_groups(kv_cache_config, self._groups) for n in g]
+        order = [names.index(layer.prefix) for layer in layers.layers]
+        windows = [bound.windows[index] for index in order]
+        ssm = [bound.ssm[index] for index in order]
+        flushed = StateTable.build(windows, ssm, layers.tables, bound.taps)
+        whole = StateTable.build(
+            windows, ssm, [bound.tables[index] for index in order], bound.taps + drafts
+        )
+        self.bounds.retain(versions.retained(kv_cache_config))
+        by_slot, depth = self._slot_tables is not None, self._depth + 1
+        mover = ReplayMover(whole, flushed, layers, self.bounds, self.max_num_reqs, by_slot, depth)
+        mover.warm_up(self._counts(self.num_accepted_tokens_gpu))
+        return mover
+
+
+@functools.cache
+def model_state_class() -> type:
+    """The class for vLLM to instantiate: its own for models that replay."""
+    from vllm.v1.worker.gpu.model_states.mamba_hybrid import MambaHybridModelState
+
+    return type("HybridRuntimeReplayState", (ReplayStates, MambaHybridModelState), {})

@@ -1,0 +1,21 @@
+"""Tests beside a real vLLM: they need its Python files, and no GPU.
+
+PYTHONPATH=<unpacked wheel of vLLM> pytest -m vllm tests/vllm_release
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+
+import pytest
+
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+THERE = importlib.util.find_spec("vllm") is not None
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if "vllm_release" in item.path.parts:
+            item.add_marker(pytest.mark.vllm)
+            item.add_marker(pytest.mark.skipif(not THERE, reason="no vLLM to import"))

@@ -1,0 +1,72 @@
+"""vLLM's own `MambaMixer2`, its columns path beside the replaying one: the same weights, inputs and
+accepted counts, in Triton's interpreter."""
+
+from __future__ import annotations
+
+
+import pytest
+import torch
+from helpers.interpreter import CUDA, elsewhere, kernels, run_in_interpreter
+from helpers.vllm_layers import Layers
+
+K, SLOTS = 3, 6
+
+
+@elsewhere
+def test_in_the_interpreter() -> None:
+    run_in_interpreter(__file__, "-k", "decode or mixed")
+
+
+@kernels
+@pytest.mark.skipif(CUDA, reason="vLLM's files alone have no CUDA libraries")
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [("float32", 2e-6), ("float16", 4e-3), ("bfloat16", 3e-2)]
+)
+@pytest.mark.parametrize("channels_first", [False, True])
+def test_decode_rows(
+    dtype: str, tolerance: float, channels_first: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Random lengths, orders, padding and accepted counts: outputs, states and windows."""
+    pair = Layers(K, SLOTS, dtype, channels_first, monkeypatch)
+    generator = torch.Generator().manual_seed(0)
+
+    def pick(low: int, high: int) -> int:
+        return int(torch.randint(low, high, (), generator=generator))
+
+    accepted = [1] * SLOTS
+    for _ in range(25):
+        order = torch.randperm(SLOTS, generator=generator)[: pick(1, SLOTS + 1)].tolist()
+        lengths = [pick(1, K + 2) for _ in order]
+        theirs, ours = pair.step(order, lengths, accepted, padded=pick(0, 3))
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=tolerance * float(theirs.abs().max()))
+        pair.compare(order, tolerance)
+        for slot, length in zip(order, lengths, strict=True):
+            accepted[slot] = pick(1, length + 1)
+    assert pair.spare_blocks_written() == (True, False)
+    assert pair.spare_blocks() == (K, 0)
+
+
+@kernels
+@pytest.mark.skipif(CUDA, reason="vLLM's files alone have no CUDA libraries")
+def test_mixed_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's code for prompts is handed the same in a batch with decode rows before them."""
+    pair = Layers(K, SLOTS, "float32", False, monkeypatch)
+    (theirs, out), (ours, same) = (pair.mixed(replays) for replays in (False, True))
+    assert len(theirs) == len(ours) == 2
+    for one, other in zip(theirs, ours, strict=True):
+        assert one.keys() == other.keys()
+        for name, value in one.items():
+            if isinstance(value, torch.Tensor):
+                assert torch.equal(value, other[name]), name
+            else:
+                assert value == other[name], name
+    torch.testing.assert_close(same, out, rtol=0, atol=1e-5)
+
+
+def test_a_dummy_run_touches_no_guess(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows without a slot leave states and guesses as they are, byte for byte."""
+    pair = Layers(K, SLOTS, "float32", False, monkeypatch)
+    before = [part.clone() for part in (*pair.shared.cache, *pair.caches[1])]
+    pair.dummy([0, 1, 2])
+    after = (*pair.shared.cache, *pair.caches[1])
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
