@@ -55,7 +55,7 @@ COUNTED = (
 
 
 COPIES, REPLAY = "HybridRuntimeModelState", "HybridRuntimeReplayState"
-"""Our model states: with vLLM's layout (an engine can change to its copies and back); with replay."""
+"""Our model states: an engine with the first can change to vLLM's copies and back."""
 
 
 def model_state(worker: Any) -> str:

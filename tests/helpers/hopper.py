@@ -19,7 +19,9 @@ POINTERS = {
     "entries", "step", "accepted", "slot_computed", "slot_held", "slot_offset", "previous",
     "placed", "read_column", "read_offset", "write_column", "moves", "blocks",
     "block_table", "slot", "cu_seqlens", "draft", "fold", "turn", "snapshot_column",
-    "snapshot_after", "column", "computed", "arrived",
+    "snapshot_after", "column", "computed", "arrived", "row_slot", "row_draft", "row_fold",
+    "row_turn", "turns", "tables", "flush_slot", "flush_fold", "flush_turn", "flush_column",
+    "flush_certain",
 }  # fmt: skip
 TYPES = {
     "addresses": "*i64", "value": "fp32", "x": "*bf16", "out": "*bf16", "weight": "*bf16",

@@ -77,7 +77,6 @@ class Layers:
         from vllm.model_executor.layers.mamba import mamba_utils
         from vllm.model_executor.layers.mamba.ops import mamba_ssm
 
-        self.module = sys.modules[LAYER] if LAYER in sys.modules else None
         self.config, self.drafts, self.slots = _parallel(), drafts, slots
         self.channels_first, self.monkeypatch = channels_first, monkeypatch
         self.config.cache_config.mamba_ssm_cache_dtype = dtype

@@ -39,6 +39,7 @@ from hybrid_runtime.kernels.step import (
     move_rows,
     state_copy,
     vllm_decide,
+    vllm_rows,
 )
 
 COPY = move_rows.CopyTiling(
@@ -49,7 +50,8 @@ BYTES = COPY._replace(word=tl.int8, tap=tl.int32, vector=False)
 MOVE: dict[str, Any] = {
     "POST": True, "EVERY_ROW": False, "BLOCK_SIZE": 4336, "ROWS": 16, "TILING": COPY,
 }  # fmt: skip
-DECIDE: dict[str, Any] = {"BLOCK_SIZE": 4336, "ROWS": 16, "TILING": COPY}
+DECIDE: dict[str, Any] = {"BLOCK_SIZE": 4336, "ROWS": 16, "TILING": COPY, "REPLAYS": False}
+PLACE: dict[str, Any] = {"BLOCK_SIZE": 4336, "BY_SLOT": False, "GROUPS": 6, "ROWS": 128}
 FILL: dict[str, Any] = {
     "window_type": tl.bfloat16, "ssm_type": tl.float16, "WINDOW": 600, "SSM": 8192,
     "WINDOW_TILES": 1, "SSM_TILES": 2, "TILE": 4096,
@@ -82,6 +84,10 @@ KERNELS = [
     (state_copy._move_kernel, MOVE | {"EVERY_ROW": True, "ROWS": 1024}),
     (state_copy._move_kernel, MOVE | {"TILING": BYTES}),
     *((vllm_decide._decide_move_kernel, DECIDE | {"PHASE": phase}) for phase in (0, 1)),
+    (vllm_decide._decide_move_kernel, DECIDE | {"PHASE": 0, "REPLAYS": True}),
+    (vllm_rows._place_rows_kernel, PLACE),
+    (vllm_rows._place_rows_kernel, PLACE | {"BY_SLOT": True}),
+    (vllm_rows._decide_flush_kernel, {"BLOCK_SIZE": 4336, "ROWS": 128}),
     (block_fill._fill_kernel, FILL),
     (block_fill._fill_kernel, FILL | {"window_type": tl.float32, "ssm_type": tl.float32}),
     (pooling._pooling_kernel, POOL),

@@ -3,7 +3,6 @@ accepted counts, in Triton's interpreter."""
 
 from __future__ import annotations
 
-
 import pytest
 import torch
 from helpers.interpreter import CUDA, elsewhere, kernels, run_in_interpreter
@@ -20,9 +19,9 @@ def test_in_the_interpreter() -> None:
 @kernels
 @pytest.mark.skipif(CUDA, reason="vLLM's files alone have no CUDA libraries")
 @pytest.mark.parametrize(
-    ("dtype", "tolerance"), [("float32", 2e-6), ("float16", 4e-3), ("bfloat16", 3e-2)]
+    ("dtype", "tolerance", "channels_first"),
+    [("float32", 2e-6, False), ("float32", 2e-6, True), ("bfloat16", 3e-2, False)],
 )
-@pytest.mark.parametrize("channels_first", [False, True])
 def test_decode_rows(
     dtype: str, tolerance: float, channels_first: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -34,7 +33,7 @@ def test_decode_rows(
         return int(torch.randint(low, high, (), generator=generator))
 
     accepted = [1] * SLOTS
-    for _ in range(25):
+    for _ in range(8):
         order = torch.randperm(SLOTS, generator=generator)[: pick(1, SLOTS + 1)].tolist()
         lengths = [pick(1, K + 2) for _ in order]
         theirs, ours = pair.step(order, lengths, accepted, padded=pick(0, 3))
