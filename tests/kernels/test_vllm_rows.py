@@ -67,7 +67,7 @@ def test_a_placed_row() -> None:
     place_rows_reference(rows, BlockTables.build([table], False), *given, counts, 8)
     assert rows.slot.tolist() == [2, -1, -1, -1]
     assert rows.tables[0, 2].tolist() == [12, 13]
-    assert (rows.draft[0], rows.positions.fold[0], rows.positions.turn[0]) == (3, 2, 0)
+    assert [int(v[0]) for v in (rows.draft, rows.positions.fold, rows.positions.turn)] == [3, 2, 0]
     assert rows.positions.read_column[0] == rows.positions.write_column[0] == RUNNING
     # The next step reads the half that this one writes.
     assert rows.turns[2] == 1
