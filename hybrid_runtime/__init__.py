@@ -9,3 +9,10 @@ Where to begin:
 - `hybrid_runtime.kernels`: the kernels, on tensors only; `hybrid_runtime.specdecode`: one
   speculative step.
 """
+
+from importlib.metadata import PackageNotFoundError, version
+
+try:
+    __version__ = version("hybrid-runtime")
+except PackageNotFoundError:  # a checkout that is not installed
+    __version__ = "unknown"

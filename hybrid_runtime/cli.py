@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import get_args
 
-import torch
-
 from hybrid_runtime import demo
+from hybrid_runtime.bench import checkpoint
 from hybrid_runtime.bench import options as bench_options
-from hybrid_runtime.bench import report
-from hybrid_runtime.bench.machine import copy_bandwidth, machine
+from hybrid_runtime.bench.machine import installed_version, use_threads
 from hybrid_runtime.engine import Engine, SamplingParams
-from hybrid_runtime.models.checkpoint import load_mtp, load_nemotron_h, resolve
+from hybrid_runtime.engine.checks import DTypeName
 from hybrid_runtime.server.command import add_command as add_serve
 from hybrid_runtime.specdecode.drafter import DrafterName
 from hybrid_runtime.state.checks import Strategy
@@ -23,6 +22,7 @@ from hybrid_runtime.state.checks import Strategy
 
 def generate(args: argparse.Namespace) -> None:
     """Stream one completion to standard output."""
+    prompt = _text(args.prompt)
     params = SamplingParams(
         temperature=args.temperature,
         top_k=args.top_k,
@@ -37,13 +37,13 @@ def generate(args: argparse.Namespace) -> None:
         num_speculative_tokens=args.drafts,
         eagle_path=args.eagle,
         device=args.device,
-        dtype=getattr(torch, args.dtype),
+        dtype=args.dtype,
         strategy=args.strategy,
         max_requests=1,
         max_model_len=args.max_model_len,
         block_size=args.block_size,
     )
-    prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
+    use_threads(args.threads, engine.model)
     sys.stdout.write(prompt)
     for piece in engine.stream(prompt, params):
         sys.stdout.write(piece)
@@ -53,21 +53,16 @@ def generate(args: argparse.Namespace) -> None:
         print(engine.stats(), file=sys.stderr)
 
 
-def bench(args: argparse.Namespace) -> None:
-    """Inter-token latency of a checkpoint with its own MTP head: a table, and JSON if asked for."""
-    wanted = bench_options.loads(args)
-    device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    on_gpu = device.type == "cuda"
-    bandwidth = copy_bandwidth() if on_gpu else None
-    directory = resolve(args.model)
-    dtype = args.dtype or ("bfloat16" if on_gpu else "float32")
-    model = load_nemotron_h(directory, device, getattr(torch, dtype))
-    head = load_mtp(directory, model) if any(load.drafts for load in wanted) else None
-    rows = bench_options.run(model, head, wanted, bandwidth)
-    report.table(f"{directory.name}, {machine()['device']}, {dtype}", rows)
-    if args.json is not None:
-        result = {"environment": machine(), "model": str(directory), "dtype": dtype, "rows": rows}
-        args.json.write_text(report.dumps(result) + "\n")
+def _text(prompt: str) -> str:
+    """The prompt, or what standard input holds; `ValueError` for bytes that are no UTF-8."""
+    name = "prompt" if prompt != "-" else "standard input"
+    # Bytes of an argument that are no UTF-8 arrive as surrogates.
+    given = sys.stdin.buffer.read() if prompt == "-" else prompt.encode(errors="surrogateescape")
+    try:
+        return given.decode()
+    except UnicodeDecodeError as error:
+        at = f"byte {given[error.start]:#04x} at {error.start}"
+        raise ValueError(f"{name} has {at}; it must be UTF-8") from error
 
 
 def show_demo(args: argparse.Namespace) -> None:
@@ -80,11 +75,12 @@ def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(
         prog="hybrid-runtime", description="Hybrid Mamba/attention models without waiting."
     )
+    top.add_argument("--version", action="version", version=installed_version("hybrid-runtime"))
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     d = commands.add_parser("demo", help="complete some code, then compare drafters and strategies")
     d.add_argument("--model", default=str(demo.SHIPPED), help="default: the shipped checkpoint")
-    d.add_argument("--device", help="default: a GPU where there is one")
+    _add_common(d)
     d.set_defaults(run=show_demo)
 
     g = commands.add_parser(
@@ -100,49 +96,63 @@ def parser() -> argparse.ArgumentParser:
     g.add_argument("--top-p", type=float, default=1.0)
     g.add_argument("--seed", type=int, help="same seed, same text")
     g.add_argument("--stop", action="append", default=[], help="end at this text; may be repeated")
-    g.add_argument("--drafter", choices=("none", *get_args(DrafterName)), default="mtp")
+    g.add_argument("--drafter", choices=("auto", "none", *get_args(DrafterName)), default="auto")
     g.add_argument("--drafts", type=int, help="drafts per step; 3 with a drafter")
     g.add_argument("--eagle", metavar="MODEL", help="EAGLE head; sub-directory eagle of MODEL")
     g.add_argument("--strategy", choices=get_args(Strategy), default="auto")
-    g.add_argument("--device", help="a GPU where there is one")
-    g.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
     g.add_argument("--max-model-len", type=int, default=2048)
     g.add_argument("--block-size", type=int, help="tokens per block; derived from the layout")
     g.add_argument("--stats", action="store_true", help="counters on standard error at the end")
+    _add_common(g)
+    _add_model(g)
     g.set_defaults(run=generate)
 
     b = commands.add_parser(
         "bench",
         help="measure inter-token latency",
         description="Measure inter-token latency with random prompts. Lists are separated by "
-        "commas; every combination is run.",
+        "commas; every combination is run. Interrupted, it shows what it has.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     b.add_argument("model", metavar="DIR", help="checkpoint directory or hub id")
     bench_options.add_options(b, repeats=5)
-    b.add_argument("--device", help="a GPU where there is one")
-    b.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="by the device")
     b.add_argument("--json", type=Path, metavar="FILE", help="all figures, of every repeat too")
-    b.set_defaults(run=bench)
+    _add_common(b)
+    _add_model(b)
+    b.set_defaults(run=checkpoint.run)
 
     add_serve(commands)
     return top
 
 
+def _add_common(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--device", help="default: a GPU where there is one")
+    command.add_argument("--verbose", "-v", action="store_true", help="log what is done, and why")
+
+
+def _add_model(command: argparse.ArgumentParser) -> None:
+    add = command.add_argument
+    add("--dtype", choices=get_args(DTypeName), help="auto on a GPU, float32 on a CPU")
+    add("--threads", type=int, help="of a CPU; 1 for a small model")
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; 2 and one line on standard error for input that can't be used."""
     args = parser().parse_args(arguments)
+    if hasattr(args, "verbose"):  # `serve` has a log of its own
+        level = logging.INFO if args.verbose else logging.WARNING
+        logging.basicConfig(level=level, format="%(name)s: %(message)s")
     try:
         args.run(args)
-    except (ValueError, RuntimeError) as error:
-        print(f"hybrid-runtime: error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
     except BrokenPipeError:
         # The reader has what it wanted; closing stderr keeps the interpreter from complaining.
         sys.stderr.close()
         return 0
+    except (ValueError, RuntimeError, OSError) as error:
+        print(f"hybrid-runtime: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
     return 0
 
 

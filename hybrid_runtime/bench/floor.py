@@ -10,10 +10,14 @@ from dataclasses import asdict, dataclass
 
 from torch import nn
 
+from hybrid_runtime.models.eagle import EagleHead
 from hybrid_runtime.models.moe import MoE
 from hybrid_runtime.models.mtp import MTPHead
 from hybrid_runtime.models.nemotron_h import NemotronH
 from hybrid_runtime.state.layout import StateLayout
+
+Head = MTPHead | EagleHead
+"""Networks that draft."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +38,7 @@ class StepBytes:
 
 
 def step_bytes(
-    model: NemotronH, head: MTPHead | None, layout: StateLayout, rows: int, context: float
+    model: NemotronH, head: Head | None, layout: StateLayout, rows: int, context: float
 ) -> StepBytes:
     """For `rows` decode rows with `context` tokens each; drafts as `layout` has them.
 
@@ -54,18 +58,23 @@ def step_bytes(
     channel = layout.conv_channels * window.dtype.itemsize
     read = layout.conv_width - 1
     layers = len(model.state_layers)
-    per_token = 2 * model.kv_shape[0] * model.kv_shape[1] * model.dtype.itemsize
-    kv = len(model.kv_layers) * (rows * context + tokens)
+    kv = _per_token(model) * (rows * context + tokens)
     if head is not None:
-        kv += len(head.kv_layers) * sum(rows * context + n for n in passes)
+        kv += _per_token(head) * sum(rows * context + n for n in passes)
     # Of the window cache one half is read and the other written: together their size.
     return StepBytes(
         weights=body,
         draft=draft,
         state=rows * layers * (layout.states_per_step * ssm.nbytes + layout.window_cache_bytes),
         window=rows * layers * (read + read + drafts) * channel,
-        kv=kv * per_token,
+        kv=kv * model.dtype.itemsize,
     )
+
+
+def _per_token(network: NemotronH | Head) -> int:
+    """Elements of a token's keys and values, all layers."""
+    heads, size = network.kv_shape
+    return 2 * heads * size * len(network.kv_layers)
 
 
 def _weights(module: nn.Module, tokens: int) -> float:

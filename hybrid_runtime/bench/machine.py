@@ -14,6 +14,12 @@ from typing import Any
 
 import torch
 
+from hybrid_runtime.engine.checks import check_integer
+from hybrid_runtime.models.nemotron_h import NemotronH
+
+SMALL = 1024
+"""Hidden size up to which a model's operations are too small to be shared by CPU threads."""
+
 
 def machine() -> dict[str, Any]:
     """Hardware and versions."""
@@ -24,7 +30,9 @@ def machine() -> dict[str, Any]:
         "cpu": _cpu(),
         "cores": os.cpu_count(),
         "python": platform.python_version(),
-        **{name: _version(name) for name in ("torch", "triton", "numpy", "hybrid-runtime")},
+        **{
+            name: installed_version(name) for name in ("torch", "triton", "numpy", "hybrid-runtime")
+        },
         "time": time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime()),
     }
 
@@ -71,7 +79,18 @@ def output(*command: str) -> str | None:
         return None
 
 
-def _version(name: str) -> str | None:
+def use_threads(asked: int | None, model: NemotronH) -> None:
+    """Threads of PyTorch's CPU kernels: as many as asked for; None: one for a small model, whose
+    operations take less time than waiting for a second thread does."""
+    if asked is not None:
+        check_integer("threads", asked, 1)
+        torch.set_num_threads(asked)
+    elif model.config.hidden_size <= SMALL:
+        torch.set_num_threads(1)
+
+
+def installed_version(name: str) -> str | None:
+    """Of a package; None if it is not installed."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:

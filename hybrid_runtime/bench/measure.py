@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import gc
 import statistics
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
 import torch
 
 from hybrid_runtime.bench.drive import drive, summarize
-from hybrid_runtime.bench.floor import step_bytes
+from hybrid_runtime.bench.floor import Head, step_bytes
 from hybrid_runtime.bench.load import Lengths, Load
 from hybrid_runtime.bench.trace import profile_steady
 from hybrid_runtime.engine import Engine, EngineConfig
-from hybrid_runtime.models.mtp import MTPHead
+from hybrid_runtime.engine.memory_plan import Planner
 from hybrid_runtime.models.nemotron_h import NemotronH
 from hybrid_runtime.state.checks import Strategy
 from hybrid_runtime.state.layout import StateLayout
@@ -46,7 +47,7 @@ class Engines:
     """
 
     def __init__(
-        self, model: NemotronH, head: MTPHead | None, load: Load, order: list[Strategy]
+        self, model: NemotronH, head: Head | None, load: Load, order: list[Strategy]
     ) -> None:
         self.model, self.head, self.load = model, head if load.drafts else None, load
         self.layout = load.layout(model.config, model.dtype)
@@ -64,7 +65,9 @@ class Engines:
         engine = self._kept.get(strategy)
         if engine is None:
             self._make_room()
-            engine = self._kept[strategy] = self._build(strategy)
+            engine = self._kept[strategy] = Engine(
+                self.model, self._config(strategy), head=self.head
+            )
             engine.capture()
             self._warm_up(engine)
         return engine
@@ -76,12 +79,9 @@ class Engines:
     @property
     def cache_bytes(self) -> int:
         """Of one engine: keys and values, and states."""
-        kv, state = self.load.blocks(self.layout)
-        shape = self.model.kv_shape
-        layers = len(self.model.kv_layers) + (0 if self.head is None else len(self.head.kv_layers))
-        per_token = 2 * shape[0] * shape[1] * self.model.dtype.itemsize * layers
-        states = state * self.layout.page_bytes * len(self.model.state_layers)
-        return kv * self.layout.block_size * per_token + states
+        plan = Planner(self._config("auto"), self.layout, self.model, self.head, self.model.device)
+        needed = plan.needed(self.load.batch)
+        return needed.kv + needed.state
 
     def _make_room(self) -> None:
         while not self._fits():
@@ -101,10 +101,10 @@ class Engines:
         unused = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
         return free + unused > self.cache_bytes + _SPARE
 
-    def _build(self, strategy: Strategy) -> Engine:
+    def _config(self, strategy: Strategy) -> EngineConfig:
         load, block = self.load, self.layout.block_size
-        config = EngineConfig(
-            drafter="mtp" if load.drafts else None,
+        return EngineConfig(
+            drafter="auto" if load.drafts else None,
             num_speculative_tokens=load.drafts,
             strategy=strategy,
             max_requests=load.batch,
@@ -118,7 +118,6 @@ class Engines:
             graphs=load.graphs,
             state_layout=load.state_layout,
         )
-        return Engine(self.model, config, head=self.head)
 
     def _warm_up(self, engine: Engine) -> None:
         # Kernels are compiled and library algorithms chosen once per process: only the first
@@ -133,11 +132,16 @@ class Engines:
 
 
 def measure(
-    model: NemotronH, head: MTPHead | None, load: Load, bandwidth: float | None
+    model: NemotronH,
+    head: Head | None,
+    load: Load,
+    bandwidth: float | None,
+    ran: Callable[[str], None] = lambda _: None,
 ) -> list[Row]:
     """One row per strategy and kind of lengths; see `aggregate` for its figures.
 
-    bandwidth: copy bandwidth of the device in bytes per second; None = no floor.
+    head: the draft head; None = drafts are looked up in the text. bandwidth: copy bandwidth of the
+    device in bytes per second; None = no floor. ran: told of each run that has ended.
     """
     turns = load.turns()
     engines = Engines(model, head, load, [s for s, _ in turns + load.profile_turns()])
@@ -155,9 +159,11 @@ def measure(
             # No name for the engine: it would outlive its turn and keep its memory from the next.
             run = drive(engines.next(), prompts, load.osl, nvtx=load.nvtx)
             rows[turn]["repeats"].append(summarize(run))
+            ran(f"{', '.join(turn)}, repeat {repeat + 1}")
         for turn in load.profile_turns():
             prompts = load.prompts(turn[1], block, vocabulary, 777)
             rows[turn]["profile"] = profile_steady(engines.next(), load, prompts)
+            ran(f"{', '.join(turn)}, traced")
     finally:
         engines.close()
     return [aggregate(row) for row in rows.values()]

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import sys
-import time
 from collections.abc import Callable
 from typing import get_args
 
 import torch
 
+from hybrid_runtime.bench.floor import Head
 from hybrid_runtime.bench.load import SSM_DTYPES, Lengths, Load, sweep
 from hybrid_runtime.bench.measure import Row, measure
-from hybrid_runtime.models.mtp import MTPHead
+from hybrid_runtime.bench.progress import RunProgress
 from hybrid_runtime.models.nemotron_h import NemotronH
 from hybrid_runtime.state.checks import Strategy
 from hybrid_runtime.state.layout import LayoutKind
@@ -47,7 +46,14 @@ def add_options(parser: argparse.ArgumentParser, repeats: int) -> None:
 
 
 def loads(args: argparse.Namespace) -> list[Load]:
-    """The combinations asked for."""
+    """The combinations asked for; where there are fewer drafts than the acceptance asked for needs,
+    all of them are accepted."""
+    most = max(args.drafts) + 1
+    if args.acceptance is not None and not 1 <= args.acceptance <= most:
+        raise ValueError(
+            f"acceptance is {args.acceptance:g}; with at most {most - 1} drafts per step it must "
+            f"be in 1..{most}, or real"
+        )
     base = Load(
         acceptance=args.acceptance,
         lengths=args.lengths,
@@ -68,29 +74,32 @@ def loads(args: argparse.Namespace) -> list[Load]:
 
 def run(
     model: NemotronH,
-    head: MTPHead | None,
+    head: Head | None,
     wanted: list[Load],
     bandwidth: float | None,
     save: Callable[[list[Row]], object] | None = None,
 ) -> list[Row]:
     """Measure all loads; those that do not fit are told on standard error and left out.
 
-    save: called with all rows so far after each load, so that a time limit costs only the last.
+    save: called with all rows so far after each load, so that whatever ends this early costs only
+        the load that runs.
     """
     rows: list[Row] = []
-    for load in wanted:
-        start = time.perf_counter()
-        what = " ".join(f"{name}={value}" for name, value in load.key.items())
-        try:
-            rows += measure(model, head, load, bandwidth)
-        except (ValueError, torch.OutOfMemoryError) as error:
-            if len(wanted) == 1:
-                raise
-            print(f"left out {what}: {error}", file=sys.stderr, flush=True)
-            continue
-        print(f"{what}: {time.perf_counter() - start:.1f} s", file=sys.stderr, flush=True)
-        if save is not None:
-            save(rows)
+    runs = [len(load.turns()) + len(load.profile_turns()) for load in wanted]
+    with RunProgress(sum(runs)) as progress:
+        for load, count in zip(wanted, runs, strict=True):
+            what = " ".join(f"{name}={value}" for name, value in load.key.items())
+            progress.begin(what, count)
+            try:
+                rows += measure(model, head, load, bandwidth, progress.ran)
+            except (ValueError, torch.OutOfMemoryError) as error:
+                if len(wanted) == 1:
+                    raise
+                progress.end(f"left out: {error}")
+                continue
+            progress.end("measured")
+            if save is not None:
+                save(rows)
     if not rows:
         raise ValueError("none of the loads could be run")
     return rows

@@ -5,59 +5,65 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
 Row = dict[str, Any]
 
 
+WIDTH = 170
+"""Columns where there is no terminal that says how many it has."""
+_TIMES = {
+    "step ms": "step_ms",
+    "ITL ms": "itl_ms",
+    "p50": "itl_ms_p50",
+    "p99": "itl_ms_p99",
+    "tok/s": "decode_tok_s",
+    "÷ floor": "floor_ratio",
+    "÷ peer": "peer_ratio",
+}
+_HOST = {
+    "idle %": "idle_share",
+    "ops": "operations",
+    "waits": "waits",
+    "undecl.": "undeclared_waits",
+    "implicit": "implicit_syncs",
+    "starved": "starved_waits",
+    "skipped %": "skip_rate",
+}
+_LOAD = (
+    "batch", "drafts", "isl", "osl", "ssm_dtype", "acceptance", "lengths", "state_layout",
+    "strategy",
+)  # fmt: skip
+
+
 def show(title: str, rows: list[dict[str, Any]]) -> None:
     """Print rows of equal keys as a table; floats with three significant digits."""
-    table = Table(title=title)
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=WIDTH)
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
     for key in rows[0]:
         table.add_column(key, justify="right")
     for row in rows:
         table.add_row(*(f"{v:.3g}" if isinstance(v, float) else str(v) for v in row.values()))
-    Console(width=170).print(table)
+    console.print(table)
 
 
 def table(title: str, rows: list[Row]) -> None:
-    """Print the main figures; those that differ between no rows stand in the title."""
-    names = (
-        "batch",
-        "drafts",
-        "isl",
-        "osl",
-        "ssm_dtype",
-        "acceptance",
-        "lengths",
-        "state_layout",
-        "strategy",
-    )
-    same = {n: rows[0][n] for n in names if len({str(r[n]) for r in rows}) == 1}
-    peer = any(r.get("peer_ratio") for r in rows)
-    lines = []
-    for row in rows:
-        line = {n: str(row[n]) for n in names if n not in same}
-        line |= {
-            "step ms": _number(row["step_ms"]),
-            "ITL ms": _number(row["itl_ms"]),
-            "p50": _number(row["itl_ms_p50"]),
-            "p99": _number(row["itl_ms_p99"]),
-            "tok/s": _number(row["decode_tok_s"]),
-            "floor": _number(row["floor_ratio"]),
-            "idle %": _number(row.get("idle_share"), 100),
-            "ops": _number(row.get("operations")),
-            "waits": _number(row["waits"]),
-            "undecl.": _number(row["undeclared_waits"]),
-            "implicit": _number(row["implicit_syncs"]),
-            "starved": _number(row["starved_waits"]),
-            "skipped %": _number(row["skip_rate"], 100),
-        }
-        if peer:
-            line["÷ peer"] = _number(row.get("peer_ratio"))
-        lines.append(line)
-    show(", ".join([title, *(f"{n} {v}" for n, v in same.items())]), lines)
+    """Print the main figures, times and what the host did apart; what differs between no rows
+    stands in the title, and what no row has is left out."""
+    same = {n: rows[0][n] for n in _LOAD if len({str(r[n]) for r in rows}) == 1}
+    load = [{n: str(row[n]) for n in _LOAD if n not in same} for row in rows]
+    print(", ".join([title, *(f"{n} {v}" for n, v in same.items())]))
+    for name, figures in (("times", _TIMES), ("per step", _HOST)):
+        known = {n: of for n, of in figures.items() if any(r.get(of) is not None for r in rows)}
+        lines = [
+            key | {n: _number(row.get(of), 100 if "%" in n else 1) for n, of in known.items()}
+            for key, row in zip(load, rows, strict=True)
+        ]
+        show(name, lines)
 
 
 def _number(value: float | None, times: float = 1.0) -> str:

@@ -292,17 +292,6 @@ def test_readme_tables_and_pictures_come_from_the_json(
     assert names == {"itl-tiny.svg", "itl-tiny-staggered.svg", "timeline-tiny.png"}
 
 
-def test_bench_measures_a_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = tmp_path / "out.json"
-    small = ["--isl", "12", "--osl", "8", "--repeats", "1", "--warmup-osl", "2"]
-    arguments = ["bench", str(demo.SHIPPED), "--batches", "1,2", *small, "--json", str(out)]
-    assert main(arguments) == 0
-    assert "python-small" in capsys.readouterr().out
-    rows = json.loads(out.read_text())["rows"]
-    assert [row["batch"] for row in rows] == [1, 2]
-    assert all(len(row["repeats"]) == 1 for row in rows)
-
-
 @pytest.mark.gpu
 def test_on_a_gpu_steady_steps_are_traced(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
@@ -320,27 +309,3 @@ def test_on_a_gpu_steady_steps_are_traced(tmp_path: Path) -> None:
             assert profile["timeline"]
         if row["strategy"] in ("auto", "always"):
             assert row["undeclared_waits"] == row["starved_waits"] == row["implicit_syncs"] == 0
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--batches", "0"], "batch is 0"),
-        (["--acceptance", "0.5"], "synthetic_acceptance is 0.5"),
-        (["--ssm-dtype", "int4"], "ssm_dtype is 'int4'"),
-    ],
-)
-def test_bench_refuses_in_one_line(
-    options: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    small = ["--isl", "8", "--osl", "4"]
-    defaults = [] if "--batches" in options else ["--batches", "1"]
-    assert main(["bench", str(demo.SHIPPED), *small, *defaults, *options]) == 2
-    assert message in capsys.readouterr().err
-
-
-def test_bench_without_a_known_strategy_is_bad_usage(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["bench", str(demo.SHIPPED), "--strategies", "hope"])
-    assert ended.value.code == 2
-    assert "each must be one of" in capsys.readouterr().err

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import io
+import pydoc
 import shutil
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+import torch
 
+import hybrid_runtime
 from hybrid_runtime import demo
 from hybrid_runtime.cli import main
 from hybrid_runtime.engine import Engine, SamplingParams
@@ -43,6 +48,10 @@ BAD = [
     (["generate", MODEL, "-p", "x", "--block-size", "2"], "block_size is 2"),
     (["generate", MODEL, "-p", "xxxxx", "--max-model-len", "4"], "prompt has 5 tokens"),
     (["generate", MODEL, "-p", "x", "--device", "abacus"], "abacus"),
+    (["generate", MODEL, "-p", "x", "--device", "cuda:99"], "device is 'cuda:99', but PyTorch"),
+    (["generate", MODEL, "-p", "a\udcff"], "prompt has byte 0xff at 1; it must be UTF-8"),
+    (["generate", MODEL, "-p", "x", "--threads", "0"], "threads is 0"),
+    (["generate", MODEL, "-p", "x", "--drafter", "mtp", "--eagle", "y"], "eagle_path is 'y'"),
     (["demo", "--model", "/no/such/place"], "'/no/such/place' does not exist"),
 ]
 
@@ -77,6 +86,39 @@ def test_a_checkpoint_without_tokenizer_or_head_is_refused(
     (copy / "tokenizer.json").unlink()
     assert main(["generate", str(copy), "-p", "x"]) == 2
     assert "tokenizer.json" in capsys.readouterr().err
+
+
+def test_standard_input_that_is_no_text_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9")))
+    assert main(["generate", MODEL, "-p", "-"]) == 2
+    assert "standard input has byte 0xe9 at 3; it must be UTF-8" in capsys.readouterr().err
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO("café".encode())))
+    assert main(["generate", MODEL, "-p", "-", "--max-tokens", "1"]) == 0
+    assert capsys.readouterr().out.startswith("café")
+
+
+def test_the_version_is_the_package_s(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == f"{version('hybrid-runtime')}\n"
+    assert hybrid_runtime.__version__ == version("hybrid-runtime")
+    assert "hybrid_runtime.engine" in pydoc.render_doc(hybrid_runtime)
+
+
+def test_generate_runs_a_small_model_on_one_thread_unless_told_otherwise() -> None:
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        assert main(["generate", MODEL, "-p", "x", "--max-tokens", "1"]) == 0
+        assert torch.get_num_threads() == 1
+        told = ["--threads", "2"]
+        assert main(["generate", MODEL, "-p", "x", "--max-tokens", "1", *told]) == 0
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
 
 
 @pytest.mark.slow

@@ -1,0 +1,63 @@
+"""`hybrid-runtime bench DIR`: inter-token latency of a checkpoint with its own drafter."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+from typing import Any
+
+from hybrid_runtime.bench import options, report
+from hybrid_runtime.bench.machine import copy_bandwidth, machine, use_threads
+from hybrid_runtime.engine.config import EngineConfig
+from hybrid_runtime.engine.load import load
+
+Row = dict[str, Any]
+
+
+def run(args: argparse.Namespace) -> None:
+    """Measure; a table, and JSON if asked for. Loads that were measured are kept and shown,
+    whatever ends the rest early."""
+    if args.json is not None:
+        check_writable(args.json)
+    wanted = options.loads(args)
+    config = EngineConfig(drafter="auto" if any(one.drafts for one in wanted) else None)
+    loaded = load(args.model, config, args.device, args.dtype, None)
+    model, where = loaded.model, machine()
+    use_threads(args.threads, model)
+    name, dtype = Path(args.model).resolve().name, str(model.dtype).removeprefix("torch.")
+    bandwidth = copy_bandwidth() if model.device.type == "cuda" else None
+    kept: list[Row] = []
+
+    def save(rows: list[Row]) -> None:
+        kept[:] = rows
+        if args.json is not None:
+            result = {"environment": where, "model": str(args.model), "dtype": dtype}
+            write(args.json, result | {"drafter": loaded.config.drafter, "rows": rows})
+
+    try:
+        options.run(model, loaded.head, wanted, bandwidth, save)
+    finally:
+        if kept:
+            device = where["device"] if model.device.type == "cuda" else "CPU"
+            drafts = f"drafts by {loaded.config.drafter}" if config.drafter else "no drafts"
+            report.table(f"{name}, {device}, {dtype}, {drafts}", kept)
+
+
+def check_writable(file: Path) -> None:
+    """Refuse a file for results that can't be written, before they are there to be lost."""
+    existed = file.exists()
+    try:
+        with file.open("a"):
+            pass
+    except OSError as error:
+        raise ValueError(f"json is {str(file)!r}: {error.strerror}; it must be writable") from error
+    if not existed:
+        file.unlink()
+
+
+def write(file: Path, result: Row) -> None:
+    """Replace a file at once, so that what it held is there until all of the new is."""
+    beside = file.with_name(f"{file.name}.{os.getpid()}.part")
+    beside.write_text(report.dumps(result) + "\n")
+    beside.replace(file)

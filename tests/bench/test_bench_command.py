@@ -1,0 +1,152 @@
+"""`hybrid-runtime bench`: what it shows, and that nothing that was measured is lost."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from hybrid_runtime import demo
+from hybrid_runtime.bench import options
+from hybrid_runtime.cli import main
+
+MODEL = str(demo.SHIPPED)
+SMALL = ["--isl", "12", "--osl", "8", "--repeats", "1", "--warmup-osl", "2"]
+
+
+def test_a_checkpoint_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out.json"
+    assert main(["bench", MODEL, "--batches", "1,2", *SMALL, "--json", str(out)]) == 0
+    printed = capsys.readouterr()
+    assert "python-small" in printed.out
+    assert "drafts by mtp" in printed.out
+    result = json.loads(out.read_text())
+    assert result["drafter"] == "mtp"
+    assert [row["batch"] for row in result["rows"]] == [1, 2]
+    assert all(len(row["repeats"]) == 1 for row in result["rows"])
+    assert list(tmp_path.iterdir()) == [out]
+    for batch in (1, 2):
+        (said,) = [x for x in printed.err.splitlines() if f"batch={batch}" in x and "repeat 1" in x]
+        assert "left" in said
+
+
+def test_tables_fit_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    lists = ["--batches", "1,2", "--drafts", "0,3", "--strategies", "auto,always"]
+    assert main(["bench", MODEL, *lists, *SMALL]) == 0
+    title, *table = capsys.readouterr().out.splitlines()
+    assert "isl 12" in title
+    assert max(map(len, table)) <= 100
+    assert sum("always" in line for line in table) == 2 * 4
+
+
+def interrupt(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
+    """Let the second load fail."""
+    measure, calls = options.measure, []
+
+    def failing(*arguments: Any) -> Any:
+        calls.append(arguments)
+        if len(calls) == 2:
+            raise error
+        return measure(*arguments)
+
+    monkeypatch.setattr(options, "measure", failing)
+
+
+def test_ctrl_c_keeps_what_was_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out.json"
+    interrupt(monkeypatch, KeyboardInterrupt())
+    assert main(["bench", MODEL, "--batches", "1,2,3", *SMALL, "--json", str(out)]) == 130
+    assert [row["batch"] for row in json.loads(out.read_text())["rows"]] == [1]
+    assert "step ms" in capsys.readouterr().out
+
+
+def test_a_file_that_can_no_longer_be_written_does_not_cost_the_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "folder" / "out.json"
+    out.parent.mkdir()
+    measure = options.measure
+
+    def and_remove(*arguments: Any) -> Any:
+        shutil.rmtree(out.parent)
+        return measure(*arguments)
+
+    monkeypatch.setattr(options, "measure", and_remove)
+    assert main(["bench", MODEL, "--batches", "1", *SMALL, "--json", str(out)]) == 2
+    printed = capsys.readouterr()
+    assert "step ms" in printed.out
+    assert "hybrid-runtime: error: " in printed.err
+
+
+def test_a_checkpoint_without_a_draft_head_is_measured_with_n_grams(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copy = shutil.copytree(MODEL, tmp_path / "model", ignore=shutil.ignore_patterns("eagle"))
+    file = copy / "config.json"
+    config = json.loads(file.read_text())
+    del config["num_nextn_predict_layers"], config["mtp_hybrid_override_pattern"]
+    file.write_text(json.dumps(config))
+    weights = copy / "model.safetensors"
+    kept = {n: t for n, t in load_file(weights).items() if not n.startswith("mtp.")}
+    save_file(kept, weights)
+    assert main(["bench", str(copy), "--batches", "1", *SMALL]) == 0
+    assert "drafts by ngram" in capsys.readouterr().out
+
+
+def test_a_small_model_runs_on_one_thread() -> None:
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        assert main(["bench", MODEL, "--batches", "1", *SMALL]) == 0
+        assert torch.get_num_threads() == 1
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (["--batches", "0"], "batch is 0"),
+        (["--acceptance", "0.5"], "acceptance is 0.5; with at most 3 drafts"),
+        (
+            ["--acceptance", "9"],
+            "acceptance is 9; .* must be in 1..4",
+        ),
+        (["--acceptance", "nan"], "acceptance is nan"),
+        (["--ssm-dtype", "int4"], "ssm_dtype is 'int4'"),
+        (["--json", "/no/such/place"], "json is '/no/such/place': No such file or directory"),
+        (["--threads", "0"], "threads is 0"),
+        (["--device", "cuda:99"], "device is 'cuda:99', but PyTorch finds"),
+    ],
+)
+def test_bad_input_is_one_line(
+    wrong: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    defaults = [] if "--batches" in wrong else ["--batches", "1"]
+    assert main(["bench", MODEL, "--isl", "8", "--osl", "4", *defaults, *wrong]) == 2
+    printed = capsys.readouterr().err
+    assert printed.startswith("hybrid-runtime: error: ")
+    assert re.search(message, printed)
+    assert printed.count("\n") == 1
+
+
+def test_a_file_that_cannot_be_written_is_refused_before_the_model_is_looked_at(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["bench", "/no/such/model", "--json", "/no/such/place"]) == 2
+    assert "json is" in capsys.readouterr().err
+
+
+def test_an_unknown_strategy_is_bad_usage(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", MODEL, "--strategies", "hope"])
+    assert ended.value.code == 2
+    assert "each must be one of" in capsys.readouterr().err
