@@ -39,6 +39,7 @@ ENGINE_OPTIONS: dict[str, dict[str, Any]] = {
     "stochastic_rounding": {"action": argparse.BooleanOptionalAction},
     "conv_layout": {},
     "block_size": {"type": int},
+    "memory_fraction": {"type": float},
     "num_blocks": {"type": int, "nargs": 2, "metavar": ("KV", "STATE")},
     "prefix_caching": {"action": argparse.BooleanOptionalAction},
     "retention": {"type": _word},
