@@ -75,7 +75,9 @@ def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(
         prog="hybrid-runtime", description="Hybrid Mamba/attention models without waiting."
     )
-    top.add_argument("--version", action="version", version=installed_version("hybrid-runtime"))
+    top.add_argument(
+        "--version", action="version", version=installed_version("hybrid-runtime") or "unknown"
+    )
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     d = commands.add_parser("demo", help="complete some code, then compare drafters and strategies")
