@@ -157,17 +157,20 @@ def check_rows(rows: StepRows, slot_table: SlotTable, num_speculative_tokens: in
         raise ValueError(f"rows has {n} rows; at most max_rows ({slot_table.max_rows}) fit")
     if not n:
         return
-    slot, draft, scheduled = rows.slot, rows.draft, rows.scheduled
-    bad = (draft < 0) | (draft > num_speculative_tokens) | (draft >= scheduled)
-    bad |= (rows.computed_min < 0) | (rows.computed_max < rows.computed_min)
-    bad |= (slot < -1) | (slot >= max_requests)
-    bad |= (rows.computed_max | scheduled) >= LONGEST
-    if bad.any():
+    # As unsigned integers negative ones are too large, so one comparison finds both.
+    high, scheduled = rows.computed_max.view(np.uint32), rows.scheduled.view(np.uint32)
+    bad = rows.draft.view(np.uint32) > num_speculative_tokens
+    bad |= rows.certain < 1
+    bad |= (high | scheduled) >= LONGEST
+    if not rows.exact_counts:
+        bad |= rows.computed_min.view(np.uint32) > high
+    places = rows.index + 1
+    bad |= places.view(np.uint64) > max_requests
+    if np.count_nonzero(bad):
         _explain_rows(rows, max_requests, num_speculative_tokens)
-    used = np.bincount(slot + 1)
-    if used[1:].max(initial=0) > 1:
-        twice = int(used[1:].argmax())
-        raise ValueError(f"rows.slot has slot {twice} twice; once is the most")
+    used = np.bincount(places)[1:]
+    if np.count_nonzero(used > 1):
+        raise ValueError(f"rows.slot has slot {int(used.argmax())} twice; once is the most")
 
 
 def _explain_rows(rows: StepRows, max_requests: int, num_speculative_tokens: int) -> None:
@@ -209,13 +212,13 @@ def refuse(
 ) -> None:
     """Raise for the first refusal with a bad row, padded ones aside; rows whose slots hold no
     request or an unfinished step come first."""
-    gone = ~slot_table.live.take(rows.slot, mode="wrap")
+    gone = ~slot_table.live.take(rows.index, mode="wrap")
     busy = known[:, SlotTable.OPEN_STEP] >= 0
     bad = gone | busy
     for refusal in refusals:
         bad |= refusal.bad
     live = rows.slot >= 0
-    if not (bad & live if rows.padded else bad).any():
+    if not np.count_nonzero(bad & live if rows.padded else bad):
         return
     flushed = known[:, SlotTable.OPEN_STEP] == SlotTable.FLUSHED
     for which, values, name, must in (

@@ -87,10 +87,10 @@ class InFlightSteps:
                 )
 
     def start(self, step: Step, counts: Tensor) -> bool:
-        """Start the counts of `step` on their way; whether there is a way."""
+        """Start the counts of `step`, the first of `counts`, on their way; whether there is one."""
         if self._readback is None:
             return False
-        self._readback.start(step.number, counts)
+        self._readback.start(step.number, counts[: len(step.rows)])
         return True
 
     def decide(self, step: Step, reason: str) -> None:

@@ -230,7 +230,6 @@ class HybridStateManager:
         step = Step(
             self._next, rows, own[:, fields.GENERATION], own[:, fields.EVERY : fields.SECOND + 1],
             self._policy.positions, entries, packed, placed, plan.candidates,
-            chunked=bool((rows.scheduled - rows.draft > 1).any()),
         )  # fmt: skip
         if not self.in_place:
             self._saved.keep(step, lines)
@@ -245,27 +244,26 @@ class HybridStateManager:
         """
         self._bound()
         self._in_flight.require(step, ended=False)
-        n = len(step.rows)
-        check_counts(num_accepted, n, self.device)
+        check_counts(num_accepted, len(step.rows), self.device)
         if self.debug:
             check_accepted(step, num_accepted, self._slot_table)
         candidates, current = step.candidates, None
         if not self._saved.undisturbed(step):
             rows = step.current(self._slot_table.generation, self._slot_table.live)
-            if not rows.all():
+            if np.count_nonzero(rows) < len(rows):
                 candidates, current = candidates[rows[candidates]], rows
         on_host = self.strategy == "blocking" or (self.strategy == "defer" and len(candidates) > 0)
         if on_host:
             self._in_flight.check_turn(step)
         self._placement.finish_pending()
-        if self._in_flight.start(step, num_accepted[:n]):
+        if self._in_flight.start(step, num_accepted):
             self._stats.readbacks += 1
         step.ended = True
         if on_host:
             self._in_flight.decide(step, f"{self.strategy}: the host decides on the counts")
         every_row = self.strategy == "always"
         self._policy.launch_postcopy(step, num_accepted, candidates, current, on_host, every_row)
-        self._slot_table.end_step(step.rows.slot, current)
+        self._slot_table.end_step(step.rows, current)
         self._placement.ended(step, num_accepted)
 
     def abandon(self, step: Step) -> None:
@@ -349,11 +347,10 @@ class HybridStateManager:
         self._stats.steps += 1
         self._stats.skipped += step.skipped
         self._stats.candidate_rows += len(step.candidates)
-        if step.chunked:
-            kept = RetentionRule(*step.retention.T)
-            certain = step.rows.computed_min + step.rows.scheduled - step.rows.draft
-            lost = lost_boundaries(step.rows.computed_min, certain, kept)
-            self._stats.lost_boundaries += int(((lost > 0) & (step.rows.slot >= 0)).sum())
+        if step.rows.chunked:
+            start, kept = step.rows.computed_min, RetentionRule(*step.retention.T)
+            lost = lost_boundaries(start, start + step.rows.certain, kept)
+            self._stats.lost_boundaries += np.count_nonzero((lost > 0) & (step.rows.slot >= 0))
         return step
 
     def _check(self, rows: StepRows, lines: Tensor) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -25,6 +25,14 @@ class StepRows:
     reads_offset: whether the kernel that will run the row can read its state at an offset within
     the running column (plain-decode and prefill kernels of other engines often cannot); only
     in-place runners need to say so. None: all can.
+
+    Derived once, because a step asks for them many times:
+
+    certain: scheduled tokens that are no guesses.
+    index: `slot` as NumPy indexes fastest.
+    key: equal for rows that differ in nothing but their counts.
+    padded: some row is padded or to be discarded.
+    chunked: some row runs more than one certain token.
     """
 
     slot: NDArray[np.int32]
@@ -33,18 +41,36 @@ class StepRows:
     scheduled: NDArray[np.int32]
     draft: NDArray[np.int32]
     reads_offset: NDArray[np.bool_] | None = None
+    certain: NDArray[np.int32] = field(init=False, repr=False)
+    index: NDArray[np.intp] = field(init=False, repr=False)
+    key: bytes = field(init=False, repr=False)
+    padded: bool = field(init=False, repr=False)
+    chunked: bool = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         both = self.computed_max is self.computed_min
-        slot = _own("slot", self.slot)
-        low = _own("computed_min", self.computed_min, slot)
-        high = low if both else _own("computed_max", self.computed_max, slot)
-        put = object.__setattr__
+        slot = _ints("slot", self.slot)
+        low = _ints("computed_min", self.computed_min, slot)
+        high = low if both else _ints("computed_max", self.computed_max, slot)
+        scheduled = _ints("scheduled", self.scheduled, slot)
+        draft = _ints("draft", self.draft, slot)
+        n, put = len(slot), object.__setattr__
+        # Bytes cannot change, and are the fastest copy.
+        key = slot.tobytes() + scheduled.tobytes() + draft.tobytes()
+        copies = np.frombuffer(key, INT32)
+        slot, scheduled, draft = copies[:n], copies[n : 2 * n], copies[2 * n :]
+        low = np.frombuffer(low.tobytes(), INT32)
+        certain, index = scheduled - draft, slot.astype(np.intp)
+        put(self, "key", key)
         put(self, "slot", slot)
+        put(self, "scheduled", scheduled)
+        put(self, "draft", draft)
         put(self, "computed_min", low)
-        put(self, "computed_max", high)
-        put(self, "scheduled", _own("scheduled", self.scheduled, slot))
-        put(self, "draft", _own("draft", self.draft, slot))
+        put(self, "computed_max", low if both else np.frombuffer(high.tobytes(), INT32))
+        put(self, "certain", certain)
+        put(self, "index", index)
+        put(self, "padded", np.count_nonzero(slot < 0) > 0)
+        put(self, "chunked", np.count_nonzero(certain > 1) > 0)
         if self.reads_offset is not None:
             put(self, "reads_offset", _own_flags(self.reads_offset, slot))
 
@@ -60,33 +86,21 @@ class StepRows:
     def __len__(self) -> int:
         return len(self.slot)
 
-    def key(self) -> tuple[bytes, ...]:
-        """Equal for rows that differ in nothing but their counts."""
-        return self.slot.tobytes(), self.scheduled.tobytes(), self.draft.tobytes()
-
-    @property
-    def padded(self) -> bool:
-        """Some row is padded or to be discarded."""
-        return bool(len(self.slot)) and bool(self.slot.min() < 0)
-
     @property
     def exact_counts(self) -> bool:
         """Both bounds are one array, as `exact` makes them."""
         return self.computed_min is self.computed_max
 
 
-def _own(
+def _ints(
     name: str, value: NDArray[np.int32], like: NDArray[np.int32] | None = None
 ) -> NDArray[np.int32]:
-    """`value` as an int32 array that nobody can change; copied unless it is one already."""
+    """`value` as an int32 row as long as `like`."""
     if type(value) is not np.ndarray or value.dtype != INT32:
         value = _converted(name, value)
     if value.ndim != 1 or (like is not None and len(value) != len(like)):
         must = "[rows]" if like is None else f"[{len(like)}] like rows.slot"
         raise ValueError(f"rows.{name} has shape {value.shape}; it must be {must}")
-    base: Any = value.base
-    if type(base) is not bytes:  # bytes cannot change, and are the fastest copy
-        value = np.frombuffer(value.tobytes(), INT32)
     return value
 
 
@@ -97,10 +111,10 @@ def _converted(name: str, value: Any) -> NDArray[np.int32]:
         raise ValueError(f"rows.{name} is {value!r}; it must be int32 [rows]") from error
     if given.dtype.kind not in "iu" and given.size:
         raise ValueError(f"rows.{name} is {given.dtype} {given.shape}; it must be int32 [rows]")
-    limits = np.iinfo(np.int32)
-    if given.size and (given.min() < limits.min or given.max() > limits.max):
+    ints = given.astype(np.int32)
+    if given.size and np.count_nonzero(ints != given):
         raise ValueError(f"rows.{name} is {given}; it must be in the range of int32")
-    return given.astype(np.int32)
+    return ints
 
 
 def _own_flags(value: Any, slot: NDArray[np.int32]) -> NDArray[np.bool_]:

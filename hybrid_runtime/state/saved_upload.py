@@ -20,21 +20,21 @@ class SavedUpload:
     def __init__(self, slot_table: SlotTable, policy: LayoutPolicy, block_size: int) -> None:
         self._slot_table, self._policy, self._block_size = slot_table, policy, block_size
         self._last: Step | None = None
-        self._key: tuple[bytes, ...] = ()
         self._version = -1
 
     def keep(self, step: Step, lines: int) -> None:
         """Remember a step that was packed in full, if it can be repeated as it is."""
         rows, n = step.rows, len(step.rows)
         self._last = None
-        previous = step.packed[:n, fields.PREVIOUS]
-        admits = step.packed[:n, fields.ADMIT]
-        if not n or lines != n or rows.padded or admits.any() or (previous != np.arange(n)).any():
+        if not n or lines != n or rows.padded:
             return
-        if ((rows.scheduled - rows.draft > 1) & (rows.draft > 0)).any():
+        if np.count_nonzero(step.packed[:n, fields.ADMIT]):
             return
-        self._last = step
-        self._key, self._version = rows.key(), self._slot_table.version
+        if np.count_nonzero(step.packed[:n, fields.PREVIOUS] != np.arange(n)):
+            return
+        if rows.chunked and np.count_nonzero((rows.certain > 1) & (rows.draft > 0)):
+            return
+        self._last, self._version = step, self._slot_table.version
 
     def match(self, rows: StepRows, pending: Step | None) -> tuple[Step, StepPlan] | None:
         """The step whose lines serve `rows` as well, and the plan of `rows`; None: they must be
@@ -45,11 +45,13 @@ class SavedUpload:
         last = self._last
         if last is None or pending is not last or self._version != self._slot_table.version:
             return None
-        if rows.reads_offset is not None or rows.key() != self._key:
+        if rows.reads_offset is not None or rows.key != last.rows.key:
             return None
-        if not rows.exact_counts and (rows.computed_max < rows.computed_min).any():
+        # What `check_rows` has not checked with the saved step: the counts.
+        high = rows.computed_max.view(np.uint32)  # negative ones are too large as well
+        if np.count_nonzero(high >= align.LONGEST):
             return None
-        if rows.computed_min.min() < 0:
+        if not rows.exact_counts and np.count_nonzero(rows.computed_min.view(np.uint32) > high):
             return None
         kept = align.RetentionRule(self._block_size)
         if not self._slot_table.uniform:

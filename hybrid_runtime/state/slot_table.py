@@ -67,6 +67,7 @@ class SlotTable:
         self.computed = np.zeros(max_requests, np.int32)
         self.covered = np.zeros(max_requests, np.int32)
         self.stored = np.zeros(max_requests, np.int32)
+        self._known = tuple(self.known.T)
         self._row = np.arange(max_rows)
         self._admitted: list[int] = []
         self._special: set[int] = set()
@@ -127,27 +128,27 @@ class SlotTable:
     def begin_step(self, rows: StepRows, held: Held, number: int) -> None:
         """Book a begun step, whose launch folds in the counts of all steps that have ended."""
         self.unfinished[:] = NONE
-        known = np.empty((len(rows), self.KNOWN_FIELDS), np.int32)
-        known[:, self.HELD_MIN], known[:, self.HELD_MAX], known[:, self.COVERED] = held
-        known[:, self.LAST_DRAFT], known[:, self.OPEN_STEP] = rows.draft, number
-        slot = rows.slot
+        index: Any = rows.index
+        known: tuple[Any, ...] = (held[0], held[1], rows.draft, number, held[2])
         if rows.padded:
-            live = slot >= 0
-            slot, known = slot[live], known[live]
-        self.known[slot] = known
+            live = rows.slot >= 0
+            index = index[live]
+            known = tuple(v[live] if isinstance(v, np.ndarray) else v for v in known)
+        for column, values in zip(self._known, known, strict=True):
+            column[index] = values
         if self._admitted:
-            self.lines[slot, fields.ADMIT] = 0
+            self.lines[index, fields.ADMIT] = 0
             self._admitted = [s for s in self._admitted if self.lines[s, fields.ADMIT]]
 
-    def end_step(self, slot: NDArray[np.int32], current: NDArray[np.bool_] | None) -> None:
+    def end_step(self, rows: StepRows, current: NDArray[np.bool_] | None) -> None:
         """Book an ended step: the next launch folds in the counts of its `current` rows (None: of
         all)."""
-        row: NDArray[np.signedinteger[Any]] = self._row[: len(slot)]
+        index, row = rows.index, self._row[: len(rows)]
         if current is not None:
-            row = np.flatnonzero(current)
-            slot = slot[row]
-        self.unfinished[slot] = row
-        self.known[slot, self.OPEN_STEP] = NONE
+            row = current.nonzero()[0]
+            index = index[row]
+        self.unfinished[index] = row
+        self._known[self.OPEN_STEP][index] = NONE
 
     def retain(self, slot: int, every: int, positions: tuple[int, ...]) -> None:
         self.require_live(slot)

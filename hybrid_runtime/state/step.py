@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -71,7 +71,6 @@ class Step:
     entries, packed: its lines as `kernels.step` reads them, on the device and on the host.
     placed: int32 `[4, max_rows]`, where the device has put its rows.
     candidates: rows for which a copy of a state could not be ruled out.
-    chunked: some row runs more than one certain token.
     ended: `end_step` has been called, or the step was abandoned.
     accepted: int32 `[rows]`, accepted counts; None until the host knows them.
     copied: rows whose state was copied; None until then.
@@ -87,7 +86,6 @@ class Step:
     packed: NDArray[np.int32]
     placed: Tensor
     candidates: NDArray[np.intp]
-    chunked: bool
     ended: bool = False
     accepted: NDArray[np.int32] | None = None
     copied: NDArray[np.intp] | None = None
@@ -117,9 +115,9 @@ class Step:
         self, number: int, rows: StepRows, placed: Tensor, candidates: NDArray[np.intp]
     ) -> Step:
         """A step of the same requests, whose packed lines are those of this one."""
-        return replace(
-            self, number=number, rows=rows, placed=placed, candidates=candidates, ended=False,
-            accepted=None, copied=None, published=[],
+        return Step(
+            number, rows, self.generation, self.retention, self.positions, self.entries,
+            self.packed, placed, candidates,
         )  # fmt: skip
 
     def current(self, generation: NDArray[np.int32], live: NDArray[np.bool_]) -> NDArray[np.bool_]:

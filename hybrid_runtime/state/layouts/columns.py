@@ -51,6 +51,7 @@ class ColumnsPolicy:
         self._moves = ints(3, n)
         self._slot_table, self._staging, self._stats = slot_table, staging, stats
         self._states: StateTable | None = None
+        self._bounds: tuple[StepRows, align.Ints, align.Ints] | None = None
 
     def bind(self, states: StateTable, columns: int, flush_inputs: FlushInputs | None) -> None:
         self._states, self.columns = states, columns
@@ -66,7 +67,7 @@ class ColumnsPolicy:
         and one per guess. A row that runs through several blocks at once reads the column that it
         ran in last, and those between stay empty."""
         low, high = self._columns(rows)
-        booked = self._slot_table.known.take(rows.slot, axis=0, mode="wrap")
+        booked = self._slot_table.known.take(rows.index, axis=0, mode="wrap")
         first, last = align.columns_held(booked[:, SlotTable.HELD_MIN], low, high, rows.draft)
         fresh = np.maximum(low - 1, 0)
         read = booked[:, SlotTable.HELD_MAX] + booked[:, SlotTable.LAST_DRAFT]
@@ -86,11 +87,11 @@ class ColumnsPolicy:
         end_min = rows.computed_min + rows.scheduled
         end_max = end_min if rows.exact_counts else rows.computed_max + rows.scheduled
         most = (self.columns - self.layout.num_speculative_tokens) * self.layout.block_size
-        if end_max.view(np.uint32).max() > most:  # beyond int32, sums are negative
+        if np.count_nonzero(end_max > most):
             return None
         certain_max = end_max - rows.draft
         certain_min = certain_max if end_min is end_max else end_min - rows.draft
-        if align.postcopy_candidates(certain_min, certain_max, rows.draft, kept).any():
+        if np.count_nonzero(align.postcopy_candidates(certain_min, certain_max, rows.draft, kept)):
             return None
         return StepPlan(Held(*self._columns(rows), 0), NO_ROWS, NO_ROWS)
 
@@ -196,12 +197,14 @@ class ColumnsPolicy:
         """Nothing is flushed: each step stores its own snapshots."""
 
     def _columns(self, rows: StepRows) -> tuple[align.Ints, align.Ints]:
-        """Bounds on the running column of each row."""
-        block = self.layout.block_size
-        low = align.running_column(rows.computed_min + rows.scheduled, block)
-        if rows.exact_counts:
-            return low, low
-        return low, align.running_column(rows.computed_max + rows.scheduled, block)
+        """Bounds on the running column of each row; kept for the rows asked for last."""
+        if self._bounds is None or self._bounds[0] is not rows:
+            block = self.layout.block_size
+            low = high = align.running_column(rows.computed_min + rows.scheduled, block)
+            if not rows.exact_counts:
+                high = align.running_column(rows.computed_max + rows.scheduled, block)
+            self._bounds = rows, low, high
+        return self._bounds[1:]
 
     def _relist(
         self, step: Step, candidates: NDArray[np.intp], current: NDArray[np.bool_] | None

@@ -44,9 +44,8 @@ def pack_step(
     """
     n, slot = len(rows), rows.slot
     entry, known = packed[:n], pack_rows(packed, slot_table, rows)
-    end_min = rows.computed_min + rows.scheduled
-    end_max = end_min if rows.exact_counts else rows.computed_max + rows.scheduled
-    column_min = align.running_column(end_min, layout.block_size)
+    column_min = align.running_column(rows.computed_min + rows.scheduled, layout.block_size)
+    end_max = rows.computed_max + rows.scheduled
     column_max = (
         column_min if rows.exact_counts else align.running_column(end_max, layout.block_size)
     )
@@ -57,9 +56,9 @@ def pack_step(
     kept = align.RetentionRule(layout.block_size)
     if not slot_table.uniform:
         kept = align.RetentionRule(*entry[:, fields.EVERY : fields.SECOND + 1].T)
-    may_act = align.postcopy_candidates(
-        end_min - rows.draft, end_max - rows.draft, rows.draft, kept
-    )
+    certain_min = rows.computed_min + rows.certain
+    certain_max = certain_min if rows.exact_counts else end_max - rows.draft
+    may_act = align.postcopy_candidates(certain_min, certain_max, rows.draft, kept)
     live = None
     if rows.padded:
         live = slot >= 0
@@ -89,13 +88,13 @@ def pack_rows(
     """Fill the first lines of `packed` with this step's rows; what the host knows of their slots,
     `[rows, KNOWN_FIELDS]`, meaningless in padded rows."""
     slot, entry = rows.slot, packed[: len(rows)]
-    slot_table.lines.take(slot, axis=0, out=entry, mode="wrap")
+    slot_table.lines.take(rows.index, axis=0, out=entry, mode="wrap")
     entry[:, fields.SCHEDULED] = rows.scheduled
     entry[:, fields.DRAFT] = rows.draft
     if rows.padded:
         entry[:, fields.SLOT] = slot
         entry[slot < 0, fields.PREVIOUS] = -1
-    return slot_table.known.take(slot, axis=0, mode="wrap")
+    return slot_table.known.take(rows.index, axis=0, mode="wrap")
 
 
 def pack_unfinished(packed: NDArray[np.int32], slot_table: SlotTable, start: int) -> int:
@@ -103,8 +102,8 @@ def pack_unfinished(packed: NDArray[np.int32], slot_table: SlotTable, start: int
     name; the number of lines now used."""
     left = slot_table.unfinished >= 0
     named = packed[:start, fields.SLOT]
-    left[named if not (named < 0).any() else named[named >= 0]] = False
-    slot = np.flatnonzero(left)
+    left[named[named >= 0] if np.count_nonzero(named < 0) else named] = False
+    slot = left.nonzero()[0]
     stop = start + len(slot)
     if len(slot):
         packed[start:stop] = 0
@@ -132,14 +131,11 @@ def _check_slots(
     num_draft: int,
 ) -> None:
     far = column_max + num_draft >= columns
-    mixed = (rows.draft > 0) & (rows.scheduled - rows.draft > 1)
-    mixed &= column_max > known[:, SlotTable.HELD_MIN] + 1
     fits = f"a position whose column and drafts fit {columns} block-table columns"
-    must = "draft + 1 in a row with drafts that runs more than one column above its last step"
-    refuse(
-        slot_table,
-        rows,
-        known,
-        Refusal(far, end_max, "computed_max + rows.scheduled", fits),
-        Refusal(mixed, rows.scheduled, "scheduled", must),
-    )
+    refusals = [Refusal(far, end_max, "computed_max + rows.scheduled", fits)]
+    if rows.chunked:
+        mixed = (rows.draft > 0) & (rows.certain > 1)
+        mixed &= column_max > known[:, SlotTable.HELD_MIN] + 1
+        must = "draft + 1 in a row with drafts that runs more than one column above its last step"
+        refusals.append(Refusal(mixed, rows.scheduled, "scheduled", must))
+    refuse(slot_table, rows, known, *refusals)

@@ -87,7 +87,7 @@ class ReplayPolicy:
 
     def block_demand(self, rows: StepRows, known: align.Ints | None) -> BlockDemand:
         """The snapshots that a row may write or read; the live column comes besides."""
-        booked = self._slot_table.known.take(rows.slot, axis=0, mode="wrap")
+        booked = self._slot_table.known.take(rows.index, axis=0, mode="wrap")
         low = self._first_stored(rows, booked)
         first, last = self._span(low, _certain(rows.computed_max, rows), self._kept(rows))
         held_min, held_max = booked[:, SlotTable.HELD_MIN], booked[:, SlotTable.HELD_MAX]
@@ -109,7 +109,7 @@ class ReplayPolicy:
 
     def _held(self, rows: StepRows) -> Held:
         certain = _certain(rows.computed_min, rows)
-        if (rows.draft > 0).all():
+        if np.count_nonzero(rows.draft) == len(rows):
             return Held(-1, -1, certain)
         first, last = self._span(certain, _certain(rows.computed_max, rows), self._kept(rows))
         direct = (rows.draft == 0) & (last >= 0)
@@ -124,7 +124,7 @@ class ReplayPolicy:
             rows,
             known,
             Refusal(
-                (last_draft > 0) & (rows.scheduled - rows.draft > 1),
+                (last_draft > 0) & (rows.certain > 1),
                 rows.scheduled,
                 "scheduled",
                 "draft + 1 in a row whose last step had drafts, which only such a step can fold",
@@ -149,7 +149,7 @@ class ReplayPolicy:
         high = certain_min if rows.exact_counts else _certain(rows.computed_max, rows)
         covered = np.maximum(_certain(last.computed_min, last), rows.computed_min - rows.draft)
         low = align.first_stored(covered, certain_min, rows.draft)
-        if self._far(low, high, kept).any():
+        if np.count_nonzero(self._far(low, high, kept)):
             return None
         may_store = align.replay_candidates(
             low, rows.computed_max, high, rows.draft, rows.draft, kept
@@ -249,10 +249,11 @@ class ReplayPolicy:
     def _far(self, low: align.Ints, high: align.Ints, kept: align.RetentionRule) -> align.Bools:
         """Rows that may store a snapshot for which there is no column."""
         most = self.columns * self.layout.block_size
-        if not high.size or high.view(np.uint32).max() < most:  # beyond int32, sums are negative
-            return np.zeros(high.shape, bool)
+        far = high >= most
+        if not np.count_nonzero(far):
+            return far
         return align.next_retained(np.maximum(low, most), kept) <= high
 
 
 def _certain(computed: align.Ints, rows: StepRows) -> align.Ints:
-    return computed + rows.scheduled - rows.draft
+    return computed + rows.certain
