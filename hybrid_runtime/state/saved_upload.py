@@ -3,15 +3,46 @@ step, and the device has them and the exact counts, so nothing is sent."""
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
+from numpy.typing import NDArray
 
 from hybrid_runtime.kernels.step import entry as fields
 from hybrid_runtime.state import align
-from hybrid_runtime.state.layouts.base import LayoutPolicy
+from hybrid_runtime.state.layouts.base import NO_ROWS, LayoutPolicy
 from hybrid_runtime.state.layouts.pack import StepPlan
 from hybrid_runtime.state.rows import StepRows
 from hybrid_runtime.state.slot_table import SlotTable
 from hybrid_runtime.state.step import Step
+
+
+class Stretch(NamedTuple):
+    """Counts with which repeated rows stay within the block that each is in, with what they fold
+    and what they run, so that nothing can be copied or stored.
+
+    first: int32 `[rows]`, the least tokens computed. length: uint32 `[rows]`, so many more counts.
+    """
+
+    first: NDArray[np.int32]
+    length: NDArray[np.uint32]
+
+    @classmethod
+    def of(cls, rows: StepRows, block_size: int) -> Stretch:
+        start = align.blocks_below(rows.computed_min, block_size) * block_size
+        first = np.minimum(start + rows.draft, align.LONGEST)
+        room = np.maximum(block_size - rows.draft - rows.scheduled, 0)
+        length = np.minimum(room, align.LONGEST - first)
+        return cls(first.astype(np.int32), length.astype(np.uint32))
+
+    def holds(self, rows: StepRows) -> bool:
+        """Whether all counts of `rows` are among them."""
+        # As an unsigned integer what lies before the first one is too large, too.
+        outside = (rows.computed_max - self.first).view(np.uint32) >= self.length
+        if not rows.exact_counts:
+            outside |= (rows.computed_min - self.first).view(np.uint32) >= self.length
+            outside |= rows.computed_min > rows.computed_max
+        return not np.count_nonzero(outside)
 
 
 class SavedUpload:
@@ -21,11 +52,12 @@ class SavedUpload:
         self._slot_table, self._policy, self._block_size = slot_table, policy, block_size
         self._last: Step | None = None
         self._version = -1
+        self._stretch: Stretch | None = None
 
     def keep(self, step: Step, lines: int) -> None:
         """Remember a step that was packed in full, if it can be repeated as it is."""
         rows, n = step.rows, len(step.rows)
-        self._last = None
+        self._last = self._stretch = None
         if not n or lines != n or rows.padded:
             return
         if np.count_nonzero(step.packed[:n, fields.ADMIT]):
@@ -47,6 +79,8 @@ class SavedUpload:
             return None
         if rows.reads_offset is not None or rows.key != last.rows.key:
             return None
+        if self._stretch is not None and self._stretch.holds(rows):
+            return last, StepPlan(self._policy.held(rows), NO_ROWS, NO_ROWS)
         # What `check_rows` has not checked with the saved step: the counts.
         high = rows.computed_max.view(np.uint32)  # negative ones are too large as well
         if np.count_nonzero(high >= align.LONGEST):
@@ -57,7 +91,10 @@ class SavedUpload:
         if not self._slot_table.uniform:
             kept = align.RetentionRule(*last.retention.T)
         plan = self._policy.repeat(rows, last.rows, kept)
-        return None if plan is None else (last, plan)
+        if plan is None:
+            return None
+        self._stretch = Stretch.of(rows, self._block_size)
+        return last, plan
 
     def undisturbed(self, step: Step) -> bool:
         """Whether `step` is the last one begun, and all of its requests still hold their slots."""

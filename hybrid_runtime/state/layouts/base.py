@@ -15,6 +15,7 @@ from hybrid_runtime.state.demand import BlockDemand
 from hybrid_runtime.state.layouts.flush import FlushInputs
 from hybrid_runtime.state.layouts.pack import StepPlan
 from hybrid_runtime.state.rows import StepRows
+from hybrid_runtime.state.slot_table import Held
 from hybrid_runtime.state.step import Snapshot, Step, StepPositions
 
 NO_ROWS: NDArray[np.intp] = np.empty(0, np.intp)
@@ -72,6 +73,9 @@ class LayoutPolicy(Protocol):
 
         Raises `ValueError` for rows that contradict their slots; only `packed` has changed then.
         """
+
+    def held(self, rows: StepRows) -> Held:
+        """Where a step of `rows` leaves its states."""
 
     def repeat(self, rows: StepRows, last: StepRows, kept: align.RetentionRule) -> StepPlan | None:
         """The plan of `rows`, which differ from those of the last step, `last`, in their counts

@@ -83,6 +83,9 @@ class ColumnsPolicy:
     def pack(self, packed: NDArray[np.int32], rows: StepRows) -> tuple[StepPlan, int]:
         return pack_step(packed, self._slot_table, rows, self.layout, self.columns, self.in_place)
 
+    def held(self, rows: StepRows) -> Held:
+        return Held(*self._columns(rows), 0)
+
     def repeat(self, rows: StepRows, last: StepRows, kept: align.RetentionRule) -> StepPlan | None:
         end_min = rows.computed_min + rows.scheduled
         end_max = end_min if rows.exact_counts else rows.computed_max + rows.scheduled
@@ -93,7 +96,7 @@ class ColumnsPolicy:
         certain_min = certain_max if end_min is end_max else end_min - rows.draft
         if np.count_nonzero(align.postcopy_candidates(certain_min, certain_max, rows.draft, kept)):
             return None
-        return StepPlan(Held(*self._columns(rows), 0), NO_ROWS, NO_ROWS)
+        return StepPlan(self.held(rows), NO_ROWS, NO_ROWS)
 
     def advance(
         self,

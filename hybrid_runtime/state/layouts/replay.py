@@ -107,7 +107,7 @@ class ReplayPolicy:
             last, kept = np.where(live, last, -1), np.where(live, kept, -1)
         return BlockDemand(first, fresh, last, kept)
 
-    def _held(self, rows: StepRows) -> Held:
+    def held(self, rows: StepRows) -> Held:
         certain = _certain(rows.computed_min, rows)
         if np.count_nonzero(rows.draft) == len(rows):
             return Held(-1, -1, certain)
@@ -141,7 +141,7 @@ class ReplayPolicy:
         )
         if rows.padded:
             may_store &= rows.slot >= 0
-        plan = StepPlan(self._held(rows), may_store.nonzero()[0], NO_ROWS)
+        plan = StepPlan(self.held(rows), may_store.nonzero()[0], NO_ROWS)
         return plan, pack_unfinished(packed, self._slot_table, len(rows))
 
     def repeat(self, rows: StepRows, last: StepRows, kept: align.RetentionRule) -> StepPlan | None:
@@ -154,7 +154,7 @@ class ReplayPolicy:
         may_store = align.replay_candidates(
             low, rows.computed_max, high, rows.draft, rows.draft, kept
         )
-        return StepPlan(self._held(rows), may_store.nonzero()[0], NO_ROWS)
+        return StepPlan(self.held(rows), may_store.nonzero()[0], NO_ROWS)
 
     def advance(
         self,
