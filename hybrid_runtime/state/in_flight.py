@@ -62,6 +62,14 @@ class InFlightSteps:
             what = "which has not ended; it has no counts"
         raise ValueError(f"step is {step.number}, {what}")
 
+    def has_settled(self, step: Step) -> bool:
+        """Whether the counts of `step` are known; refuses one of another manager."""
+        if not isinstance(step, Step) or step.accepted is None:
+            return False
+        if step.positions is not self._policy.positions:  # each manager has its own
+            raise ValueError(f"step is {step.number}, which another manager began")
+        return True
+
     def append(self, step: Step) -> None:
         """A step was begun."""
         self._open.append(step)
@@ -105,7 +113,7 @@ class InFlightSteps:
         """Settle `step` by counts that the runner fetched itself."""
         if self._readback is not None:
             raise ValueError("readback is True; it must be False if counts come through resolve()")
-        if isinstance(step, Step) and step.accepted is not None:
+        if self.has_settled(step):
             return  # abandoned, or resolved before
         self.require(step)
         self.settle(step, check_resolved(accepted, len(step.rows)))

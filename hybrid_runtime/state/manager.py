@@ -17,6 +17,7 @@ from hybrid_runtime.kernels.step.state_table import StateTable
 from hybrid_runtime.state.align import Ints, RetentionRule, lost_boundaries
 from hybrid_runtime.state.checks import (
     Strategy,
+    check_blocks,
     check_counts,
     check_flush_inputs,
     check_options,
@@ -279,7 +280,7 @@ class HybridStateManager:
 
     def accepted(self, step: Step) -> NDArray[np.int32]:
         """Accepted counts of an ended step, int32 `[rows]`; waits only if still in flight."""
-        if not isinstance(step, Step) or step.accepted is None:
+        if not self._in_flight.has_settled(step):
             self._in_flight.require(step, ended=True)
             with allowed("accepted counts handed to the caller"):
                 self._in_flight.settle_until(step, "accepted counts")
@@ -327,8 +328,14 @@ class HybridStateManager:
 
     def fill(self, blocks: Tensor, value: float = 0.0) -> None:
         """Set whole blocks (int `[n]`, device) to one value, in all layers. Nothing needs it: no
-        kernel reads what was not written. Freed blocks full of NaN show a reader that does."""
-        fill_blocks(self._bound(), blocks, value)
+        kernel reads what was not written. Freed blocks full of NaN show a reader that does.
+
+        Raises `ValueError` for blocks that there are not; on a GPU only with `debug`.
+        """
+        states = self._bound()
+        count = min(len(window) for window in states.windows)
+        check_blocks(blocks, count, self.device, self.debug or self.device.type == "cpu")
+        fill_blocks(states, blocks, value)
 
     def stats(self) -> Stats:
         """Counters so far."""

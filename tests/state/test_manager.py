@@ -8,7 +8,17 @@ import numpy as np
 import pytest
 import torch
 from helpers.hash_model import HashRunner
-from helpers.plain_manager import BLOCK, SLOTS, K, counts, manager, rows, started
+from helpers.plain_manager import (
+    BLOCK,
+    COLUMNS,
+    SLOTS,
+    K,
+    counts,
+    manager,
+    rows,
+    snapshot,
+    started,
+)
 
 from hybrid_runtime.state import HybridStateManager, Step, StepRows
 
@@ -263,3 +273,46 @@ def test_any_order_of_draft_counts(drafts: tuple[int, ...], in_place: bool) -> N
         for d in drafts * 3:
             for a in {1, d + 1}:
                 runs.step([(0, 1, [9] * d, a)])
+
+
+# what is not this manager's
+
+
+@pytest.mark.parametrize("call", ["end_step", "accepted", "published", "abandon"])
+def test_a_settled_step_of_another_manager_is_refused(call: str) -> None:
+    made, other = started(0, 1), started(0, 1)
+    step = other.begin_step(rows())
+    other.end_step(step, counts(2, 2))
+    other.accepted(step)
+    before = snapshot(made)
+    with pytest.raises(
+        ValueError,
+        match=r"^step is 1, which (another manager began|has ended)|"
+        r"^step is 1, whose results have been read",
+    ):
+        getattr(made, call)(step, *[counts(2, 2)] * (call == "end_step"))
+    assert snapshot(made) == before
+    assert other.published(step) == []
+
+
+def test_counts_of_a_settled_step_are_not_taken_by_another_manager() -> None:
+    made, other = started(0, 1, readback=False), started(0, 1)
+    step = other.begin_step(rows())
+    other.end_step(step, counts(2, 2))
+    other.accepted(step)
+    with pytest.raises(ValueError, match=r"^step is 1, which another manager began"):
+        made.resolve(step, np.array([2, 2]))
+
+
+@pytest.mark.parametrize("bad", [[0], None, torch.zeros(1), torch.zeros(1, 1).int()])
+def test_blocks_to_fill_are_a_row_of_integers(bad: Any) -> None:
+    with pytest.raises(ValueError, match=r"^blocks is"):
+        manager().fill(bad)
+
+
+@pytest.mark.parametrize("bad", [-1, SLOTS * COLUMNS])
+def test_blocks_that_there_are_not_are_refused(bad: int) -> None:
+    with pytest.raises(
+        ValueError, match=rf"^blocks holds {bad}; each must be in 0..{SLOTS * COLUMNS - 1}"
+    ):
+        manager().fill(torch.tensor([0, bad]))

@@ -38,8 +38,15 @@ def refused(*names: str) -> Iterator[None]:
 class World:
     """What a careless runner has at hand: the manager, the truth, and steps of the other one."""
 
-    def __init__(self, runner: HashRunner, clean: HashRunner, seed: int, over: list[Step]) -> None:
-        self.runner, self.clean, self.over = runner, clean, over
+    def __init__(
+        self,
+        runner: HashRunner,
+        clean: HashRunner,
+        seed: int,
+        over: list[Step],
+        others: list[Step],
+    ) -> None:
+        self.runner, self.clean, self.over, self.others = runner, clean, over, others
         self.made, self.rng = runner.manager, random.Random(seed)
         self.live = sorted(s for s in range(SLOTS) if self.made.holds(s))
         self.free = [s for s in range(SLOTS) if s not in self.live]
@@ -160,7 +167,7 @@ def an_end_too_many(w: World) -> None:
 
 
 def a_step_of_nobody(w: World) -> None:
-    strange: list[Any] = [o.step for o in w.clean.outstanding if o.step.accepted is None]
+    strange: list[Any] = [*(o.step for o in w.clean.outstanding), *w.others[-2:]]
     step = w.rng.choice([*strange, None, 3, "step"])
     ones = torch.ones(SLOTS, dtype=torch.int32, device=w.made.device)
     calls: list[Callable[[], object]] = [
@@ -260,6 +267,16 @@ def another_binding(w: World) -> None:
         w.made.bind(w.runner.states, w.runner.tables)
 
 
+def blocks_that_there_are_not(w: World) -> None:
+    """A range is checked where that costs no wait: on the CPU, or with `debug`."""
+    ids = torch.arange(3, device=w.made.device)
+    bad: list[Any] = [ids.float(), ids[:, None], ids[::2], ids.to("meta"), [0], 0, None]
+    if w.made.debug or w.made.device.type == "cpu":
+        bad += [ids - 1, ids + len(w.runner.states[0][0])]
+    with refused("blocks "):
+        w.made.fill(w.rng.choice(bad))
+
+
 def a_demand_of_nonsense(w: World) -> None:
     """Answers nonsense, or refuses; changes nothing."""
     known = w.rng.choice([None, np.zeros(1, np.int32), np.zeros(3, np.int32)])
@@ -276,7 +293,7 @@ MISUSES = (
     rows_of_an_open_step, rows_changed_in_flight, counts_of_no_kind, an_end_too_many,
     a_step_of_nobody, results_too_early, results_of_ones_own, a_failure_too_late,
     an_admission_too_many, a_slot_of_nobody, a_rule_that_cannot_be, a_snapshot_of_the_past,
-    a_snapshot_that_never_was, another_binding, a_demand_of_nonsense,
+    a_snapshot_that_never_was, another_binding, blocks_that_there_are_not, a_demand_of_nonsense,
 )  # fmt: skip
 
 
@@ -301,6 +318,7 @@ class Misuse(Interleavings):
         self.runners = [make(strategy=strategy, debug=d, **options) for d in (False, debug)]
         self.some_tokens = st.lists(st.integers(0, 99), min_size=1, max_size=20)
         self.over: list[Step] = []
+        self.others: list[Step] = []
 
     @rule(
         misuses=st.lists(st.sampled_from(MISUSES), min_size=1, max_size=6), seed=st.integers(0, 999)
@@ -308,12 +326,13 @@ class Misuse(Interleavings):
     def misuse(self, misuses: list[Callable[[World], None]], seed: int) -> None:
         clean, careless = self.runners
         for number, act in enumerate(misuses):
-            act(World(careless, clean, seed + number, self.over))
+            act(World(careless, clean, seed + number, self.over, self.others))
 
     def read_one(self) -> list[Any]:
-        step = self.runners[1].outstanding[0].step
+        others, step = (runner.outstanding[0].step for runner in self.runners)
         found = super().read_one()
         self.over.append(step)
+        self.others.append(others)
         return found
 
 

@@ -13,6 +13,8 @@ from helpers.hash_request import TOKENS
 from helpers.replay_model import RUNNERS
 
 from hybrid_runtime.state import HybridStateManager, StateLayout, StepRows
+from hybrid_runtime.state.align import LONGEST, RetentionRule
+from hybrid_runtime.state.saved_upload import Stretch
 
 SLOTS, K = 3, 3
 layouts = pytest.mark.parametrize("kind", sorted(RUNNERS))
@@ -147,3 +149,55 @@ def test_a_slot_that_changes_hands_inside_a_repeated_step_starts_afresh() -> Non
     assert step.read_column.tolist() == [0, -1, 0]
     assert step.write_column.tolist() == [0, 0, 0]
     assert manager.computed.tolist() == [0, *computed[1:]]
+
+
+@pytest.mark.parametrize("draft", range(K + 1))
+@pytest.mark.parametrize("exact", [True, False])
+@layouts
+def test_far_from_boundaries_one_comparison_says_that_nothing_is_due(
+    kind: str, draft: int, exact: bool
+) -> None:
+    """A stretch tells of no repetition that the policy would plan otherwise, and of all those that
+    stay within their block."""
+    block, runs = 16, RUNNERS[kind](block_size=16, num_draft=K, columns=12)
+    policy, kept = runs.manager._policy, RetentionRule(block)
+
+    def of(computed: int, more: int = 0) -> StepRows:
+        low = np.array([computed], np.int32)
+        high = low if exact else low + more
+        return StepRows(np.zeros(1, np.int32), low, high, [draft + 1], [draft])
+
+    for start in range(16, 64, 3):
+        stretch = Stretch.of(of(start), block)
+        held = [n for n in range(100) if stretch.holds(of(n))]
+        assert held == [
+            n
+            for n in range(100)
+            if n // 16 == start // 16 and n % 16 >= draft and n % 16 + draft + 1 < 16
+        ]
+        for n in held:
+            more = 0 if exact else held[-1] - n
+            assert stretch.holds(of(n, more))
+            assert exact or not (stretch.holds(of(n, more + 1)) or stretch.holds(of(n, -1)))
+            plan = policy.repeat(of(n, more), of(0), kept)
+            assert plan is not None
+            assert not len(plan.candidates)
+            assert [np.asarray(v).tolist() for v in plan.held[:2]] == [
+                np.asarray(v).tolist() for v in policy.held(of(n))[:2]
+            ]
+
+
+def test_repeated_rows_end_where_positions_do() -> None:
+    layout = StateLayout(2, 4, (1, 1, 4), K, 48, kind="replay")  # 2**30 lies within a block
+    manager = HybridStateManager(layout, 1, K, "cpu")
+    manager.bind({0: layout.allocate(12, "cpu")}, torch.arange(12, dtype=torch.int32).view(1, 12))
+    at = LONGEST - 41
+    manager.admit(0, at, 11)
+    manager.retain(0, 0)
+    while at < LONGEST:
+        step = manager.begin_step(StepRows.exact([0], [at], [K + 1], [K]))
+        manager.end_step(step, torch.tensor([K + 1], dtype=torch.int32))
+        at += K + 1
+    assert manager.stats().uploads < 4
+    with pytest.raises(ValueError, match=rf"^rows.computed_max\[0\] is {at}; .* below {LONGEST}"):
+        manager.begin_step(StepRows.exact([0], [at], [K + 1], [K]))
