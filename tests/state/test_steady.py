@@ -187,8 +187,9 @@ def test_far_from_boundaries_one_comparison_says_that_nothing_is_due(
             ]
 
 
-def test_repeated_rows_end_where_positions_do() -> None:
-    layout = StateLayout(2, 4, (1, 1, 4), K, 48, kind="replay")  # 2**30 lies within a block
+@pytest.mark.parametrize("block", [48, 33], ids=["within a block", "a token behind its start"])
+def test_repeated_rows_end_where_positions_do(block: int) -> None:
+    layout = StateLayout(2, 4, (1, 1, 4), K, block, kind="replay")
     manager = HybridStateManager(layout, 1, K, "cpu")
     manager.bind({0: layout.allocate(12, "cpu")}, torch.arange(12, dtype=torch.int32).view(1, 12))
     at = LONGEST - 41
