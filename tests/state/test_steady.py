@@ -179,6 +179,7 @@ def test_far_from_boundaries_one_comparison_says_that_nothing_is_due(
             more = 0 if exact else held[-1] - n
             assert stretch.holds(of(n, more))
             assert exact or not (stretch.holds(of(n, more + 1)) or stretch.holds(of(n, -1)))
+            assert exact or not stretch.holds(of(held[0] - 1, 1))
             plan = policy.repeat(of(n, more), of(0), kept)
             assert plan is not None
             assert not len(plan.candidates)
@@ -202,3 +203,26 @@ def test_repeated_rows_end_where_positions_do(block: int) -> None:
     assert manager.stats().uploads < 4
     with pytest.raises(ValueError, match=rf"^rows.computed_max\[0\] is {at}; .* below {LONGEST}"):
         manager.begin_step(StepRows.exact([0], [at], [K + 1], [K]))
+
+
+@layouts
+def test_bounds_in_the_wrong_order_are_refused_beside_a_boundary_too(kind: str) -> None:
+    runs = RUNNERS[kind](block_size=16, num_draft=K, columns=12, debug=False)
+    runs.admit(0, list(range(5)))
+    runs.step([(0, 5, [], 1)])
+    while runs.requests[0].computed < 17:  # from there on, guesses could have passed token 16
+        runs.step([(0, 1, [1, 2, 3], 4)])
+    n = runs.requests[0].computed
+    assert n == 17
+    with pytest.raises(ValueError, match=rf"^rows.computed_max\[0\] is {n}; it must be >= "):
+        runs.manager.begin_step(StepRows([0], [n + 1], [n], [K + 1], [K]))  # type: ignore[arg-type]
+
+
+def test_guesses_behind_a_chunk_are_not_repeated_unchecked() -> None:
+    runs = RUNNERS["replay"](block_size=64, num_draft=K)
+    runs.admit(0, list(range(9)))
+    runs.step([(0, 5, [], 0)])
+    runs.step([(0, 2, [], 0)])
+    runs.step([(0, 2, [1, 2, 3], 2)])
+    with pytest.raises(ValueError, match=r"^rows.scheduled\[0\] is 5; it must be draft \+ 1"):
+        runs.manager.begin_step(StepRows.exact([0], [10], [5], [K]))
