@@ -357,7 +357,7 @@ class HybridStateManager:
         if step.rows.chunked:
             start, kept = step.rows.computed_min, RetentionRule(*step.retention.T)
             lost = lost_boundaries(start, start + step.rows.certain, kept)
-            self._stats.lost_boundaries += np.count_nonzero((lost > 0) & (step.rows.slot >= 0))
+            self._stats.lost_boundaries += int(np.count_nonzero((lost > 0) & (step.rows.slot >= 0)))
         return step
 
     def _check(self, rows: StepRows, lines: Tensor) -> None:
