@@ -16,15 +16,11 @@ from torch import Tensor
 
 from hybrid_runtime.kernels.sampling.accept import accept_drafts, drafted, emit, num_leading
 from hybrid_runtime.kernels.sampling.argmax import argmax
-from hybrid_runtime.specdecode.sampling import (
-    ACCEPT,
-    SYNTHETIC,
-    TARGET,
-    SamplingTensors,
-    probabilities,
-    sample,
-    uniform,
-)
+from hybrid_runtime.kernels.sampling.naive import sample_reference
+from hybrid_runtime.kernels.sampling.probabilities import select_with_probabilities
+from hybrid_runtime.kernels.sampling.rows import SamplingTensors
+from hybrid_runtime.kernels.sampling.select import select_tokens
+from hybrid_runtime.specdecode.sampling import ACCEPT, SYNTHETIC, TARGET, uniform
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +91,8 @@ def rejection(
 
     A draft x is accepted with probability min(1, p(x) / q(x)); the first rejected one is replaced
     by a token from norm(max(0, p - q)), or from p where that is zero everywhere; the bonus token
-    after the last draft is drawn from p. p is the target's distribution after temperature, top-k
-    and top-p.
+    after the last draft is drawn from p. p is the target's distribution after temperature, top-k,
+    top-p and min-p.
 
     Drafts that were not drawn (``draft_probs`` None, q one-hot) have a simpler form with the same
     distribution: a token is drawn from p, and the draft is accepted if it is that token. The text
@@ -110,7 +106,7 @@ def rejection(
         draft_probs: float32 [rows, K, V], the distributions q the drafts were drawn from with
             random numbers of stream DRAFT (or independent ones).
         sampling: parameters of the rows; temperature 0 gives exactly what ``greedy`` gives.
-        position: int64 [rows], absolute position of the first token the row emits.
+        position: int [rows], absolute position of the first token the row emits.
 
     Raises:
         ValueError: shapes that do not fit.
@@ -123,17 +119,18 @@ def rejection(
             f"draft_probs has shape {list(draft_probs.shape)}, "
             f"must be None or [{rows}, {max_draft}, {vocabulary}]"
         )
-    target = probabilities(logits, sampling)
-    positions = position[:, None] + torch.arange(num_positions, device=logits.device)
     if draft_probs is None or max_draft == 0:
-        chosen = sample(target, uniform(sampling.seed, positions, TARGET))
+        chosen = select_tokens(logits, sampling, position, TARGET, num_draft, emits)
         return Accepted(*accept_drafts(chosen, drafts, num_draft, emits))
 
+    _, target = select_with_probabilities(logits, sampling, position, TARGET)
+    seed, position = sampling.seeds(), position.long()
+    positions = position[:, None] + torch.arange(max_draft, device=logits.device)
     made = drafted(drafts, num_draft)
     token = drafts.clamp(min=0).long()[..., None]
     p = target[:, :max_draft].gather(-1, token)[..., 0]
     q = draft_probs.gather(-1, token)[..., 0]
-    u = uniform(sampling.seed, positions[:, :max_draft], ACCEPT)
+    u = uniform(seed, positions, ACCEPT)
     accepted = num_leading(made & (u * q < p))
 
     # After the last draft nothing is subtracted: the bonus token is drawn from p itself.
@@ -144,7 +141,7 @@ def rejection(
         rejected, (target - _at_position(draft_probs, next_draft)).clamp(min=0), target
     )
     residual = torch.where(residual.sum(-1, keepdim=True) > 0, residual, target)
-    own = sample(residual, uniform(sampling.seed, position + accepted, TARGET))
+    own = sample_reference(residual, uniform(seed, position + accepted, TARGET))
     return Accepted(*emit(drafts, accepted, own, emits))
 
 
@@ -220,7 +217,9 @@ def synthetic_acceptance(rates: Sequence[float], device: torch.device | str) -> 
         sampling: SamplingTensors,
         position: Tensor,
     ) -> Accepted:
-        return synthetic(logits, drafts, num_draft, emits, on_device, position, sampling.seed)
+        return synthetic(
+            logits, drafts, num_draft, emits, on_device, position.long(), sampling.seeds()
+        )
 
     return accept
 

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from hybrid_runtime.kernels.sampling.argmax import argmax
+from hybrid_runtime.kernels.sampling.probabilities import select_with_probabilities
 from hybrid_runtime.kernels.step.commit_tokens import DraftInputs
 from hybrid_runtime.kernels.step.prepare_inputs import StepInputs
 from hybrid_runtime.models.forward_batch import Caches, RowBatch
 from hybrid_runtime.specdecode import ngram
-from hybrid_runtime.specdecode.sampling import DRAFT, probabilities, sample, uniform
+from hybrid_runtime.specdecode.sampling import DRAFT
 from hybrid_runtime.specdecode.sequences import Sequences
 
 DrafterName = Literal["mtp", "eagle", "ngram"]
@@ -98,13 +99,12 @@ class HeadDrafter:
                 hidden = self.head(drafts[:, ahead - 1], hidden, step, self.caches)
             logits = self.head.logits(hidden)
             if self.sampled:
-                at = inputs.slot.clamp(min=0)
-                sampling = sequences.sampling.select(at)
-                p = probabilities(logits[:, None], sampling)[:, 0]
                 # A draft's position is that of the token it guesses.
-                position = sequences.length[at].long() + ahead
-                drafts[:, ahead].copy_(sample(p, uniform(sampling.seed, position, DRAFT)))
-                probs.append(p)
+                position = sequences.length[inputs.slot.clamp(min=0)] + ahead
+                sampling = sequences.sampling.of(inputs.slot)
+                drawn, p = select_with_probabilities(logits[:, None], sampling, position, DRAFT)
+                drafts[:, ahead].copy_(drawn[:, 0])
+                probs.append(p[:, 0])
             else:
                 argmax(logits, drafts[:, ahead])
         return drafts, torch.stack(probs, 1) if probs else None

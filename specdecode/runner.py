@@ -215,15 +215,15 @@ class SpecDecodeRunner:
         logits = self.target.logits(judged).unflatten(0, (-1, self.width))
         if accept is greedy:
             return greedy(logits, inputs.guesses, inputs.draft, inputs.emits)
-        at = inputs.slot.clamp(min=0)
+        probs = text.draft_probs
         return accept(
             logits=logits,
             drafts=inputs.guesses,
             num_draft=inputs.draft,
             emits=inputs.emits,
-            draft_probs=None if text.draft_probs is None else text.draft_probs[at],
-            sampling=text.sampling.select(at),
-            position=inputs.certain.long(),
+            draft_probs=None if probs is None else probs[inputs.slot.clamp(min=0)],
+            sampling=text.sampling.of(inputs.slot),
+            position=inputs.certain,
         )
 
     def _draft(self, frame: Frame) -> None:

@@ -1,4 +1,4 @@
-"""Sampling parameters, counter-based random numbers and token distributions, without host waits."""
+"""Sampling parameters of a request, and the streams of its counter-based random numbers."""
 
 import math
 from collections.abc import Mapping
@@ -184,30 +184,6 @@ class SamplingParams:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class SamplingTensors:
-    """Sampling parameters of the rows of one step, fields as of ``SamplingParams``.
-
-    Attributes:
-        temperature: float32 [rows], 0 = greedy.
-        top_k: int32 [rows], 0 = off.
-        top_p: float32 [rows], 1 = off.
-        seed: int64 [rows], key of the row's random numbers.
-    """
-
-    temperature: Tensor
-    top_k: Tensor
-    top_p: Tensor
-    seed: Tensor
-
-    def select(self, index: Tensor) -> "SamplingTensors":
-        """Parameters of rows ``index``, int [n]; a negative one is padding and gets row 0's."""
-        safe = index.clamp(min=0)
-        return SamplingTensors(
-            self.temperature[safe], self.top_k[safe], self.top_p[safe], self.seed[safe]
-        )
-
-
 def uniform(seed: Tensor, position: Tensor, stream: int) -> Tensor:
     """Uniform random numbers that depend on nothing but their arguments, on every device.
 
@@ -230,74 +206,6 @@ def uniform(seed: Tensor, position: Tensor, stream: int) -> Tensor:
         f"int64 [{seed.shape[0]}, ...]",
     )
     return keyed_uniform(seed, position, stream)
-
-
-def probabilities(logits: Tensor, sampling: SamplingTensors) -> Tensor:
-    """The distribution each token is drawn from: temperature, then top-k, then top-p.
-
-    Equal logits rank by token id, lowest first: top-k keeps exactly k tokens. Top-p looks at the
-    distribution that top-k left and keeps a token when those ranked before it sum to less than
-    top_p, so at least one stays. Temperature 0 gives all to the first of the largest logits.
-
-    Args:
-        logits: float [rows, n, V].
-        sampling: parameters of the rows.
-
-    Returns:
-        float32 [rows, n, V].
-
-    Raises:
-        ValueError: wrong shape.
-    """
-    rows = sampling.temperature.shape[0]
-    _require(
-        logits.dim() == 3 and logits.shape[0] == rows,
-        "logits",
-        _kind(logits),
-        f"float [{rows}, n, V]",
-    )
-    logits = logits.to(torch.float32)
-    temperature, top_k, top_p = (
-        x[:, None, None] for x in (sampling.temperature, sampling.top_k, sampling.top_p)
-    )
-    token = torch.arange(logits.shape[-1], device=logits.device)
-    # The largest becomes 0 first, so that no temperature can overflow it.
-    shifted = logits - logits.amax(-1, keepdim=True)
-    ranked, order = (shifted / torch.where(temperature > 0, temperature, 1.0)).sort(
-        dim=-1, descending=True, stable=True
-    )
-    cut = (top_k > 0) & (token >= top_k)
-    ranked = ranked.masked_fill(cut, -torch.inf).softmax(-1)
-    before = ranked.cumsum(-1, dtype=torch.float64) - ranked
-    # Rounding must not cut the tail of a row that asked for everything.
-    ranked = ranked.masked_fill((before >= top_p) & (top_p < 1), 0.0)
-    ranked = ranked / ranked.sum(-1, keepdim=True)
-    sampled = torch.empty_like(ranked).scatter_(-1, order, ranked)
-    greedy = (token == logits.argmax(-1, keepdim=True)).to(torch.float32)
-    return torch.where(temperature > 0, sampled, greedy)
-
-
-def sample(probs: Tensor, u: Tensor) -> Tensor:
-    """Draws by inverting the cumulative distribution.
-
-    Args:
-        probs: float32 [..., V], not negative, not all zero; need not sum to 1.
-        u: float32 [...] in [0, 1).
-
-    Returns:
-        int32 [...], the first token whose cumulative share exceeds ``u``; never one of
-        probability 0.
-
-    Raises:
-        ValueError: shapes that do not fit.
-    """
-    _require(u.shape == probs.shape[:-1], "u", _kind(u), f"float32 {list(probs.shape[:-1])}")
-    # In float64 the order of summation, which devices choose, practically never shows.
-    cumulative = probs.cumsum(-1, dtype=torch.float64)
-    reached = (cumulative > u.to(torch.float64)[..., None] * cumulative[..., -1:]) & (probs > 0)
-    # A parallel scan need not be monotone: reached could be empty for a u close to 1.
-    token = torch.where(reached.any(-1), reached.to(torch.uint8).argmax(-1), probs.argmax(-1))
-    return token.to(torch.int32)
 
 
 def _kind(x: Tensor) -> str:

@@ -10,10 +10,11 @@ from torch import Tensor
 
 from hybrid_runtime.device.sync import Waits
 from hybrid_runtime.device.transfer import Staging
-from hybrid_runtime.specdecode.sampling import SamplingParams, SamplingTensors
+from hybrid_runtime.kernels.sampling.rows import SamplingTensors
+from hybrid_runtime.specdecode.sampling import SamplingParams
 
 # Words of a slot's line. The seed takes two, at an offset that suits a 64-bit integer.
-_SEED, _TEMPERATURE, _TOP_K, _TOP_P, _LENGTH, _DRAFTS = 0, 2, 3, 4, 5, 6
+_SEED, _TEMPERATURE, _TOP_K, _TOP_P, _MIN_P, _LENGTH, _PROMPT, _DRAFTS = 0, 2, 3, 4, 5, 6, 7, 8
 
 
 class Sequences:
@@ -22,6 +23,7 @@ class Sequences:
 
     history: int32 `[slots + 1, max_length]`, prompt and emitted tokens.
     length: int32 `[slots + 1]`, how many.
+    prompt_length: int32 `[slots + 1]`, how many of them are the prompt's.
     drafts: int32 `[slots + 1, K]`, proposed for the next step; -1 where there is none.
     draft_probs: float32 `[slots + 1, K, V]`, what drafts were drawn from; None if none are.
     sampling: parameters, by slot.
@@ -50,12 +52,14 @@ class Sequences:
         self.history = torch.zeros((slots + 1, max_length), dtype=torch.int32, device=device)
         floats = self._lines.view(torch.float32)
         self.length = self._lines[:, _LENGTH]
+        self.prompt_length = self._lines[:, _PROMPT]
         self.drafts = self._lines[:, _DRAFTS : _DRAFTS + num_draft]
         self.drafts.fill_(-1)
         self.sampling = SamplingTensors(
             temperature=floats[:, _TEMPERATURE],
             top_k=self._lines[:, _TOP_K],
             top_p=floats[:, _TOP_P],
+            min_p=floats[:, _MIN_P],
             seed=self._lines.view(torch.int64)[:, _SEED // 2],
         )
         # Apart from the lines, since kernels take it without a stride.
@@ -68,27 +72,29 @@ class Sequences:
         fields = self._words + 1 + max_length
         self._staging = Staging(slots, fields, steps_ahead + 2, device, Waits())
 
-    def admit(self, entries: Sequence[tuple[int, Sequence[int], SamplingParams, int]]) -> None:
+    def admit(self, entries: Sequence[tuple[int, Sequence[int], int, SamplingParams, int]]) -> None:
         """Start sequences, by one copy to the device.
 
-        entries: slot, prompt, parameters and seed of each.
+        entries: slot, tokens, how many of these are the prompt, parameters and seed of each.
         """
         index, packed = self._staging.take()
-        for line, (slot, prompt, params, seed) in zip(packed, entries, strict=False):
+        for line, (slot, tokens, prompt, params, seed) in zip(packed, entries, strict=False):
             line[_SEED : _SEED + 2].view(np.int64)[0] = seed
             line.view(np.float32)[_TEMPERATURE] = params.temperature
             line[_TOP_K] = params.top_k
             line.view(np.float32)[_TOP_P] = params.top_p
-            line[_LENGTH] = len(prompt)
+            line.view(np.float32)[_MIN_P] = params.min_p
+            line[_LENGTH] = len(tokens)
+            line[_PROMPT] = prompt
             line[_DRAFTS : self._words] = -1
             line[self._words] = slot
-            line[self._words + 1 : self._words + 1 + len(prompt)] = prompt
+            line[self._words + 1 : self._words + 1 + len(tokens)] = tokens
         count = len(entries)
         lines = self._staging.upload(index, count)[:count]
         slots = lines[:, self._words].long()
         self._lines.index_copy_(0, slots, lines[:, : self._words])
         self.rounding_seed.index_copy_(0, slots, lines[:, _SEED])
-        width = max(len(prompt) for _, prompt, _, _ in entries)
+        width = max(len(tokens) for _, tokens, *_ in entries)
         texts = lines[:, self._words + 1 : self._words + 1 + width]
         self.history[:, :width].index_copy_(0, slots, texts)
 

@@ -35,11 +35,10 @@ from record import save
 
 from hybrid_runtime.engine import Engine, QueueFull, Request, SamplingParams
 from hybrid_runtime.engine.config import EngineOptions
+from hybrid_runtime.kernels.sampling.naive import probabilities_reference, sample_reference
+from hybrid_runtime.kernels.sampling.rows import SamplingTensors
 from hybrid_runtime.specdecode.sampling import (
     TARGET,
-    SamplingTensors,
-    probabilities,
-    sample,
     uniform,
 )
 
@@ -179,13 +178,14 @@ class Judge:
             temperature=torch.tensor([params.temperature], dtype=torch.float32, device=device),
             top_k=torch.tensor([params.top_k], dtype=torch.int32, device=device),
             top_p=torch.tensor([params.top_p], dtype=torch.float32, device=device),
+            min_p=torch.tensor([params.min_p], dtype=torch.float32, device=device),
             seed=torch.tensor([params.seed or 0], dtype=torch.int64, device=device),
         )
-        chances = probabilities(logits[:, None], sampling)[:, 0]
+        chances = probabilities_reference(logits[:, None], sampling)[:, 0]
         at = torch.tensor([len(known)], device=logits.device)
         u = uniform(sampling.seed, at, TARGET)
         moved = [(u + d).clamp(0, 1 - 1e-7) for d in (-TIE, TIE)]
-        return token in {int(sample(chances, m)) for m in moved}
+        return token in {int(sample_reference(chances, m)) for m in moved}
 
 
 def soak(

@@ -99,7 +99,7 @@ class EngineCore:
         admitted = self._scheduler.admit()
         if admitted:
             self._runner.sequences.admit(
-                [(r.slot, r.device_tokens, r.params, r.seed) for r in admitted]
+                [(r.slot, r.device_tokens, len(r.prompt), r.params, r.seed) for r in admitted]
             )
         return late, self._scheduler.schedule()
 

@@ -337,6 +337,6 @@ def _check_params(params: SamplingParams, vocabulary: int) -> None:
 
 
 NOT_YET = {
-    "min_p": 0, "repetition_penalty": 1, "presence_penalty": 0, "frequency_penalty": 0,
+    "repetition_penalty": 1, "presence_penalty": 0, "frequency_penalty": 0,
     "logit_bias": None, "logprobs": None,
 }  # fmt: skip

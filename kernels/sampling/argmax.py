@@ -50,6 +50,18 @@ def _part_kernel(
 
 
 @triton.jit
+def best_part(values, indices, i_line, PARTS: tl.constexpr, WIDTH: tl.constexpr):
+    """A line's largest logit and its index."""
+    o_part = tl.arange(0, WIDTH)
+    m_part = o_part < PARTS
+    b_value = tl.load(values + i_line * PARTS + o_part, mask=m_part, other=float("-inf"))
+    b_index = tl.load(indices + i_line * PARTS + o_part, mask=m_part, other=2147483647)
+    best = tl.max(b_value, axis=0)
+    # Parts are in the order of their tokens, so the lowest index is in the first best part.
+    return best, tl.min(tl.where(b_value == best, b_index, 2147483647), axis=0)
+
+
+@triton.jit
 def _whole_kernel(
     values,
     indices,
@@ -59,16 +71,10 @@ def _whole_kernel(
     WIDTH: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Index of a line's best part; one program per line."""
+    """Index of a line's largest logit; one program per line."""
     pdl_wait(PDL)
     i_line = tl.program_id(0)
-    o_part = tl.arange(0, WIDTH)
-    m_part = o_part < PARTS
-    b_value = tl.load(values + i_line * PARTS + o_part, mask=m_part, other=float("-inf"))
-    b_index = tl.load(indices + i_line * PARTS + o_part, mask=m_part, other=2147483647)
-    best = tl.max(b_value, axis=0)
-    # Parts are in the order of their tokens, so the lowest index is in the first best part.
-    first = tl.min(tl.where(b_value == best, b_index, 2147483647), axis=0)
+    _, first = best_part(values, indices, i_line, PARTS, WIDTH)
     tl.store(out + i_line * out_stride, first)
 
 
@@ -76,14 +82,9 @@ TILE = 4096
 """Logits per program."""
 
 
-def argmax(logits: Tensor, out: Tensor | None = None) -> Tensor:
-    """`argmax_reference` by two launches where Triton runs (and not in fp64); NaN counts as the
-    smallest number there. `out` None: allocated here."""
+def largest_parts(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """The largest logit of each part of each line, float32 `[lines, parts]`, and its index."""
     lines, vocabulary = logits.shape
-    if out is None:
-        out = torch.empty(lines, dtype=torch.int32, device=logits.device)
-    if not runs_triton(logits) or logits.dtype == torch.float64 or logits.stride(1) != 1:
-        return argmax_reference(logits, out)
     parts = triton.cdiv(vocabulary, TILE)
     values = torch.empty((lines, parts), dtype=torch.float32, device=logits.device)
     indices = torch.empty((lines, parts), dtype=torch.int32, device=logits.device)
@@ -99,13 +100,26 @@ def argmax(logits: Tensor, out: Tensor | None = None) -> Tensor:
             num_warps=8,
             **pdl(logits),
         )
+    return values, indices
+
+
+def argmax(logits: Tensor, out: Tensor | None = None) -> Tensor:
+    """`argmax_reference` by two launches where Triton runs (and not in fp64); NaN counts as the
+    smallest number there. `out` None: allocated here."""
+    lines = logits.shape[0]
+    if out is None:
+        out = torch.empty(lines, dtype=torch.int32, device=logits.device)
+    if not runs_triton(logits) or logits.dtype == torch.float64 or logits.stride(1) != 1:
+        return argmax_reference(logits, out)
+    values, indices = largest_parts(logits)
+    if lines:
         _whole_kernel[(lines,)](
             values=values,
             indices=indices,
             out=out,
             out_stride=out.stride(0),
-            PARTS=parts,
-            WIDTH=triton.next_power_of_2(parts),
+            PARTS=values.shape[1],
+            WIDTH=triton.next_power_of_2(values.shape[1]),
             num_warps=1,
             **pdl(logits),
         )

@@ -33,7 +33,7 @@ def uniform_reference(seed: Tensor, position: Tensor, stream: int) -> Tensor:
     Returns:
         float32 like `position`, multiples of 2**-24 in [0, 1).
     """
-    start = _mix(_mix(seed + GAMMA) + _signed(GAMMA * (stream + 1)))
+    start = _mix(_mix(seed + GAMMA) + stream_start(stream))
     start = start.reshape(-1, *[1] * (position.dim() - 1))
     return _shift_right(_mix(start + (position + 1) * GAMMA), 40).to(torch.float32) * 2.0**-24
 
@@ -49,11 +49,29 @@ def _mix(x: Tensor) -> Tensor:
     return x ^ _shift_right(x, 31)
 
 
+_GAMMA = tl.constexpr(GAMMA)
+_MIX_1 = tl.constexpr(MIX_1)
+_MIX_2 = tl.constexpr(MIX_2)
+
+
 @triton.jit
-def _mixed(x, MIX_1: tl.constexpr, MIX_2: tl.constexpr):
-    x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * MIX_1
-    x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * MIX_2
+def _mixed(x):
+    x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * _MIX_1
+    x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * _MIX_2
     return x ^ ((x >> 31) & 0x1FFFFFFFF)
+
+
+@triton.jit
+def draw_uniform(seed, position, START: tl.constexpr):
+    """One number per element of `seed` and `position`, int64 both; START as of `stream_start`."""
+    b_key = _mixed(_mixed(seed + _GAMMA) + START)
+    b_bits = _mixed(b_key + (position + 1) * _GAMMA)
+    return ((b_bits >> 40) & 0xFFFFFF).to(tl.float32) * (2.0**-24)
+
+
+def stream_start(stream: int) -> int:
+    """Where the numbers of a stream start, as kernels take it."""
+    return _signed(GAMMA * (stream + 1))
 
 
 @triton.jit(do_not_specialize=["count", "width"])
@@ -63,20 +81,15 @@ def _uniform_kernel(
     out,
     count,
     width,
-    STREAM: tl.constexpr,
-    GAMMA: tl.constexpr,
-    MIX_1: tl.constexpr,
-    MIX_2: tl.constexpr,
+    START: tl.constexpr,
     TILE: tl.constexpr,
 ):
     """`count` numbers, `width` per row, TILE per program."""
     o_i = tl.program_id(0) * TILE + tl.arange(0, TILE)
     m_i = o_i < count
-    b_key = tl.load(seed + o_i // width, mask=m_i, other=0)
-    b_key = _mixed(_mixed(b_key + GAMMA, MIX_1, MIX_2) + STREAM, MIX_1, MIX_2)
-    b_position = tl.load(position + o_i, mask=m_i, other=0).to(tl.int64) + 1
-    b_bits = _mixed(b_key + b_position * GAMMA, MIX_1, MIX_2)
-    tl.store(out + o_i, ((b_bits >> 40) & 0xFFFFFF).to(tl.float32) * (2.0**-24), mask=m_i)
+    b_seed = tl.load(seed + o_i // width, mask=m_i, other=0)
+    b_position = tl.load(position + o_i, mask=m_i, other=0).to(tl.int64)
+    tl.store(out + o_i, draw_uniform(b_seed, b_position, START), mask=m_i)
 
 
 TILE = 128
@@ -95,10 +108,7 @@ def uniform(seed: Tensor, position: Tensor, stream: int) -> Tensor:
         out=out,
         count=count,
         width=count // position.shape[0],
-        STREAM=_signed(GAMMA * (stream + 1)),
-        GAMMA=GAMMA,
-        MIX_1=MIX_1,
-        MIX_2=MIX_2,
+        START=stream_start(stream),
         TILE=TILE,
         num_warps=4,
     )

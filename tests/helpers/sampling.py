@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 
+from hybrid_runtime.kernels.sampling.rows import SamplingTensors
 from hybrid_runtime.specdecode.acceptance import Accepted
-from hybrid_runtime.specdecode.sampling import SamplingParams, SamplingTensors
+from hybrid_runtime.specdecode.sampling import SamplingParams
 
 
 def sampling_tensors(
@@ -20,6 +20,7 @@ def sampling_tensors(
         temperature=torch.tensor([float(p.temperature) for p in params], device=device),
         top_k=torch.tensor([p.top_k for p in params], dtype=torch.int32, device=device),
         top_p=torch.tensor([float(p.top_p) for p in params], device=device),
+        min_p=torch.tensor([float(p.min_p) for p in params], device=device),
         seed=torch.tensor(seeds, dtype=torch.int64, device=device),
     )
 
@@ -27,7 +28,7 @@ def sampling_tensors(
 def rows_of(params: SamplingParams, rows: int) -> SamplingTensors:
     """Rows that sample alike, each with a seed of its own."""
     one = sampling_tensors([params], [0]).select(torch.zeros(rows).int())
-    return replace(one, seed=torch.arange(rows))
+    return one._replace(seed=torch.arange(rows))
 
 
 def assert_emits(got: Accepted, tokens: list[list[int]], counts: list[int]) -> None:

@@ -98,13 +98,10 @@ COMPILED = [
     ),
     (
         uniform._uniform_kernel,
-        {
-            "STREAM": -5, "GAMMA": uniform.GAMMA, "MIX_1": uniform.MIX_1, "MIX_2": uniform.MIX_2,
-            "TILE": 128,
-        },
+        {"START": uniform.stream_start(2), "TILE": 128},
         {"seed": "*i64", "position": "*i64", "out": "*fp32"},
     ),
-]  # fmt: skip
+]
 NUMBERS = {"rows", "count", "width", "stride"}
 
 

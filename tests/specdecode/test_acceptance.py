@@ -12,6 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from hybrid_runtime.kernels.sampling.naive import probabilities_reference, sample_reference
+from hybrid_runtime.kernels.sampling.rows import SamplingTensors
 from hybrid_runtime.specdecode.acceptance import (
     Acceptance,
     Accepted,
@@ -25,9 +27,6 @@ from hybrid_runtime.specdecode.reference import rejection as rejection_reference
 from hybrid_runtime.specdecode.sampling import (
     DRAFT,
     SamplingParams,
-    SamplingTensors,
-    probabilities,
-    sample,
     uniform,
 )
 
@@ -70,7 +69,9 @@ def generate(
             if draft is None:
                 chain.append((chain[-1] + 1) % V)
             else:
-                drawn = sample(draft[chain[-1]], uniform(sampling.seed, position + j, DRAFT))
+                drawn = sample_reference(
+                    draft[chain[-1]], uniform(sampling.seed, position + j, DRAFT)
+                )
                 device_tokens.append((draft if claimed is None else claimed)[chain[-1]])
                 chain.append(drawn.long())
         drafts = torch.stack(chain, 1)[:, 1:].int()
@@ -106,7 +107,7 @@ def excess(observed: Tensor, expected: Tensor) -> float:
 
 def misfit(text: Tensor, logits: Tensor, params: SamplingParams) -> float:
     """Worst ``excess`` of the first token and the pairs (1, 2) and (2, 3) against the target."""
-    p = probabilities(logits[:, None], rows_of(params, V))[:, 0]
+    p = probabilities_reference(logits[:, None], rows_of(params, V))[:, 0]
     first = p[0]
     pair = first[:, None] * p
     later = (first @ p)[:, None] * p
@@ -185,10 +186,10 @@ def test_acceptance_is_as_high_as_it_can_be(same: bool) -> None:
     # Leviathan et al. 2023, corollary 3.6: the mean acceptance rate is sum(min(p, q)).
     target, draft = tables()
     sampling = rows_of(SAMPLED, ROWS)
-    p, q = probabilities(torch.stack([target[:1], draft[:1]]), rows_of(SAMPLED, 2))[:, 0]
+    p, q = probabilities_reference(torch.stack([target[:1], draft[:1]]), rows_of(SAMPLED, 2))[:, 0]
     q = p if same else q
     position = torch.full((ROWS,), START)
-    drafts = sample(q.expand(ROWS, -1), uniform(sampling.seed, position, DRAFT))[:, None]
+    drafts = sample_reference(q.expand(ROWS, -1), uniform(sampling.seed, position, DRAFT))[:, None]
     ones, logits = torch.ones(ROWS, dtype=torch.int32), target[0].expand(ROWS, 2, V)
     got = rejection(logits, drafts, ones, ones, q.expand(ROWS, 1, V), sampling, position)
     rate = got.num_accepted.double().mean().item() - 1
@@ -263,7 +264,7 @@ def test_every_acceptance_equals_the_reference(
 
     # Temperature 0 is greedy whatever the draft distribution was.
     sampling = rows_of(SamplingParams(top_k=2, top_p=0.5), rows)
-    p = probabilities(logits, sampling)
+    p = probabilities_reference(logits, sampling)
     expected = by_reference(p, None, drafts, num_draft, emits, numbers)
     assert_emits(greedy(logits, drafts, num_draft, emits), *expected)
     assert_emits(greedy(logits.bfloat16(), drafts, num_draft, emits.int()), *expected)
@@ -273,7 +274,7 @@ def test_every_acceptance_equals_the_reference(
         assert_emits(got, *expected)
 
     sampling = rows_of(FILTERED, rows)
-    p = probabilities(logits, sampling)
+    p = probabilities_reference(logits, sampling)
     for q in (None, draft_probs):
         expected = by_reference(p, q, drafts, num_draft, emits, numbers)
         got = rejection(logits, drafts, num_draft, emits, q, sampling, position)

@@ -22,6 +22,8 @@ from helpers.hash_target import (
 )
 from torch import Tensor
 
+from hybrid_runtime.kernels.sampling.naive import probabilities_reference, sample_reference
+from hybrid_runtime.kernels.sampling.rows import SamplingTensors
 from hybrid_runtime.models.forward_batch import Caches
 from hybrid_runtime.specdecode import reference
 from hybrid_runtime.specdecode.acceptance import Acceptance, greedy, rejection
@@ -30,9 +32,6 @@ from hybrid_runtime.specdecode.runner import SpecDecodeRunner
 from hybrid_runtime.specdecode.sampling import (
     DRAFT,
     SamplingParams,
-    SamplingTensors,
-    probabilities,
-    sample,
     uniform,
 )
 from hybrid_runtime.specdecode.sequences import Sequences
@@ -61,7 +60,9 @@ class SoftTarget(HashTarget):
 
 def draft_probs(tokens: Sequence[int], sampling: SamplingTensors) -> Tensor:
     """What the drafter makes of these tokens: float32 `[V]`."""
-    return probabilities(DRAFT_LOGITS[true_token(tuple(tokens))][None, None], sampling)[0, 0]
+    return probabilities_reference(DRAFT_LOGITS[true_token(tuple(tokens))][None, None], sampling)[
+        0, 0
+    ]
 
 
 class SoftDrafter:
@@ -83,7 +84,7 @@ class SoftDrafter:
             for i in range(K):
                 probs[row, i] = q = draft_probs(tokens, sampling)
                 u = uniform(sampling.seed, torch.tensor([length + i]), DRAFT)
-                drafts[row, i] = sample(q[None], u)[0] if self.drawn else q.argmax()
+                drafts[row, i] = sample_reference(q[None], u)[0] if self.drawn else q.argmax()
                 tokens.append(int(drafts[row, i]))
         return drafts, probs if self.drawn else None
 
@@ -120,7 +121,9 @@ class Runs:
 
     def admit(self, slot: int) -> None:
         self.manager.admit(slot)
-        self.runner.sequences.admit([(slot, PROMPTS[slot], self.params[slot], 100 + slot)])
+        self.runner.sequences.admit(
+            [(slot, PROMPTS[slot], len(PROMPTS[slot]), self.params[slot], 100 + slot)]
+        )
 
     def step(self, slots: Sequence[int], accept: Acceptance) -> dict[int, list[int]]:
         """What each slot emits; those whose prompts have not run yet run them."""
@@ -168,7 +171,7 @@ class ReferenceTarget:
     def probs(self, state: Memory) -> Tensor:
         context = attended(state.tokens, range(len(state.tokens)))
         logits = LOGITS[chosen(state.states, state.window, context)]
-        return probabilities(logits[None, None], self.sampling)[0, 0]
+        return probabilities_reference(logits[None, None], self.sampling)[0, 0]
 
 
 def reference_steps(

@@ -11,15 +11,14 @@ from helpers.sampling import sampling_tensors
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from hybrid_runtime.kernels.sampling.naive import probabilities_reference, sample_reference
+from hybrid_runtime.kernels.sampling.rows import SamplingTensors
 from hybrid_runtime.specdecode.sampling import (
     ACCEPT,
     DRAFT,
     SYNTHETIC,
     TARGET,
     SamplingParams,
-    SamplingTensors,
-    probabilities,
-    sample,
     uniform,
 )
 
@@ -133,7 +132,9 @@ def test_probabilities_equal_sorted_oracle(
     logits: list[float], temperature: float, top_k: int, top_p: float
 ) -> None:
     expected = torch.tensor(distribution_oracle(logits, temperature, top_k, top_p))
-    got = probabilities(torch.tensor(logits)[None, None], tensors(1, temperature, top_k, top_p))
+    got = probabilities_reference(
+        torch.tensor(logits)[None, None], tensors(1, temperature, top_k, top_p)
+    )
     assert got.dtype == torch.float32
     assert torch.equal(got[0, 0] > 0, expected > 0)
     torch.testing.assert_close(got[0, 0], expected, rtol=1e-5, atol=1e-7)
@@ -141,13 +142,15 @@ def test_probabilities_equal_sorted_oracle(
 
 def test_ties_keep_the_lowest_tokens() -> None:
     flat = torch.zeros(1, 1, 4)
-    assert probabilities(flat, tensors(1, 0.0)).tolist() == [[[1, 0, 0, 0]]]
-    assert probabilities(flat, tensors(1, 1.0, top_k=2)).tolist() == [[[0.5, 0.5, 0, 0]]]
-    assert probabilities(flat, tensors(1, 1.0, top_p=0.5)).tolist() == [[[0.5, 0.5, 0, 0]]]
-    third = probabilities(flat, tensors(1, 1.0, top_p=0.51))
+    assert probabilities_reference(flat, tensors(1, 0.0)).tolist() == [[[1, 0, 0, 0]]]
+    assert probabilities_reference(flat, tensors(1, 1.0, top_k=2)).tolist() == [[[0.5, 0.5, 0, 0]]]
+    assert probabilities_reference(flat, tensors(1, 1.0, top_p=0.5)).tolist() == [
+        [[0.5, 0.5, 0, 0]]
+    ]
+    third = probabilities_reference(flat, tensors(1, 1.0, top_p=0.51))
     torch.testing.assert_close(third[0, 0], torch.tensor([1, 1, 1, 0]) / 3)
     # top-p sees what top-k left: of two halves the first alone reaches a half.
-    assert probabilities(flat, tensors(1, 1.0, 2, 0.5)).tolist() == [[[1, 0, 0, 0]]]
+    assert probabilities_reference(flat, tensors(1, 1.0, 2, 0.5)).tolist() == [[[1, 0, 0, 0]]]
 
 
 def test_rows_keep_their_own_parameters() -> None:
@@ -159,10 +162,12 @@ def test_rows_keep_their_own_parameters() -> None:
     ]
     logits = torch.randn(4, 3, 20, generator=torch.Generator().manual_seed(1))
     sampling = sampling_tensors(params, [5, 6, 7, 8])
-    got = probabilities(logits, sampling)
+    got = probabilities_reference(logits, sampling)
     for row in range(4):
         alone = sampling.select(torch.tensor([row], dtype=torch.int32))
-        torch.testing.assert_close(probabilities(logits[row : row + 1], alone)[0], got[row])
+        torch.testing.assert_close(
+            probabilities_reference(logits[row : row + 1], alone)[0], got[row]
+        )
     assert sampling.select(torch.tensor([2, -1])).seed.tolist() == [7, 5]
     torch.testing.assert_close(got.sum(-1), torch.ones(4, 3))
 
@@ -170,22 +175,22 @@ def test_rows_keep_their_own_parameters() -> None:
 def test_extreme_logits_stay_finite() -> None:
     logits = torch.tensor([[[3e38, -3e38, -torch.inf, 1.0]]])
     for temperature in (0.0, 1e-30, 1e-3, 1.0, 1e30):
-        got = probabilities(logits, tensors(1, temperature))
+        got = probabilities_reference(logits, tensors(1, temperature))
         assert got[0, 0, 2] == 0
         torch.testing.assert_close(got.sum(), torch.tensor(1.0))
     # A tail that rounding swallows is still there when nothing was asked to be cut.
-    wide = probabilities(torch.tensor([[[0.0] + [-18.0] * 50]]), tensors(1, 1.0))
+    wide = probabilities_reference(torch.tensor([[[0.0] + [-18.0] * 50]]), tensors(1, 1.0))
     assert (wide > 0).all()
 
 
 def test_sample_inverts_the_distribution() -> None:
     probs = torch.tensor([0.0, 0.25, 0.0, 0.5, 0.25, 0.0, 0.0])
     u = torch.tensor([0.0, 0.2499, 0.25, 0.7499, 0.75, 1 - 2**-24])
-    got = sample(probs.expand(6, -1), u)
+    got = sample_reference(probs.expand(6, -1), u)
     assert got.dtype == torch.int32
     assert got.tolist() == [1, 1, 3, 3, 4, 4]
     # Weights that do not sum to 1 mean the same.
-    assert sample(probs.expand(6, -1) * 0.3, u).tolist() == got.tolist()
+    assert sample_reference(probs.expand(6, -1) * 0.3, u).tolist() == got.tolist()
 
 
 @settings(max_examples=100, deadline=None, derandomize=True)
@@ -196,7 +201,7 @@ def test_sample_never_takes_an_impossible_token(seed: int, u: float) -> None:
     probs[torch.rand(4, 3000, generator=generator) < 0.5] = 0
     probs[:, 0] = 0
     probs[:, -1] = 0
-    token = sample(probs, torch.full((4,), u))
+    token = sample_reference(probs, torch.full((4,), u))
     assert (probs.gather(1, token[:, None].long()) > 0).all()
 
 
@@ -204,7 +209,7 @@ def test_sampled_frequencies() -> None:
     rows = 200_000
     probs = torch.tensor([0.5, 0.0, 0.3, 0.15, 0.05])
     u = uniform(torch.arange(rows), torch.full((rows,), 11), TARGET)
-    counts = torch.bincount(sample(probs.expand(rows, -1), u).long(), minlength=5)
+    counts = torch.bincount(sample_reference(probs.expand(rows, -1), u).long(), minlength=5)
     assert counts[1] == 0
     expected = probs[probs > 0] * rows
     chi = ((counts[probs > 0] - expected) ** 2 / expected).sum().item()
@@ -275,10 +280,10 @@ def test_each_completion_has_parameters_of_its_own() -> None:
 
 
 def test_wrong_shapes_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"logits is 'float32 \[3, 1, 4\]', must be float \[2"):
-        probabilities(torch.zeros(3, 1, 4), tensors(2, 1.0))
-    with pytest.raises(ValueError, match=r"u is 'float32 \[3\]', must be float32 \[2\]"):
-        sample(torch.ones(2, 4), torch.zeros(3))
+    with pytest.raises(ValueError, match=r"logits has shape \[3, 1, 4\], must be \[2"):
+        probabilities_reference(torch.zeros(3, 1, 4), tensors(2, 1.0))
+    with pytest.raises(ValueError, match=r"u has shape \[3\], must be \[2\]"):
+        sample_reference(torch.ones(2, 4), torch.zeros(3))
 
 
 def test_nothing_depends_on_the_data() -> None:
@@ -287,8 +292,8 @@ def test_nothing_depends_on_the_data() -> None:
     with torch.device("meta"):
         sampling = sampling_tensors(params, [1, 2, 3], "meta")
         position = torch.zeros(3, 2, dtype=torch.int64)
-        probs = probabilities(torch.zeros(3, 2, 9, dtype=torch.bfloat16), sampling)
-        token = sample(probs, uniform(sampling.seed, position, TARGET))
+        probs = probabilities_reference(torch.zeros(3, 2, 9, dtype=torch.bfloat16), sampling)
+        token = sample_reference(probs, uniform(sampling.seed, position, TARGET))
     assert token.shape == (3, 2)
     assert token.dtype == torch.int32
 
@@ -301,4 +306,4 @@ def test_same_bits_on_every_device() -> None:
     u = uniform(seed, position, TARGET)
     assert torch.equal(uniform(seed.cuda(), position.cuda(), TARGET).cpu(), u)
     probs = torch.randn(300, 4, 30_000, generator=torch.Generator().manual_seed(1)).softmax(-1)
-    assert torch.equal(sample(probs.cuda(), u.cuda()).cpu(), sample(probs, u))
+    assert torch.equal(sample_reference(probs.cuda(), u.cuda()).cpu(), sample_reference(probs, u))

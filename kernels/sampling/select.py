@@ -1,0 +1,338 @@
+"""A token for each line of logits, drawn or most likely, without sorting the vocabulary.
+
+Two launches: the largest logit of each part of a line, as of `argmax`; then one program per line
+that finds the cut of top-k and top-p (`cut.py`) and draws. If few tokens are left, they are written
+out, in order, and the rest of the work is done on them; otherwise one more pass over the line adds
+up the weight of each tile, and the draw looks into one of these. Lines have parameters of their
+own: a greedy one is done with the first launch, one without top-k and top-p needs no cut.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from hybrid_runtime.kernels.common.backend import runs_triton
+from hybrid_runtime.kernels.common.pdl import pdl, pdl_wait
+from hybrid_runtime.kernels.sampling.argmax import best_part, largest_parts
+from hybrid_runtime.kernels.sampling.cut import (
+    LOWEST,
+    PER_THREAD,
+    reached,
+    read,
+    search,
+    value,
+    weight,
+)
+from hybrid_runtime.kernels.sampling.naive import select_reference
+from hybrid_runtime.kernels.sampling.rows import SamplingTensors
+from hybrid_runtime.kernels.sampling.uniform import draw_uniform, stream_start
+
+HIGHEST = tl.constexpr(2**31 - 1)
+
+
+class Cut(NamedTuple):
+    """What top-k and top-p leave of each line.
+
+    Attributes:
+        value: float32 [lines]; tokens with larger logits stay.
+        last: int32 [lines], of the tokens with this logit those up to here stay.
+        total: float32 [lines], weight of those that stay, over that of the largest logit.
+        best: float32 [lines], the largest logit.
+    """
+
+    value: Tensor
+    last: Tensor
+    total: Tensor
+    best: Tensor
+
+    @classmethod
+    def empty(cls, lines: int, device: torch.device) -> Cut:
+        value, total, best = torch.empty((3, lines), dtype=torch.float32, device=device)
+        return cls(value, torch.empty(lines, dtype=torch.int32, device=device), total, best)
+
+
+class SelectTiling(NamedTuple):
+    """Sizes of the launch.
+
+    Attributes:
+        tile: logits that a program reads at once to find the cut.
+        piece: the same afterwards.
+        few: tokens left that are written out instead of read again.
+        warps: of a program.
+    """
+
+    tile: int = 8192
+    piece: int = 4096
+    few: int = 1024
+    warps: int = 16
+
+
+TILING = SelectTiling()
+
+
+@triton.jit
+def _first(b_cumulative, b_weight, o_token, target):
+    """The first token whose cumulative weight exceeds `target`; the last with any if rounding
+    leaves none."""
+    first = tl.min(tl.where((b_cumulative > target) & (b_weight > 0), o_token, HIGHEST))
+    last = tl.max(tl.where(b_weight > 0, o_token, 0))
+    return tl.where(first == HIGHEST, last, first)
+
+
+@triton.jit
+def _ties(above, enough, each):
+    """How many tokens of weight `each` stay at the cut: those with less than enough before."""
+    return tl.ceil((enough - above) / each)
+
+
+@triton.jit
+def _write_out(p_line, p_few, least, V: tl.constexpr, TILE: tl.constexpr, FEW: tl.constexpr):
+    """Write the tokens with logits of at least `least` to `p_few`, in order; how many."""
+    count = 0
+    o_v = tl.arange(0, TILE)
+    for _ in range((V + TILE - 1) // TILE):
+        b_left = (read(p_line, o_v, V, TILE) >= least).to(tl.int32)
+        found = tl.sum(b_left)
+        if found > 0:
+            o_few = count + tl.cumsum(b_left, axis=0) - 1
+            tl.store(p_few + o_few, o_v, mask=(b_left > 0) & (o_few < FEW))
+        count += found
+        o_v += TILE
+    # Other threads of this program read what these have written.
+    tl.debug_barrier()
+    return tl.minimum(count, FEW)
+
+
+@triton.jit
+def _draw_few(
+    p_line, p_few, count, best, scale, top_k, top_p, enough, min_p, u,
+    V: tl.constexpr, SHIFT: tl.constexpr, FEW: tl.constexpr,
+):  # fmt: skip
+    """Top-k, top-p, min-p and the draw on the `count` tokens written out. enough: the weight that
+    top-p is to reach, 0 = its share of what top-k leaves."""
+    o_few = tl.arange(0, FEW)
+    m_few = o_few < count
+    b_token = tl.load(p_few + o_few, mask=m_few, other=0)
+    b_x = tl.where(m_few, read(p_line, b_token, V, 1), float("-inf"))
+    b_w = tl.where(m_few, weight(b_x, best, scale), 0.0)
+    if (top_k > 0) & (top_k < count):
+        cut, above = reached(b_x, m_few.to(tl.float32), top_k.to(tl.float32), SHIFT)
+        b_ties = m_few & (b_x == cut)
+        kept = tl.cumsum(b_ties.to(tl.int32), axis=0) <= top_k - above
+        b_w = tl.where((b_x > cut) | (b_ties & kept), b_w, 0.0)
+    if top_p < 1:
+        enough = tl.where(enough > 0, enough, top_p * tl.sum(b_w))
+        cut, above = reached(b_x, b_w, enough, SHIFT)
+        b_ties = (b_x == cut) & (b_w > 0)
+        ties = _ties(above, enough, tl.max(tl.where(b_ties, b_w, 0.0)))
+        kept = tl.cumsum(b_ties.to(tl.int32), axis=0) <= ties
+        b_w = tl.where((b_x > cut) | (b_ties & kept), b_w, 0.0)
+    b_w = tl.where(b_w >= min_p, b_w, 0.0)
+    b_cumulative = tl.cumsum(b_w.to(tl.float64), axis=0)
+    total = tl.max(b_cumulative)
+    token = _first(b_cumulative, b_w, b_token, u * total)
+    cut = tl.min(tl.where(b_w > 0, b_x, best))
+    last = tl.max(tl.where((b_w > 0) & (b_x == cut), b_token, 0))
+    return token, cut, last, total
+
+
+@triton.jit
+def _draw_line(
+    p_line, cut, ties, best, scale, min_p, u,
+    V: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, TELLS: tl.constexpr,
+):  # fmt: skip
+    """Min-p and the draw on the tokens above `cut` and the first `ties` at it."""
+    o_each = tl.arange(0, TILE)
+    o_tile = tl.arange(0, TILES)
+    b_mass = tl.zeros((TILES,), tl.float64)
+    b_ties = tl.zeros((TILES,), tl.float32)
+    for i_tile in range((V + TILE - 1) // TILE):
+        b_x = read(p_line, i_tile * TILE + o_each, V, TILE)
+        b_w = weight(b_x, best, scale)
+        b_w = tl.where((b_x > cut) & (b_w >= min_p), b_w, 0.0)
+        # In float64 the order of summation hardly ever shows in which token is drawn.
+        b_w = tl.sum(tl.reshape(b_w, (TILE // PER_THREAD, PER_THREAD)), axis=1)
+        b_mass = tl.where(o_tile == i_tile, tl.sum(b_w.to(tl.float64)), b_mass)
+        b_ties = tl.where(o_tile == i_tile, tl.sum((b_x == cut).to(tl.float32)), b_ties)
+    each = weight(cut, best, scale)
+    each = tl.where(each >= min_p, each, 0.0)
+    b_before = tl.cumsum(b_ties, axis=0) - b_ties
+    b_kept = tl.minimum(tl.maximum(ties - b_before, 0.0), b_ties)
+    b_mass += b_kept * each
+    b_cumulative = tl.cumsum(b_mass, axis=0)
+    total = tl.max(b_cumulative)
+
+    i_tile = _first(b_cumulative, b_mass, o_tile, u * total)
+    m_tile = o_tile == i_tile
+    rest = u * total - tl.sum(tl.where(m_tile, b_cumulative - b_mass, 0.0))
+    o_v = i_tile * TILE + o_each
+    b_x = read(p_line, o_v, V, TILE)
+    b_tied = b_x == cut
+    m_kept = tl.cumsum(b_tied.to(tl.float32), axis=0) <= tl.sum(tl.where(m_tile, b_kept, 0.0))
+    b_w = weight(b_x, best, scale)
+    b_w = tl.where(((b_x > cut) | (b_tied & m_kept)) & (b_w >= min_p), b_w, 0.0)
+    token = _first(tl.cumsum(b_w.to(tl.float64), axis=0), b_w, o_v, rest)
+
+    last = 0
+    if TELLS:
+        i_tile = tl.max(tl.where(b_kept > 0, o_tile, 0))
+        o_v = i_tile * TILE + o_each
+        b_tied = read(p_line, o_v, V, TILE) == cut
+        kept = tl.sum(tl.where(o_tile == i_tile, b_kept, 0.0))
+        m_kept = b_tied & (tl.cumsum(b_tied.to(tl.float32), axis=0) <= kept)
+        last = tl.max(tl.where(m_kept, o_v, -1))
+    return token, last, total
+
+
+@triton.jit
+def _select_kernel(
+    logits, stride, values, indices, few_tokens,
+    temperature, top_k, top_p, min_p, param_stride, seed, seed_stride,
+    slot, position, num_draft, emits, out, cut_value, cut_last, cut_total, cut_best,
+    START: tl.constexpr, WIDTH: tl.constexpr, BY_SLOT: tl.constexpr, JUDGES: tl.constexpr,
+    TELLS: tl.constexpr, V: tl.constexpr, PARTS: tl.constexpr, PART_WIDTH: tl.constexpr,
+    TILE: tl.constexpr, PIECE: tl.constexpr, PIECES: tl.constexpr, FEW: tl.constexpr,
+    SHIFT: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One program per line; WIDTH lines per row, at positions one after another."""
+    pdl_wait(PDL)
+    i_line = tl.program_id(0)
+    i_row = i_line // WIDTH
+    i_ahead = i_line % WIDTH
+    i_slot = i_row
+    if BY_SLOT:
+        i_slot = tl.maximum(tl.load(slot + i_row), 0)
+    p_line = logits + i_line.to(tl.int64) * stride
+    best, token = best_part(values, indices, i_line, PARTS, PART_WIDTH)
+    tau = tl.load(temperature + i_slot * param_stride)
+    draws = tau > 0
+    if JUDGES:
+        # Nobody asks for the token behind a draft that was not made.
+        draws &= (tl.load(emits + i_row).to(tl.int32) != 0) & (
+            i_ahead <= tl.load(num_draft + i_row)
+        )
+
+    # Nothing can be drawn where the largest logit is not a number; it is emitted.
+    draws &= (best > float("-inf")) & (best < float("inf"))
+
+    scale = 1.4426950408889634 / tl.where(draws, tau, 1.0)
+    cut = best
+    last = token
+    total = tl.full((), 1.0, tl.float64)
+    if draws:
+        k = tl.load(top_k + i_slot * param_stride)
+        p = tl.load(top_p + i_slot * param_stride)
+        least = tl.load(min_p + i_slot * param_stride)
+        at = tl.load(position + i_row).to(tl.int64) + i_ahead
+        u = draw_uniform(tl.load(seed + i_slot * seed_stride), at, START)
+        key = tl.full((), LOWEST >> SHIFT, tl.int32)
+        ties = 0.0
+        enough = 0.0
+        few = False
+        if (k > 0) & (k < V):
+            key, above, _, few = search(
+                p_line, best, scale, key, 0.0, k.to(tl.float32), False, V, TILE, SHIFT, FEW
+            )
+            ties = k - above
+        if (p < 1) & (few == 0):
+            extra = ties * weight(value(key, SHIFT), best, scale)
+            floor = key
+            key, above, enough, few = search(
+                p_line, best, scale, floor, extra, p, True, V, TILE, SHIFT, FEW
+            )
+            left = _ties(above, enough, weight(value(key, SHIFT), best, scale))
+            ties = tl.where(key == floor, tl.minimum(ties, left), left)
+        cut = value(key, SHIFT)
+        if few:
+            p_few = few_tokens + i_line * FEW
+            count = _write_out(p_line, p_few, cut, V, PIECE, FEW)
+            token, cut, last, total = _draw_few(
+                p_line, p_few, count, best, scale, k, p, enough, least, u, V, SHIFT, FEW
+            )
+        else:
+            token, last, total = _draw_line(
+                p_line, cut, ties, best, scale, least, u, V, PIECE, PIECES, TELLS
+            )
+    tl.store(out + i_line, token)
+    if TELLS:
+        tl.store(cut_value + i_line, cut)
+        tl.store(cut_last + i_line, last)
+        tl.store(cut_total + i_line, total)
+        tl.store(cut_best + i_line, best)
+
+
+SHIFTS = {torch.float32: 0, torch.bfloat16: 16, torch.float16: 13}
+"""Low bits that a float32 made of such a number does not use."""
+
+
+def select_tokens(
+    logits: Tensor,
+    sampling: SamplingTensors,
+    position: Tensor,
+    stream: int,
+    num_draft: Tensor | None = None,
+    emits: Tensor | None = None,
+    cut: Cut | None = None,
+    tiling: SelectTiling = TILING,
+) -> Tensor:
+    """`select_reference` by two launches where Triton runs (and not in fp64).
+
+    num_draft, emits: int32 `[rows]`, given: of a row that emits nothing, and behind its drafts,
+        any token will do. cut: gets what the drawn tokens were drawn from (not in the reference).
+    """
+    rows, width, vocabulary = logits.shape
+    if not rows or not runs_triton(logits) or logits.dtype not in SHIFTS:
+        return select_reference(logits, sampling, position, stream)
+    lines = logits.flatten(0, 1)
+    if lines.stride(1) != 1:
+        lines = lines.contiguous()
+    values, indices = largest_parts(lines)
+    out = torch.empty((rows, width), dtype=torch.int32, device=logits.device)
+    few = torch.empty((rows * width, tiling.few), dtype=torch.int32, device=logits.device)
+    param_stride = sampling.temperature.stride(0)
+    assert all(x.stride(0) == param_stride for x in sampling[1:4])
+    judges = num_draft is not None and emits is not None
+    _select_kernel[(rows * width,)](
+        logits=lines,
+        values=values,
+        indices=indices,
+        stride=lines.stride(0),
+        few_tokens=few,
+        temperature=sampling.temperature,
+        top_k=sampling.top_k,
+        top_p=sampling.top_p,
+        min_p=sampling.min_p,
+        param_stride=param_stride,
+        seed=sampling.seed,
+        seed_stride=sampling.seed.stride(0),
+        slot=out if sampling.slot is None else sampling.slot,
+        position=position,
+        num_draft=num_draft if judges else out,
+        emits=emits if judges else out,
+        out=out,
+        cut_value=cut.value if cut else out,
+        cut_last=cut.last if cut else out,
+        cut_total=cut.total if cut else out,
+        cut_best=cut.best if cut else out,
+        START=stream_start(stream),
+        WIDTH=width,
+        BY_SLOT=sampling.slot is not None,
+        JUDGES=judges,
+        TELLS=cut is not None,
+        V=vocabulary,
+        PARTS=values.shape[1],
+        PART_WIDTH=triton.next_power_of_2(values.shape[1]),
+        TILE=tiling.tile,
+        PIECE=tiling.piece,
+        PIECES=triton.next_power_of_2(triton.cdiv(vocabulary, tiling.piece)),
+        FEW=tiling.few,
+        SHIFT=SHIFTS[logits.dtype],
+        num_warps=tiling.warps,
+        **pdl(logits),
+    )
+    return out
