@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from hybrid_runtime.kernels.sampling.rows import SamplingTensors
 from hybrid_runtime.specdecode.acceptance import Accepted
@@ -35,3 +36,13 @@ def assert_emits(got: Accepted, tokens: list[list[int]], counts: list[int]) -> N
     assert got.tokens.dtype == got.num_accepted.dtype == torch.int32
     assert got.tokens.tolist() == tokens
     assert got.num_accepted.tolist() == counts
+
+
+def misdrawn(token: Tensor, probs: Tensor, u: Tensor) -> Tensor:
+    """bool [...]: where `token` is not what `u` draws from `probs` [..., V]. Its share of the
+    cumulative distribution must hold `u`, but for what rounding moves."""
+    cumulative = probs.double().cumsum(-1)
+    at = token.long()[..., None]
+    above = cumulative.gather(-1, at)[..., 0]
+    below = above - probs.double().gather(-1, at)[..., 0]
+    return (u < below - 1e-6) | (u > above + 1e-6) | (probs.gather(-1, at)[..., 0] == 0)

@@ -50,7 +50,8 @@ def test_argmax_of_nothing_finite_is_a_token() -> None:
 @settings(max_examples=40)
 @given(st.data())
 def test_accept_drafts(data: st.DataObject) -> None:
-    rows, num_draft = data.draw(st.integers(1, 4)), data.draw(st.integers(0, 5))
+    rows = data.draw(st.integers(1, 4))
+    num_draft = data.draw(st.one_of(st.integers(0, 5), st.just(15)))
     few = st.integers(-1, 2)
 
     def table(width: int, values: st.SearchStrategy[int]) -> Tensor:
@@ -62,7 +63,7 @@ def test_accept_drafts(data: st.DataObject) -> None:
     emits = table(1, st.integers(0, 1))[:, 0]
     forced: tuple[Tensor, ...] = ()
     if data.draw(st.booleans()) and num_draft:
-        rates = torch.tensor([0.9, 0.5, 0.5, 0.2, 0.0], device=DEVICE)[:num_draft]
+        rates = torch.tensor([0.9, 0.5, 0.5, 0.2, *[0.0] * 11], device=DEVICE)[:num_draft]
         forced = (rates, table(1, st.integers(0, 9))[:, 0] / 10)
     found = accept.accept_drafts(chosen, drafts, count, emits, *forced)
     wanted = accept.accept_drafts_reference(chosen, drafts, count, emits, *forced)

@@ -119,7 +119,7 @@ def misfit(text: Tensor, logits: Tensor, params: SamplingParams) -> float:
 
 
 SAMPLED = SamplingParams(temperature=1.0)
-FILTERED = SamplingParams(temperature=0.7, top_k=6, top_p=0.93)
+FILTERED = SamplingParams(temperature=0.7, top_k=6, top_p=0.93, min_p=0.02)
 
 
 @pytest.mark.slow

@@ -10,6 +10,12 @@ import torch
 from helpers.sampling import sampling_tensors
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from transformers.generation.logits_process import (
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from hybrid_runtime.kernels.sampling.naive import probabilities_reference, sample_reference
 from hybrid_runtime.kernels.sampling.rows import SamplingTensors
@@ -138,6 +144,28 @@ def test_probabilities_equal_sorted_oracle(
     assert got.dtype == torch.float32
     assert torch.equal(got[0, 0] > 0, expected > 0)
     torch.testing.assert_close(got[0, 0], expected, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("temperature", [0.4, 1.0, 1.6])
+@pytest.mark.parametrize("top_k", [0, 1, 7, 60])
+@pytest.mark.parametrize("top_p", [0.2, 0.85, 1.0])
+@pytest.mark.parametrize("min_p", [0.0, 0.03])
+def test_probabilities_equal_those_of_transformers(
+    temperature: float, top_k: int, top_p: float, min_p: float
+) -> None:
+    logits = 3 * torch.randn(20, 100, generator=torch.Generator().manual_seed(3))
+    warpers: list[Any] = [TemperatureLogitsWarper(temperature), TopPLogitsWarper(top_p)]
+    if top_k:
+        warpers.insert(1, TopKLogitsWarper(top_k))
+    if min_p:
+        warpers.append(MinPLogitsWarper(min_p))
+    wanted = logits
+    for warper in warpers:
+        wanted = warper(None, wanted)
+    params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    got = probabilities_reference(logits[:, None], sampling_tensors([params] * 20, [0] * 20))
+    assert torch.equal(got[:, 0] > 0, wanted > -torch.inf)
+    torch.testing.assert_close(got[:, 0], wanted.softmax(-1), rtol=1e-5, atol=1e-8)
 
 
 def test_ties_keep_the_lowest_tokens() -> None:

@@ -1,7 +1,6 @@
 """Synthetic acceptance, for measurements: as many drafts as the rates say, right or wrong."""
 
 import math
-from dataclasses import replace
 
 import pytest
 import torch
@@ -25,7 +24,7 @@ def test_synthetic_mean_length(mean_length: float, one_request: bool) -> None:
     full = torch.full((rows,), most, dtype=torch.int32)
     sampling, position = rows_of(SamplingParams(temperature=1.0), rows), torch.full((rows,), 9)
     if one_request:
-        sampling, position = replace(sampling, seed=position), sampling.seed
+        sampling, position = sampling._replace(seed=position), sampling.seed
     got = accept(logits, drafts, full, full, None, sampling, position)
     counts = got.num_accepted.long()
     spread = counts.double().std().item()
