@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import count
 from pathlib import Path
 from threading import Thread
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from hybrid_runtime.device.sync import Waits
 from hybrid_runtime.engine import build
+from hybrid_runtime.engine.chat import ChatTemplate, Message
 from hybrid_runtime.engine.checks import DTypeName
 from hybrid_runtime.engine.config import EngineConfig, EngineOptions
 from hybrid_runtime.engine.core import EngineCore
@@ -26,7 +27,13 @@ from hybrid_runtime.engine.owner import Owner
 from hybrid_runtime.engine.pooler import Pooler, Pooling, pooled_from
 from hybrid_runtime.engine.request import Completion, Request
 from hybrid_runtime.engine.stats import EngineStats
-from hybrid_runtime.engine.tokenize import Prompt, encode, encode_instructed, prompt_list
+from hybrid_runtime.engine.tokenize import (
+    Prompt,
+    encode,
+    encode_instructed,
+    encode_rendered,
+    prompt_list,
+)
 from hybrid_runtime.models.nemotron_h import NemotronH
 from hybrid_runtime.specdecode.sampling import SamplingParams
 
@@ -46,18 +53,21 @@ class Engine:
         tokenizer: Tokenizer | None = None,
         eos_token_ids: Collection[int] | None = None,
         head: Any = None,
+        chat_template: ChatTemplate | None = None,
     ) -> None:
         """Take memory for a model whose weights are loaded.
 
         tokenizer: None = prompts are token ids, and there is no text. eos_token_ids: tokens that
         end a text; None = those of the model's config. head: the network of drafter "mtp" or
-        "eagle". Raises `ValueError` for a config that does not go with the model, or a drafter
-        without its network.
+        "eagle". chat_template: what makes a prompt of a conversation. Raises `ValueError` for a
+        config that does not go with the model, a drafter without its network, or what does not
+        fit the device.
         """
         config = config.resolved(head)
         layout = config.layout(model.config, model.dtype)
         plan = build.memory_plan(config, layout, model, head)
         self.model, self.config, self.tokenizer = model, config, tokenizer
+        self.chat_template = chat_template
         self.waits = Waits()
         self.manager = build.state_manager(config, layout, model.device)
         self.sequences = build.token_buffers(config, model, head)
@@ -93,7 +103,10 @@ class Engine:
         options: the fields of `EngineConfig`. All of them are checked before weights are loaded.
         """
         loaded = load(path, EngineConfig(**options), device, dtype, eagle_path)
-        return cls(loaded.model, loaded.config, tokenizer=loaded.tokenizer, head=loaded.head)
+        return cls(
+            loaded.model, loaded.config, tokenizer=loaded.tokenizer, head=loaded.head,
+            chat_template=loaded.chat_template,
+        )  # fmt: skip
 
     # -- requests --------------------------------------------------------------------------------
 
@@ -249,6 +262,43 @@ class Engine:
                 lambda live: bar.update(task, completed=sum(len(r.output) for r in live)),
             )
         return [Completion.of(r) for r in requests]
+
+    def chat(
+        self,
+        messages: Sequence[Message],
+        params: SamplingParams | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        template_options: Mapping[str, Any] | None = None,
+    ) -> Completion:
+        """The assistant's answer to a conversation; arguments and errors as of `chat_prompt`."""
+        if params is not None and params.n != 1:
+            raise ValueError(f"n is {params.n}; it must be 1 in a chat")
+        prompt = self.chat_prompt(messages, tools=tools, template_options=template_options)
+        return self.generate([prompt], params)[0]
+
+    def chat_prompt(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        template_options: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """Token ids of a conversation, up to where the assistant's answer begins. Changes nothing,
+        so any thread may call it.
+
+        messages: mappings with `role` and `content`. tools: JSON schemas of functions that may be
+        called. template_options: further variables of the checkpoint's chat template, such as
+        `enable_thinking`. Raises `ValueError` for a checkpoint without one, or messages that it
+        refuses.
+        """
+        if self.chat_template is None:
+            raise ValueError(
+                "the checkpoint has no chat template; chat_template.jinja or "
+                "tokenizer_config.json must hold one"
+            )
+        text = self.chat_template.render(messages, tools, template_options)
+        return encode_rendered(text, self.tokenizer, self.model.config.vocab_size)
 
     def embed(
         self,

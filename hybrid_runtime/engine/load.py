@@ -13,6 +13,7 @@ from tokenizers import Tokenizer
 from torch import nn
 
 from hybrid_runtime.device.select import select_device
+from hybrid_runtime.engine.chat import ChatTemplate
 from hybrid_runtime.engine.checks import DTYPES, resolve_dtype
 from hybrid_runtime.engine.config import EngineConfig
 from hybrid_runtime.engine.memory_plan import Planner, gib
@@ -34,12 +35,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """What an `Engine` is made of. head: the drafter's network, None where it needs none."""
+    """What an `Engine` is made of. head: the drafter's network, None where it needs none.
+    chat_template: None where the checkpoint has none."""
 
     model: NemotronH
     config: EngineConfig
     tokenizer: Tokenizer
     head: Any
+    chat_template: ChatTemplate | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +83,7 @@ def load(
     model_config = load_config(directory)
     weights = _weight_dtype(dtype, model_config, where)
     layout = config.layout(model_config, weights)
-    tokenizer = _tokenizer(directory)
+    tokenizer, chat_template = _tokenizer(directory), ChatTemplate.of(directory)
     draft = _draft(config, model_config, directory, eagle_path)
     # The networks without storage: their shapes are checked, and their bytes known.
     shape = NemotronH(model_config, "meta", weights)
@@ -91,7 +94,7 @@ def load(
 
     start = time.perf_counter()
     model = load_nemotron_h(directory, where, weights)
-    loaded = Loaded(model, config, tokenizer, draft.load(model))
+    loaded = Loaded(model, config, tokenizer, draft.load(model), chat_template)
     took, size = time.perf_counter() - start, gib(count)
     logger.info("loaded %s: %s of %s to %s in %.1f s", directory, size, weights, where, took)
     return loaded

@@ -26,6 +26,13 @@ def encode(prompt: Prompt, tokenizer: Tokenizer | None, vocabulary: int) -> list
     return _checked("prompt", tokens, vocabulary)
 
 
+def encode_rendered(text: str, tokenizer: Tokenizer | None, vocabulary: int) -> list[int]:
+    """Token ids of a text that holds its special tokens already, as a chat template's does."""
+    if tokenizer is None:
+        raise ValueError("messages are text; without a tokenizer there is no chat")
+    return _checked("prompt", tokenizer.encode(text, add_special_tokens=False).ids, vocabulary)
+
+
 def encode_instructed(
     prompt: Prompt, instruction: Prompt, tokenizer: Tokenizer | None, vocabulary: int
 ) -> tuple[list[int], int]:

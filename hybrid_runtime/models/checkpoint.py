@@ -39,7 +39,7 @@ def resolve(path_or_hub_id: str | Path) -> Path:
             f"checkpoint {name!r} does not exist, must be a directory or a hub id (owner/name)"
         )
     try:
-        folder = snapshot_download(name, allow_patterns=["*.json", "*.safetensors"])
+        folder = snapshot_download(name, allow_patterns=["*.json", "*.jinja", "*.safetensors"])
     except (HfHubHTTPError, HFValidationError, OSError) as error:
         raise ValueError(
             f"checkpoint {name!r} is no directory here, and the hub did not give it "

@@ -1,0 +1,209 @@
+"""Conversations as prompts: a checkpoint's chat template, rendered as transformers does."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Template, TemplateError, nodes
+from jinja2.exceptions import SecurityError
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
+
+from hybrid_runtime.models.config import read_json
+
+Message = Mapping[str, Any]
+"""`role`, and what the template makes of the rest: `content`, `tool_calls`, ..."""
+
+_REASONING = ("reasoning_content", "thinking", "reasoning")
+
+
+class ChatTemplate:
+    """The templates of a checkpoint.
+
+    sources: Jinja text by name; "tool_use", where there is one, is taken for conversations with
+        tools, "default" for all others.
+    special_tokens: by name ("bos_token", ...), as templates write them.
+    origin: the file, for error messages.
+    """
+
+    def __init__(
+        self, sources: Mapping[str, str], special_tokens: Mapping[str, str], origin: str
+    ) -> None:
+        self._sources, self._special, self._origin = dict(sources), dict(special_tokens), origin
+
+    @classmethod
+    def of(cls, directory: Path) -> ChatTemplate | None:
+        """That of a checkpoint: `chat_template.jinja`, else in `tokenizer_config.json`; None if it
+        has none. `ValueError` for a file that is not what it must be."""
+        file = directory / "tokenizer_config.json"
+        config = read_json(file, file.name) if file.is_file() else {}
+        sources: dict[str, str] = {}
+        given = config.get("chat_template")
+        if isinstance(given, str):
+            sources["default"] = given
+        elif given is not None:
+            try:
+                sources = {str(one["name"]): str(one["template"]) for one in given}
+            except (TypeError, KeyError) as error:
+                raise ValueError(
+                    f"chat_template in {file} is a {type(given).__name__}; it must be a text, or a "
+                    "list of objects with name and template"
+                ) from error
+        for path in sorted((directory / "additional_chat_templates").glob("*.jinja")):
+            sources[path.stem] = path.read_text(encoding="utf-8")
+        own = directory / "chat_template.jinja"
+        if own.is_file():
+            file, sources["default"] = own, own.read_text(encoding="utf-8")
+        return cls(sources, _special_tokens(directory, config), str(file)) if sources else None
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The prompt that a conversation is, up to where the assistant's answer begins.
+
+        tools: JSON schemas of functions that may be called. options: further variables of the
+        template, such as `enable_thinking`. Raises `ValueError` for what is no conversation, or
+        what the template refuses.
+        """
+        name = "tool_use" if tools is not None and "tool_use" in self._sources else "default"
+        if name not in self._sources:
+            raise ValueError(
+                f"{self._origin} has the chat templates {', '.join(self._sources)}; one of them "
+                "must be called default"
+            )
+        variables = {
+            "messages": [_with_reasoning(m) for m in _checked(messages)],
+            "tools": None if tools is None else _plain("tools", list(tools)),
+            "documents": None,
+            "add_generation_prompt": True,
+        }
+        options = _plain("template options", dict(options or {}))
+        try:
+            return _compile(self._sources[name]).render(variables | self._special | options)
+        except (TemplateError, TypeError, ValueError, KeyError) as error:
+            raise ValueError(
+                f"messages do not go with the chat template in {self._origin}: {error}"
+            ) from error
+
+
+def _special_tokens(directory: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """Special tokens by name, from both files that may hold them."""
+    file = directory / "special_tokens_map.json"
+    given = {name: value for name, value in config.items() if name.endswith("_token")}
+    given |= read_json(file, file.name) if file.is_file() else {}
+    texts = {n: v.get("content") if isinstance(v, dict) else v for n, v in given.items()}
+    return {name: text for name, text in texts.items() if isinstance(text, str)}
+
+
+def _checked(messages: object) -> list[dict[str, Any]]:
+    if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence) or not messages:
+        raise ValueError(
+            f"messages is {messages!r}; it must be a list of messages, such as "
+            "[{'role': 'user', 'content': 'Hello'}]"
+        )
+    for message in messages:
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            raise ValueError(
+                f"messages holds {message!r}; it must be a mapping with a role, such as "
+                "{'role': 'user', 'content': 'Hello'}"
+            )
+    plain: list[dict[str, Any]] = _plain("messages", [dict(m) for m in messages])
+    return plain
+
+
+def _plain(name: str, value: Any) -> Any:
+    """A copy of JSON's types only: templates are strangers' code, other objects have methods."""
+    try:
+        return json.loads(json.dumps(value))
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{name} must be what JSON can hold: {error}") from error
+
+
+def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
+    """What an assistant thought, under the names that templates know it by."""
+    thought = next((message[n] for n in _REASONING if message.get(n) is not None), None)
+    if thought is None:
+        return message
+    return {"thinking": thought} | message | {"reasoning_content": thought}
+
+
+# -- the sandbox, as transformers has it ---------------------------------------------------------
+
+
+class _Generation(Extension):
+    """`{% generation %}` marks what an assistant wrote, for training; here it is only its body."""
+
+    tags = frozenset(["generation"])  # type: ignore[assignment]
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+class _Namespace(Namespace):
+    """Without names that begin with an underscore: those lead out of the sandbox."""
+
+    def __init__(*args: Any, **kwargs: Any) -> None:  # so that `self` can be a name
+        self, rest = args[0], args[1:]
+        attributes = dict(*rest, **kwargs)
+        for name in attributes:
+            _check_name(name)
+        Namespace.__init__(self, attributes)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _check_name(name)
+        super().__setitem__(name, value)
+
+
+def _check_name(name: object) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise SecurityError(f"a template must not store {name!r} in a namespace")
+
+
+class _Dict:
+    """`dict` without its attributes."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
+        return dict(*args, **kwargs)
+
+
+def _raise_exception(message: str) -> None:
+    raise TemplateError(message)
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    # Jinja's own escapes what HTML would misread.
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+@cache
+def _compile(source: str) -> Template:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals |= {
+        "raise_exception": _raise_exception,
+        "strftime_now": lambda form: datetime.now().strftime(form),
+        "dict": _Dict(),
+        "namespace": _Namespace,
+    }
+    return environment.from_string(source)
