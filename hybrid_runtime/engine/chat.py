@@ -87,9 +87,9 @@ class ChatTemplate:
             "documents": None,
             "add_generation_prompt": True,
         }
-        options = _plain("template options", dict(options or {}))
+        extra: dict[str, Any] = _plain("template_options", dict(options or {}))
         try:
-            return _compile(self._sources[name]).render(variables | self._special | options)
+            return _compile(self._sources[name]).render(variables | self._special | extra)
         except (TemplateError, TypeError, ValueError, KeyError) as error:
             raise ValueError(
                 f"messages do not go with the chat template in {self._origin}: {error}"
