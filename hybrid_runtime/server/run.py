@@ -21,8 +21,8 @@ _LOOPBACK = ("127.", "::1")
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket at an address, which nobody can reach until the server listens on it. Port 0 takes a
-    free one. `OSError` names the address if it can't be had."""
+    """A socket at an address, which nobody can reach until the server listens on it; port 0 is a
+    free one. `ValueError` for an address that can't be had."""
     try:
         family, kind, proto, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -30,8 +30,9 @@ def bind(host: str, port: int) -> socket.socket:
         bound = socket.socket(family, kind, proto)
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind(address)
-    except OSError as error:
-        raise OSError(error.errno, f"cannot listen on {host}:{port}: {error.strerror}") from error
+    except (OSError, OverflowError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        raise ValueError(f"cannot listen on {host}:{port}: {why}") from error
     return bound
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 import time
 from collections.abc import Iterator
@@ -55,6 +56,17 @@ class Running:
         end = time.monotonic() + 60
         while self.metrics().get(sample, 0.0) != value:
             assert time.monotonic() < end, f"{sample} is not {value}"
+
+
+def completed(answer: httpx.Response) -> str:
+    """The text of a completion, which came whole or in a stream."""
+    assert answer.status_code == 200, answer.text
+    if answer.headers["content-type"] == "application/json":
+        return answer.json()["choices"][0]["text"]
+    *events, done, end = answer.text.split("\n\n")
+    assert (done, end) == ("data: [DONE]", "")
+    chunks = [json.loads(event.removeprefix("data: ")) for event in events]
+    return "".join(chunk["choices"][0]["text"] for chunk in chunks)
 
 
 @contextmanager

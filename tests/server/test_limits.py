@@ -1,0 +1,137 @@
+"""Keys, sizes, floods: what is too much is refused at once, and the others are served."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+from helpers.http_server import Running, completed, running, shipped
+
+from hybrid_runtime.engine import SamplingParams
+from hybrid_runtime.server.options import ServerOptions
+
+JSON = {"content-type": "application/json"}
+
+
+@pytest.fixture
+def guarded() -> Iterator[Running]:
+    with running(shipped(drafter=None), api_keys=("one", "two"), max_body_bytes=1000) as server:
+        yield server
+
+
+def test_keys(guarded: Running) -> None:
+    body = {"prompt": "a = 1\n" * 12, "max_tokens": 1}
+    cached = []
+    for key in ("one", "one", "two"):
+        answer = guarded.post("completions", json=body, headers={"authorization": f"Bearer {key}"})
+        cached.append(answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
+    assert cached == [0, 64, 0]  # a key finds what it has computed itself, and nobody else's
+    for headers in ({}, {"authorization": "Bearer three"}, {"authorization": "one"}):
+        for path in ("/v1/models", "/v1/nothing"):
+            answer = guarded.http.get(path, headers=headers)
+            assert answer.status_code == 401
+            assert answer.json()["error"]["code"] == "invalid_api_key"
+            assert answer.headers["www-authenticate"] == "Bearer"
+    assert guarded.http.get("/health").json() == {"status": "ok"}
+    assert guarded.metrics()['hybrid_runtime_http_requests_total{path="other",status="401"}'] == 3
+
+
+def test_large_bodies(guarded: Running) -> None:
+    """With their length in front, and in pieces without."""
+    headers = {**JSON, "authorization": "Bearer one"}
+    for content in (b" " * 1001, iter([b" " * 600, b" " * 600])):
+        answer = guarded.post("completions", content=content, headers=headers)
+        assert answer.status_code == 413
+        assert answer.json()["error"]["code"] == "request_too_large"
+    # Who has no key is refused before a body is read.
+    answer = guarded.post("completions", content=b" " * 10_000, headers=JSON)
+    assert answer.status_code == 401
+
+
+def test_a_body_that_never_comes() -> None:
+    with running(shipped(drafter=None), body_seconds=0.05) as server:
+        host, port = server.url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), timeout=60) as slow:
+            slow.sendall(
+                b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+                b'content-length: 100\r\n\r\n{"prompt'
+            )
+            assert slow.recv(1000).startswith(b"HTTP/1.1 408 ")
+
+
+def test_a_flood_is_refused_and_the_others_are_served() -> None:
+    """429 beyond the queue; who was let in gets its whole text."""
+    engine = shipped(max_requests=1, max_waiting=2)
+    body = {"prompt": "import ", "max_tokens": 60, "temperature": 0}
+    (want,) = engine.generate(["import "], SamplingParams(max_tokens=60))
+    engine.hand_over()
+
+    async def flood(server: Running) -> list[httpx.Response]:
+        async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
+            sent = [
+                client.post("/v1/completions", json=body | {"stream": i % 2 == 1})
+                for i in range(16)
+            ]
+            return await asyncio.gather(*sent)
+
+    with running(engine) as server:
+        answers = asyncio.run(flood(server))
+        statuses = [answer.status_code for answer in answers]
+        assert set(statuses) == {200, 429}
+        for answer in answers:
+            if answer.status_code == 429:
+                assert answer.json()["error"]["type"] == "rate_limit_error"
+                assert "max_waiting is 2" in answer.json()["error"]["message"]
+                assert answer.headers["retry-after"] == "1"
+            else:
+                assert completed(answer) == want.text
+        served = server.metrics()['hybrid_runtime_completions_total{finish_reason="length"}']
+        assert served == statuses.count(200)
+
+
+def test_more_prompts_than_may_wait_take_turns() -> None:
+    engine = shipped(max_requests=1, max_waiting=2, drafter=None)
+    prompts = [f"{letter} = " for letter in "abcdefghij"]
+    wanted = [a.text for a in engine.generate(prompts[:2], SamplingParams(max_tokens=3))]
+    engine.hand_over()
+    with running(engine) as server:
+        body = {"prompt": prompts, "max_tokens": 3, "temperature": 0}
+        answer = server.post("completions", json=body).json()
+        assert [choice["text"] for choice in answer["choices"]][:2] == wanted
+        assert len(answer["choices"]) == 10
+        assert len(server.post("embeddings", json={"input": prompts}).json()["data"]) == 10
+
+
+def test_open_requests_are_bounded() -> None:
+    engine = shipped(max_model_len=4096)
+    with running(engine, max_concurrency=1) as server:
+        body = {"prompt": "x", "max_tokens": 4000, "ignore_eos": True, "stream": True}
+        with server.http.stream("POST", "/v1/completions", json=body) as first:
+            assert next(first.iter_lines())
+            refused = server.post("completions", json={"prompt": "x"})
+            assert refused.status_code == 429
+            assert "1 requests are open" in refused.json()["error"]["message"]
+            assert server.http.get("/health").status_code == 200
+        server.until("hybrid_runtime_http_requests_open", 1)  # the one that asks
+        assert server.post("completions", json={"prompt": "x"}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"model_name": ""}, "model_name is ''"),
+        ({"api_keys": ("",)}, "api_keys holds a key"),
+        ({"api_keys": ("é",)}, "api_keys holds a key"),
+        ({"max_body_bytes": 0}, "max_body_bytes is 0"),
+        ({"max_choices": 1.5}, "max_choices is 1.5"),
+        ({"drain_seconds": float("nan")}, "drain_seconds is nan"),
+        ({"body_seconds": 0}, "body_seconds is 0"),
+    ],
+)
+def test_wrong_options(wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ServerOptions(**{"model_name": "x"} | wrong)

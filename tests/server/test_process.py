@@ -1,0 +1,118 @@
+"""`hybrid-runtime serve` as a process: it drains, dies and comes back, and says what is wrong."""
+
+from __future__ import annotations
+
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import fields
+
+import httpx
+import pytest
+
+from hybrid_runtime import demo
+from hybrid_runtime.cli import main, parser
+from hybrid_runtime.engine import EngineConfig
+from hybrid_runtime.server.command import ENGINE_OPTIONS, KEY_VARIABLE, server_options
+
+MODEL = str(demo.SHIPPED)
+OPTIONS = ("--drafter", "none", "--max-requests", "2", "--block-size", "16", "--device", "cpu")
+LONG = {"prompt": "import ", "max_tokens": 100, "temperature": 0, "ignore_eos": True}
+
+
+@contextmanager
+def served(*options: str, port: int = 0) -> Iterator[tuple[subprocess.Popen[str], httpx.Client]]:
+    """A server process and a client of it."""
+    command = [sys.executable, "-m", "hybrid_runtime.cli", "serve", MODEL, "--port", str(port)]
+    with subprocess.Popen([*command, *OPTIONS, *options], stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        try:
+            said = []
+            for line in process.stderr:
+                said.append(line)
+                if found := re.search(r"listening on (http://\S+)", line):
+                    break
+            else:
+                pytest.fail("".join(said))
+            with httpx.Client(base_url=found[1], timeout=60, verify=False) as client:
+                yield process, client
+        finally:
+            process.kill()
+
+
+def test_sigterm_lets_open_requests_end() -> None:
+    with served() as (process, client):
+        want = client.post("/v1/completions", json=LONG).json()["choices"][0]["text"]
+        with client.stream("POST", "/v1/completions", json=LONG | {"stream": True}) as stream:
+            lines = stream.iter_lines()
+            got = [next(lines)]
+            process.send_signal(signal.SIGTERM)
+            got += lines
+        assert got[-2:] == ["data: [DONE]", ""]
+        assert "".join(re.findall(r'"text":"(.*?)","logprobs"', "".join(got))) == repr(want)[1:-1]
+        assert process.wait(60) == 0
+
+
+@pytest.mark.slow
+def test_killed_and_started_again_at_the_same_address() -> None:
+    with served() as (process, client):
+        port = client.base_url.port
+        want = client.post("/v1/completions", json=LONG).json()["choices"]
+        with client.stream("POST", "/v1/completions", json=LONG | {"stream": True}) as stream:
+            lines = stream.iter_lines()
+            assert next(lines)
+            process.kill()
+            with pytest.raises(httpx.RemoteProtocolError):
+                list(lines)
+    assert port is not None
+    with served(port=port) as (_, client):
+        assert client.post("/v1/completions", json=LONG).json()["choices"] == want
+
+
+def test_an_address_in_use_is_said_before_anything_is_loaded(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert main(["serve", "/no/such/place", "--port", str(port)]) == 2
+    assert f"cannot listen on 127.0.0.1:{port}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--max-body-bytes", "0"], "max_body_bytes is 0"),
+        (["--api-key", ""], "api_keys holds a key"),
+        (["--max-requests", "0"], "max_requests is 0"),
+        (["--retention", "7"], "retention is 7"),
+        (["--drafter", "abacus"], "drafter is 'abacus'"),
+        (["--num-blocks", "0", "4"], "num_blocks is 0"),
+        (["--port", "70000"], "cannot listen on 127.0.0.1:70000"),
+        (["--host", "no.such.host.invalid"], "cannot listen on no.such.host.invalid"),
+    ],
+)
+def test_wrong_options_are_one_line_and_status_2(
+    options: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["serve", MODEL, "--port", "0", *options]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.startswith("hybrid-runtime: error: ")
+    assert error.count("\n") == 1
+
+
+def test_keys_may_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where no other user of the machine sees them."""
+    monkeypatch.setenv(KEY_VARIABLE, "secret")
+    for given, keys in (([], ("secret",)), (["--api-key", "a", "--api-key", "b"], ("a", "b"))):
+        options = server_options(parser().parse_args(["serve", MODEL, *given]))
+        assert (options.api_keys, options.model_name) == (keys, "python-small")
+
+
+def test_every_option_of_the_engine_can_be_set() -> None:
+    left_out = {"synthetic_acceptance"}  # its text is wrong on purpose
+    assert set(ENGINE_OPTIONS) == {field.name for field in fields(EngineConfig)} - left_out
