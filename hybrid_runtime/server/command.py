@@ -7,46 +7,44 @@ import logging
 import os
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_origin, get_type_hints
 
-from hybrid_runtime.engine import Engine
+from hybrid_runtime.engine import Engine, EngineConfig
 from hybrid_runtime.server.options import ServerOptions
 
 KEY_VARIABLE = "HYBRID_RUNTIME_API_KEY"
 DEFAULTS = {field.name: field.default for field in fields(ServerOptions)}
+NOT_SERVED = {"synthetic_acceptance"}
+"""Fields of `EngineConfig` that cannot be set: the text would be wrong."""
+MAX_WAITING = 256
+"""The queue must end somewhere; the engine's own default is that it does not."""
 
 
-def _word(value: str) -> str | int | None:
-    """A name, a number, or none."""
-    if value == "none":
+def _value(text: str) -> str | int | float | None:
+    """A number, none, or a name; `EngineConfig` checks which it must be."""
+    if text == "none":
         return None
-    return int(value) if value.isdigit() else value
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
 
 
-ENGINE_OPTIONS: dict[str, dict[str, Any]] = {
-    "drafter": {"type": _word},
-    "num_speculative_tokens": {"type": int},
-    "sampled_drafts": {"action": argparse.BooleanOptionalAction},
-    "max_requests": {"type": int},
-    "max_model_len": {"type": int},
-    "max_tokens_per_step": {"type": int},
-    "max_waiting": {"type": _word, "default": 256},
-    "steps_ahead": {"type": int},
-    "graphs": {"action": argparse.BooleanOptionalAction},
-    "strategy": {},
-    "state_layout": {},
-    "ssm_dtype": {},
-    "stochastic_rounding": {"action": argparse.BooleanOptionalAction},
-    "conv_layout": {},
-    "block_size": {"type": int},
-    "memory_fraction": {"type": float},
-    "num_blocks": {"type": int, "nargs": 2, "metavar": ("KV", "STATE")},
-    "prefix_caching": {"action": argparse.BooleanOptionalAction},
-    "retention": {"type": _word},
-    "host_blocks": {"type": int, "nargs": 2, "metavar": ("KV", "STATE")},
-}
-"""Fields of `EngineConfig` that can be set. Those left out are the engine's own defaults, but for
-the queue: a server must have an end of it."""
+def _add_engine_options(group: Any) -> None:
+    """An option for every field of `EngineConfig`. What is not given is left to it."""
+    for name, hint in get_type_hints(EngineConfig).items():
+        if name in NOT_SERVED:
+            continue
+        kinds = {get_origin(kind) or kind for kind in (*get_args(hint), hint)}
+        how: dict[str, Any] = {"type": _value}
+        if bool in kinds:
+            how = {"action": argparse.BooleanOptionalAction}
+        elif tuple in kinds:
+            how = {"type": int, "nargs": 2, "metavar": ("KV", "STATE")}
+        default = MAX_WAITING if name == "max_waiting" else argparse.SUPPRESS
+        group.add_argument(_flag(name), default=default, **how)
 
 
 def add_command(commands: Any) -> None:
@@ -79,9 +77,9 @@ def add_command(commands: Any) -> None:
     serve.add_argument("--device", help="a GPU where there is one")
     serve.add_argument("--dtype", help="of the weights; auto on a GPU, else float32")
     serve.add_argument("--eagle-path", metavar="DIR", help="EAGLE head; sub-directory eagle of DIR")
-    engine = serve.add_argument_group("engine", "fields of EngineConfig, see docs/engine.md")
-    for name, how in ENGINE_OPTIONS.items():
-        engine.add_argument(_flag(name), **{"default": argparse.SUPPRESS} | how)
+    _add_engine_options(
+        serve.add_argument_group("engine", "fields of EngineConfig, see docs/engine.md")
+    )
     serve.set_defaults(run=serve_checkpoint)
 
 
@@ -125,7 +123,8 @@ def server_options(args: argparse.Namespace) -> ServerOptions:
 
 def engine_options(args: argparse.Namespace) -> Any:
     """Those fields of `EngineConfig` that were chosen; it checks them."""
-    chosen = {name: getattr(args, name) for name in ENGINE_OPTIONS if hasattr(args, name)}
+    names = [field.name for field in fields(EngineConfig)]
+    chosen = {name: getattr(args, name) for name in names if hasattr(args, name)}
     return {name: tuple(v) if isinstance(v, list) else v for name, v in chosen.items()}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
 import time
 from collections.abc import Sequence
@@ -18,6 +19,8 @@ from hybrid_runtime.server.options import ServerOptions
 
 API = "/v1/"
 
+logger = logging.getLogger(__name__)
+
 
 class Gate:
     """Stands around an ASGI application. paths: those that are counted by their names."""
@@ -25,28 +28,33 @@ class Gate:
     def __init__(
         self, app: ASGIApp, options: ServerOptions, metrics: Metrics, paths: Sequence[str]
     ) -> None:
-        self._app, self._options, self._metrics = app, options, metrics
+        self.app, self._options, self._metrics = app, options, metrics
         self._keys = [key.encode() for key in options.api_keys]
         self._paths = frozenset(paths)
         self._open = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
-            await self._app(scope, receive, send)
+            await self.app(scope, receive, send)
             return
-        started, status = time.perf_counter(), CLIENT_GONE
+        started, status, ended = time.perf_counter(), CLIENT_GONE, False
         request_id = uuid4().hex
 
         async def named(message: Message) -> None:
-            nonlocal status
+            nonlocal status, ended
             if message["type"] == "http.response.start":
                 status = message["status"]
                 MutableHeaders(scope=message)["x-request-id"] = request_id
+            ended = message["type"] == "http.response.body" and not message.get("more_body")
             await send(message)
 
         self._metrics.http_open.inc()
         try:
             await self._pass(scope, receive, named)
+        except Exception:
+            logger.exception("%s %s failed (%s)", scope["method"], scope["path"], request_id)
+            if not ended:  # the connection must be closed, and uvicorn does that
+                raise
         finally:
             self._metrics.http_open.dec()
             path = scope["path"] if scope["path"] in self._paths else "other"
@@ -56,7 +64,7 @@ class Gate:
     async def _pass(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Refuse a request, or let it through."""
         if not scope["path"].startswith(API):
-            await self._app(scope, receive, send)
+            await self.app(scope, receive, send)
             return
         refusal = self._refusal(scope)
         if refusal is not None:
@@ -64,7 +72,7 @@ class Gate:
             return
         self._open += 1
         try:
-            await self._app(scope, self._bounded(receive), send)
+            await self.app(scope, self._bounded(receive), send)
         finally:
             self._open -= 1
 

@@ -23,6 +23,8 @@ _LOOPBACK = ("127.", "::1")
 def bind(host: str, port: int) -> socket.socket:
     """A socket at an address, which nobody can reach until the server listens on it; port 0 is a
     free one. `ValueError` for an address that can't be had."""
+    if not 0 <= port < 2**16:  # getaddrinfo would take the rest of the division
+        raise ValueError(f"port is {port}; it must be in 0..{2**16 - 1}")
     try:
         family, kind, proto, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -30,9 +32,8 @@ def bind(host: str, port: int) -> socket.socket:
         bound = socket.socket(family, kind, proto)
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind(address)
-    except (OSError, OverflowError) as error:
-        why = error.strerror if isinstance(error, OSError) else error
-        raise ValueError(f"cannot listen on {host}:{port}: {why}") from error
+    except OSError as error:
+        raise ValueError(f"cannot listen on {host}:{port}: {error.strerror}") from error
     return bound
 
 

@@ -41,7 +41,9 @@ def served(engine: Engine, want: str) -> Iterator[Running]:
 
 
 @contextmanager
-def sent(server: Running, body: dict[str, Any], path: str = "completions") -> Iterator[socket.socket]:
+def sent(
+    server: Running, body: dict[str, Any], path: str = "completions"
+) -> Iterator[socket.socket]:
     """A request whose answer nobody has read, on a connection of its own, which is then reset."""
     host, port = server.url.removeprefix("http://").split(":")
     content = json.dumps(body).encode()
@@ -105,7 +107,9 @@ def test_an_embedding(served: Running) -> None:
 def test_in_the_middle_of_a_body(served: Running) -> None:
     host, port = served.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), timeout=60) as connection:
-        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\n\r\n{")
+        connection.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\n\r\n{"
+        )
         served.until("hybrid_runtime_http_requests_open", 2)
     served.until("hybrid_runtime_http_requests_open", 1)
 
