@@ -12,9 +12,10 @@ from typing import get_args
 from hybrid_runtime import demo
 from hybrid_runtime.bench import checkpoint
 from hybrid_runtime.bench import options as bench_options
-from hybrid_runtime.bench.machine import installed_version, use_threads
+from hybrid_runtime.bench.machine import installed_version
 from hybrid_runtime.engine import Engine, SamplingParams
 from hybrid_runtime.engine.checks import DTypeName
+from hybrid_runtime.engine.threads import use_threads
 from hybrid_runtime.server.command import add_command as add_serve
 from hybrid_runtime.specdecode.drafter import DrafterName
 from hybrid_runtime.state.checks import Strategy

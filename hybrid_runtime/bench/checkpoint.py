@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from hybrid_runtime.bench import options, report
-from hybrid_runtime.bench.machine import copy_bandwidth, machine, use_threads
+from hybrid_runtime.bench.machine import copy_bandwidth, machine
 from hybrid_runtime.engine.config import EngineConfig
 from hybrid_runtime.engine.load import load
+from hybrid_runtime.engine.threads import use_threads
 
 Row = dict[str, Any]
 

@@ -14,12 +14,6 @@ from typing import Any
 
 import torch
 
-from hybrid_runtime.engine.checks import check_integer
-from hybrid_runtime.models.nemotron_h import NemotronH
-
-SMALL = 1024
-"""Hidden size up to which a model's operations are too small to be shared by CPU threads."""
-
 
 def machine() -> dict[str, Any]:
     """Hardware and versions."""
@@ -77,16 +71,6 @@ def output(*command: str) -> str | None:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return None
-
-
-def use_threads(asked: int | None, model: NemotronH) -> None:
-    """Threads of PyTorch's CPU kernels: as many as asked for; None: one for a small model, whose
-    operations take less time than waiting for a second thread does."""
-    if asked is not None:
-        check_integer("threads", asked, 1)
-        torch.set_num_threads(asked)
-    elif model.config.hidden_size <= SMALL:
-        torch.set_num_threads(1)
 
 
 def installed_version(name: str) -> str | None:
