@@ -95,7 +95,7 @@ class SpecDecodeRunner:
         """Queue one step; `read` gives what it emitted.
 
         Raises what the model or `on_verified` raises, after giving up the step: its requests are
-        released.
+        released. After Ctrl-C and its like nothing is, and the manager must be `reset`.
 
         Args:
             rows: decoding rows first.
@@ -120,7 +120,7 @@ class SpecDecodeRunner:
             self._copy_results(step, frame)
             if self.drafter is not None:
                 self._launch(self._draft, frame)
-        except BaseException:
+        except Exception:
             self.manager.abandon(step)
             raise
         return step

@@ -35,9 +35,13 @@ class BlockPool:
             raise ValueError(f"size is {size}; a pool must hold at least 1 block")
         self.size = size
         self.evictions = 0
-        self._free = list(range(size - 1, -1, -1))
-        self._owners = [0] * size
-        self._key: list[bytes | None] = [None] * size
+        self.reset()
+
+    def reset(self) -> None:
+        """Nobody owns a block, and no content can be found, whatever was before."""
+        self._free = list(range(self.size - 1, -1, -1))
+        self._owners = [0] * self.size
+        self._key: list[bytes | None] = [None] * self.size
         self._block: dict[bytes, int] = {}
         self._idle: OrderedDict[int, None] = OrderedDict()
         self._evicted: OrderedDict[bytes, None] = OrderedDict()
@@ -191,6 +195,13 @@ class BlockTable:
         for column in np.flatnonzero(self._view[slot] != FREE):
             self._drop(slot, int(column))
         self._held[slot] = -1
+
+    def reset(self) -> None:
+        """Nobody owns a block, whatever was before; their content is forgotten."""
+        self.pool.reset()
+        self._view.fill(FREE)
+        self._held.fill(-1)
+        self._dirty = True
 
     def _dropped(self, slot: int, first: int, kept: int) -> Ints:
         """Columns that a slot owns and need not keep."""

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 
+import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
@@ -19,6 +21,8 @@ from hybrid_runtime.engine.scheduler import Schedule, Scheduler
 from hybrid_runtime.specdecode.acceptance import Acceptance
 from hybrid_runtime.specdecode.runner import SpecDecodeRunner
 from hybrid_runtime.state.step import Snapshot, Step
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -42,6 +46,10 @@ class Counts:
 class EngineCore:
     """Runs requests step by step, and reads the results of a step while the device runs the next.
 
+    An exception may come at any point of any call (Ctrl-C does): the books are then *torn*, and the
+    next step begins by writing them anew. Only requests and what they have emitted are believed;
+    those that have not ended are computed again, and the prefix cache is empty.
+
     eos: tokens that end a text. greedy, sampling: how drafts are judged in steps in which no row
     samples, and in the others. steps_ahead: steps that stay queued when `step` returns. pooler:
     None until somebody wants an embedding.
@@ -63,33 +71,87 @@ class EngineCore:
         self._scheduler, self._runner = scheduler, runner
         self._tokenizer, self._eos = tokenizer, frozenset(eos)
         self._greedy, self._sampling = greedy, sampling
-        self._deadlines: list[tuple[float, int, Request]] = []
+        self._live: dict[int, Request] = {}
+        self._deadlines: list[tuple[float, int]] = []
         self._queue: deque[tuple[Schedule, Step]] = deque()
+        # Something changes the books, or has been interrupted while it did.
+        self._torn = False
+        # Ended by others while a step was under way.
+        self._leaving: list[Request] = []
 
     @property
     def idle(self) -> bool:
-        """No request runs, and no results are on their way."""
-        return not (self._scheduler.running or self._queue)
+        """No request waits or runs, and no results are on their way."""
+        return not (self._live or self._queue or self._torn)
 
     def add(self, request: Request) -> None:
         """Let a request wait for its turn."""
+        torn, self._torn = self._torn, True
         request.submitted = time.perf_counter()
+        if request.due is not None:
+            heappush(self._deadlines, (request.due, request.id))
         self._scheduler.add(request)
-        if request.lasts is not None:
-            due = request.submitted + request.lasts
-            heappush(self._deadlines, (due, request.id, request))
+        self._live[request.id] = request
+        self._torn = torn
 
     def step(self) -> list[Request]:
         """Queue one step and read the results of the one before (with `steps_ahead` 0: of this
         one); the requests that got tokens or ended."""
+        changed = self._recover() if self._torn else []
+        self._torn = True
         late, schedule = self._schedule()
         failed = self._run(schedule)
-        return late + failed + self._postprocess(stopped=schedule is None or bool(failed))
+        changed += late + failed
+        changed += self._postprocess(stopped=schedule is None or bool(failed))
+        while self._leaving:
+            self._retire(self._leaving.pop())
+        self._torn = False
+        return changed
 
-    def finish(self, request: Request, reason: FinishReason) -> None:
-        """End a request now."""
-        self._scheduler.retire(request)
-        request.finish_reason = reason
+    def finish(
+        self, request: Request, reason: FinishReason, error: Exception | None = None
+    ) -> None:
+        """End a request now; nothing happens to one that is not here."""
+        if self._live.get(request.id) is not request or request.finish_reason is not None:
+            return
+        torn, self._torn = self._torn, True
+        request.error, request.finish_reason = error, reason
+        if torn:
+            self._leaving.append(request)
+        else:
+            self._retire(request)
+        self._torn = torn
+
+    def change(self, act: Callable[[], None]) -> None:
+        """Do something to slots, blocks or caches. While the books are torn nothing is done: they
+        are written anew."""
+        if self._torn:
+            return
+        self._torn = True
+        act()
+        self._torn = False
+
+    # -- after an interruption -------------------------------------------------------------------
+
+    def _recover(self) -> list[Request]:
+        """Write the books anew, from what requests have emitted; those that have ended by it. It
+        may be interrupted itself, and is then done again."""
+        device = self._runner.manager.device
+        if device.type == "cuda":
+            with allowed("a step was interrupted"):
+                torch.cuda.synchronize(device)
+        self._queue.clear()
+        self._leaving.clear()
+        live = [request for request in self._live.values() if request.finish_reason is None]
+        logger.warning("a step was interrupted: %d requests are computed again", len(live))
+        for request in live:
+            request.finish_reason = self._emit(request, request.restore)
+        ended = [request for request in live if request.finish_reason is not None]
+        self._live = {r.id: r for r in live if r.finish_reason is None}
+        self._deadlines = [(r.due, r.id) for r in self._live.values() if r.due is not None]
+        heapify(self._deadlines)
+        self._scheduler.reset(self._live.values())
+        return ended
 
     # -- schedule --------------------------------------------------------------------------------
 
@@ -107,11 +169,22 @@ class EngineCore:
         """End the requests whose time is over."""
         late = []
         while self._deadlines and self._deadlines[0][0] <= time.perf_counter():
-            *_, request = heappop(self._deadlines)
-            if request.finish_reason is None:
-                self.finish(request, "deadline")
+            request = self._live.get(heappop(self._deadlines)[1])
+            if request is not None:
+                self._end(request, "deadline")
                 late.append(request)
         return late
+
+    def _end(self, request: Request, reason: FinishReason) -> None:
+        """End a request in the middle of a step; one that others have ended meanwhile leaves with
+        its end."""
+        if request.finish_reason is None:
+            request.finish_reason = reason
+            self._retire(request)
+
+    def _retire(self, request: Request) -> None:
+        self._scheduler.retire(request)
+        del self._live[request.id]
 
     # -- run -------------------------------------------------------------------------------------
 
@@ -126,9 +199,10 @@ class EngineCore:
             )
         except Exception as error:
             # The forward pass may have half written these requests' state; the others' is exact.
+            logger.error("a step failed; its %d requests end", len(schedule.rows), exc_info=error)
             for request in schedule.requests:
                 request.error = error
-                self.finish(request, "error")
+                self._end(request, "error")
             return schedule.requests
         for request, scheduled, draft in zip(
             schedule.requests,
@@ -186,7 +260,7 @@ class EngineCore:
         # An embedding's last state has been filed; after an error a state may be anything.
         self._scheduler.close([r for r, reason in ended if reason not in ("embedded", "error")])
         for request, reason in ended:
-            self.finish(request, reason)
+            self._end(request, reason)
         return changed
 
     def _read(self, schedule: Schedule, step: Step) -> tuple[list[list[int]], dict[int, Tensor]]:
@@ -214,13 +288,20 @@ class EngineCore:
             self.counts.draft_steps += 1
             self.counts.draft_emitted += len(tokens)
         known = len(request.output)
-        reason: FinishReason | None
-        try:
-            reason = request.append(tokens, self._tokenizer, self._eos, self._scheduler.max_length)
-        except Exception as error:
-            request.error, reason = error, "error"
+        reason = self._emit(request, partial(request.append, tokens))
         new = len(request.output) - known
         self.counts.emitted += new
         if new:
             request.times.append((now, new))
         return reason
+
+    def _emit(
+        self, request: Request, emit: Callable[..., FinishReason | None]
+    ) -> FinishReason | None:
+        """Add to a request's text; why it ends, if it does. A tokenizer that fails ends it."""
+        try:
+            return emit(self._tokenizer, self._eos, self._scheduler.max_length)
+        except Exception as error:
+            logger.error("request %d: its text failed", request.id, exc_info=error)
+            request.error = error
+            return "error"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import count
 from pathlib import Path
 from threading import Thread
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from hybrid_runtime.device.sync import Waits
 from hybrid_runtime.engine import build
+from hybrid_runtime.engine.arguments import check_params, check_service, each_params
 from hybrid_runtime.engine.chat import ChatTemplate, Message
 from hybrid_runtime.engine.checks import DTypeName
 from hybrid_runtime.engine.config import EngineConfig, EngineOptions
@@ -150,9 +151,10 @@ class Engine:
     ) -> Request:
         """A request for `add`, encoded and checked; arguments and errors as of `submit`. Changes
         nothing, so any thread may call it."""
+        check_service(tenant, deadline)
         tokens = encode(prompt, self.tokenizer, self.model.config.vocab_size)
-        params = params or SamplingParams()
-        _check_params(params, self.model.config.vocab_size)
+        params = SamplingParams() if params is None else params
+        check_params(params, self.model.config.vocab_size)
         seed = params.seed
         if seed is None:
             seed = int(np.random.default_rng().integers(2**63 - 1))
@@ -173,6 +175,7 @@ class Engine:
         deadline: float | None = None,
     ) -> Request:
         """The same for a prompt to be embedded; arguments and errors as of `submit_embedding`."""
+        check_service(tenant, deadline)
         tokens, instructed = encode_instructed(
             prompt, instruction, self.tokenizer, self.model.config.vocab_size
         )
@@ -184,9 +187,11 @@ class Engine:
         return request
 
     def add(self, request: Request) -> Request:
-        """Queue a prepared request; `QueueFull` if too many wait."""
+        """Queue a prepared request, once; `QueueFull` if too many wait."""
         self._owner.check()
         self.check_queue()
+        if request.submitted:
+            raise ValueError(f"request {request.id} was queued before; it must be a new one")
         if request.pooled_from is not None and self.core.pooler is None:
             self.core.pooler = Pooler(
                 self.manager.max_requests, self.model.config.hidden_size, self.core.steps_ahead,
@@ -197,22 +202,19 @@ class Engine:
 
     def check_queue(self) -> None:
         """Raises `QueueFull` if as many requests wait as may. Any thread may call it."""
-        waiting, most = len(self.scheduler.waiting), self.config.max_waiting
-        if most is not None and waiting >= most:
-            raise QueueFull(f"{waiting} requests wait; max_waiting is {most}")
+        if not self._has_room():
+            waiting = len(self.scheduler.waiting)
+            raise QueueFull(f"{waiting} requests wait; max_waiting is {self.config.max_waiting}")
 
     def abort(self, request: Request) -> None:
         """End a request now; nothing happens to one that has ended."""
         self._owner.check()
-        if request.finish_reason is None:
-            self.core.finish(request, "abort")
+        self.core.finish(request, "abort")
 
     def fail(self, request: Request, error: Exception) -> None:
         """End a request now as "error"; nothing happens to one that has ended."""
         self._owner.check()
-        if request.finish_reason is None:
-            request.error = error
-            self.core.finish(request, "error")
+        self.core.finish(request, "error", error)
 
     def hand_over(self, thread: Thread | None = None) -> None:
         """Let another thread use this engine from now on: `thread`, or whichever comes first. It
@@ -222,7 +224,7 @@ class Engine:
     @property
     def idle(self) -> bool:
         """Nothing waits, nothing runs, and no results are on their way."""
-        return not self.scheduler.waiting and self.core.idle
+        return self.core.idle
 
     def capture(self) -> None:
         """Compile all kernels and capture all CUDA graphs of greedy decoding now, not when a step
@@ -233,7 +235,7 @@ class Engine:
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes, on the device and the host; running requests go on."""
         self._owner.check()
-        self.prefix_cache.clear()
+        self.core.change(self.prefix_cache.clear)
 
     def step(self) -> list[Request]:
         """Queue one step and read the results of the one before (with `steps_ahead` 0: of this
@@ -243,24 +245,28 @@ class Engine:
 
     def generate(
         self,
-        prompts: Sequence[str | Sequence[int]],
+        prompts: Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         progress: bool = False,
+        raise_errors: bool = True,
     ) -> list[Completion]:
         """Complete all prompts; `params` for all, or one per prompt. The `n` completions of a
-        prompt stand side by side."""
+        prompt stand side by side.
+
+        All prompts are checked before the first is run, and queued as there is room. What the step
+        of a prompt raises is raised here, after the others have ended; with `raise_errors=False`
+        it stands in that prompt's `Completion`, whose `finish_reason` is "error".
+        """
         prompts = prompt_list(prompts)
-        if params is None or isinstance(params, SamplingParams):
-            params = [params or SamplingParams()] * len(prompts)
-        if len(params) != len(prompts):
-            raise ValueError(f"params has {len(params)} entries; it must have {len(prompts)}")
-        each = [(t, one) for t, p in zip(prompts, params, strict=True) for one in p.each()]
+        each = zip(prompts, each_params(params, len(prompts)), strict=True)
+        requests = [self.prepare(prompt, one) for prompt, given in each for one in given.each()]
         with Progress(disable=not progress, transient=True) as bar:
-            task = bar.add_task("tokens", total=sum(p.max_tokens for _, p in each))
-            requests = self._serve(
-                (self.submit(prompt, p) for prompt, p in each),
-                lambda live: bar.update(task, completed=sum(len(r.output) for r in live)),
+            task = bar.add_task("tokens", total=sum(r.max_tokens for r in requests))
+            self._serve(
+                requests, lambda: bar.update(task, completed=sum(len(r.output) for r in requests))
             )
+        if raise_errors:
+            _raise_first(requests)
         return [Completion.of(r) for r in requests]
 
     def chat(
@@ -316,29 +322,27 @@ class Engine:
         for a prompt that is empty or, instruction included, longer than `max_model_len`. What the
         step of a prompt raises is raised here, after the others have ended.
         """
-        requests = self._serve(
-            self.submit_embedding(prompt, pooling, instruction) for prompt in prompt_list(prompts)
-        )
+        requests = [self.prepare_embedding(p, pooling, instruction) for p in prompt_list(prompts)]
+        self._serve(requests)
         return self.vectors(requests, normalize)
 
     def vectors(self, requests: Sequence[Request], normalize: bool = True) -> Tensor:
         """Embeddings of requests that have ended, `[requests, hidden]`. Raises what the step of one
         of them has raised."""
-        for error in (r.error for r in requests if r.error is not None):
-            raise error
+        _raise_first(requests)
         vectors = torch.empty(len(requests), self.model.config.hidden_size)
         for line, request in zip(vectors, requests, strict=True):
             assert request.embedding is not None
             line.copy_(request.embedding)
         return F.normalize(vectors) if normalize else vectors
 
-    def stream(
-        self, prompt: str | Sequence[int], params: SamplingParams | None = None
-    ) -> Iterator[str]:
-        """Text of one completion, piece by piece; ending the iteration early aborts it."""
-        request = self.submit(prompt, params)
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[str]:
+        """Text of one completion, piece by piece; ending the iteration early aborts it. Raises what
+        its step raises."""
+        request = self.prepare(prompt, params)
         shown = 0
         try:
+            self.add(request)
             while request.finish_reason is None:
                 self.step()
                 ready = request.settled
@@ -347,8 +351,7 @@ class Engine:
                     shown = ready
         finally:
             self.abort(request)
-        if request.error is not None:
-            raise request.error
+        _raise_first([request])
 
     def stats(self) -> EngineStats:
         done = self.core.counts
@@ -357,36 +360,32 @@ class Engine:
             self.scheduler.preemptions, self.prefix_cache.stats(),
         )  # fmt: skip
 
-    def _serve(
-        self, submitted: Iterable[Request], shown: Callable[[list[Request]], None] | None = None
-    ) -> list[Request]:
-        """Submit requests and run until all have ended; none is left behind by a failure."""
-        requests: list[Request] = []
+    def _serve(self, requests: Sequence[Request], shown: Callable[[], None] | None = None) -> None:
+        """Queue prepared requests as there is room, and run until all have ended; none is left
+        behind by an exception."""
+        still = set(requests)
+        queued = 0
         try:
-            for request in submitted:
-                requests.append(request)
-            while any(r.finish_reason is None for r in requests):
-                self.step()
+            while still:
+                while queued < len(requests) and (self._has_room() or self.idle):
+                    self.add(requests[queued])
+                    queued += 1
+                still.difference_update([r for r in self.step() if r.finish_reason is not None])
                 if shown is not None:
-                    shown(requests)
+                    shown()
         except BaseException:
             for request in requests:
                 self.abort(request)
             raise
-        return requests
+
+    def _has_room(self) -> bool:
+        """Whether another request may wait."""
+        most = self.config.max_waiting
+        return most is None or len(self.scheduler.waiting) < most
 
 
-def _check_params(params: SamplingParams, vocabulary: int) -> None:
-    """`ValueError` for parameters that no request of the engine can have."""
-    params.check_vocabulary(vocabulary)
-    if params.n != 1:
-        raise ValueError(f"n is {params.n}, must be 1: submit each of `params.each()`")
-    for name, off in NOT_YET.items():
-        if getattr(params, name) != off:
-            raise ValueError(f"{name} is {getattr(params, name)!r}, must be {off!r}: not built yet")
-
-
-NOT_YET = {
-    "repetition_penalty": 1, "presence_penalty": 0, "frequency_penalty": 0,
-    "logit_bias": None, "logprobs": None,
-}  # fmt: skip
+def _raise_first(requests: Sequence[Request]) -> None:
+    """Raise what the step of one of these requests has raised."""
+    for request in requests:
+        if request.error is not None:
+            raise request.error

@@ -79,6 +79,11 @@ class PrefixCache:
         if self.host is not None:
             self.host.clear()
 
+    def reset(self) -> None:
+        """Forget what the host has, after an exception anywhere; the tables have been reset."""
+        if self.host is not None:
+            self.host.reset()
+
     def stats(self) -> PrefixStats:
         self._stats.evictions = self.keys.pool.evictions + self.state.pool.evictions
         return self._stats

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Literal
 
@@ -146,6 +146,26 @@ class Request:
                     longest = n
                     break
         return len(self.text) - longest
+
+    @property
+    def due(self) -> float | None:
+        """When it ends with what it has, in seconds of perf_counter."""
+        return None if self.lasts is None else self.submitted + self.lasts
+
+    def forget(self) -> None:
+        """It has no slot, and nothing of it has been computed."""
+        self.slot, self.computed, self.epoch = -1, 0, self.epoch + 1
+        self.queued.clear()
+
+    def restore(
+        self, tokenizer: Tokenizer | None, eos: Collection[int], max_length: int
+    ) -> FinishReason | None:
+        """After an exception in the middle of `append`: let text and end be what the output says;
+        why it ends, if it does. May itself be interrupted."""
+        fresh = replace(self, output=[], text="", stream=DecodeStream(ids=self.prompt[-4:]))
+        reason = fresh.append(self.output, tokenizer, eos, max_length)
+        self.text, self.stream = fresh.text, fresh.stream
+        return reason
 
     def append(
         self,

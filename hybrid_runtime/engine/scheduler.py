@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -74,6 +75,20 @@ class Scheduler:
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self._slots = list(range(max_requests - 1, -1, -1))
+
+    def reset(self, requests: Iterable[Request]) -> None:
+        """After an exception anywhere: `requests` wait, in this order, to be computed again, and
+        nobody else is known. The device must have run all that was launched."""
+        self.manager.reset()
+        self.kv.reset()
+        self.state.reset()
+        if self.cache is not None:
+            self.cache.reset()
+        self.running.clear()
+        self._slots = list(range(self.manager.max_requests - 1, -1, -1))
+        self.waiting = deque(requests)
+        for request in self.waiting:
+            request.forget()
 
     def footprint(self, prompt_tokens: int, max_tokens: int) -> tuple[int, int]:
         """The most KV blocks and state blocks that such a request can own at once."""
@@ -153,6 +168,7 @@ class Scheduler:
             self.waiting.remove(request)
             return
         self.running.remove(request)
+        # An abandoned step has released its slots.
         if self.manager.holds(request.slot):
             self.manager.release(request.slot)
         for table in (self.kv, self.state):
@@ -165,8 +181,7 @@ class Scheduler:
         queued may still write them; whoever gets them is launched later on the same stream."""
         self.close([request])
         self.retire(request)
-        request.queued.clear()
-        request.computed, request.epoch = 0, request.epoch + 1
+        request.forget()
         self.waiting.appendleft(request)
         self.preemptions += 1
 

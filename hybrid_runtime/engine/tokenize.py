@@ -2,25 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Sized
 
 import numpy as np
 from tokenizers import Encoding, Tokenizer
+from torch import Tensor
 
 Prompt = str | Sequence[int]
 
 
 def prompt_list(prompts: Iterable[Prompt]) -> list[Prompt]:
     """All prompts of a call; `ValueError` for what is one prompt or no list."""
-    if isinstance(prompts, str) or not isinstance(prompts, Iterable):
-        kind = type(prompts).__name__
-        raise ValueError(f"prompts is a {kind}; it must be a list of prompts")
+    one = isinstance(prompts, str | bytes | bytearray | Mapping | Tensor)
+    if one or not isinstance(prompts, Iterable):
+        raise ValueError(f"prompts is {_shown(prompts)}; it must be a list of prompts")
     return list(prompts)
 
 
+def check_text(name: str, text: str) -> None:
+    """`ValueError` for text with half a surrogate pair, as in names of undecodable files."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"{name} has {text[error.start]!r} at {error.start}; it must be text that UTF-8 can "
+            "encode"
+        ) from None
+
+
 def encode(prompt: Prompt, tokenizer: Tokenizer | None, vocabulary: int) -> list[int]:
-    """Token ids of a prompt; `ValueError` if it is empty, or no token of the vocabulary."""
-    tokens = _encoding(prompt, tokenizer).ids if isinstance(prompt, str) else prompt
+    """Token ids of a prompt; `ValueError` if it is neither text nor token ids, empty, or holds what
+    is no token of the vocabulary."""
+    _check_kind("prompt", prompt)
+    tokens = _encoding("prompt", prompt, tokenizer).ids if isinstance(prompt, str) else prompt
     if len(tokens) == 0:
         raise ValueError("prompt is empty; it must hold at least one token")
     return _checked("prompt", tokens, vocabulary)
@@ -43,6 +57,8 @@ def encode_instructed(
     both is the prompt's; tokens that the tokenizer puts in front (beginning of text) are the
     instruction's, if there is one, and those that it adds at the end are the prompt's.
     """
+    _check_kind("prompt", prompt)
+    _check_kind("instruction", instruction)
     if len(prompt) == 0:
         raise ValueError("prompt is empty; it must hold at least one token")
     if len(instruction) == 0:
@@ -55,7 +71,8 @@ def encode_instructed(
         raise ValueError(
             f"instruction is {kinds[0]}; it must be {kinds[1]}, as the prompt that it precedes"
         )
-    coded = _encoding(instruction + prompt, tokenizer)
+    check_text("instruction", instruction)
+    coded = _encoding("prompt", instruction + prompt, tokenizer)
     tokens = _checked("prompt", coded.ids, vocabulary)
     ends = enumerate(end for _, end in coded.offsets)
     first = next((i for i, end in ends if end > len(instruction)), None)
@@ -64,14 +81,31 @@ def encode_instructed(
     return tokens, first
 
 
-def _encoding(text: str, tokenizer: Tokenizer | None) -> Encoding:
+def _check_kind(name: str, prompt: object) -> None:
+    """Bytes are sequences of integers too, but never of token ids."""
+    array = isinstance(prompt, np.ndarray) and prompt.ndim == 1
+    sequence = isinstance(prompt, Sequence) and not isinstance(prompt, bytes | bytearray)
+    if not array and (not sequence or isinstance(prompt, memoryview)):
+        raise ValueError(f"{name} is {_shown(prompt)}; it must be text or a list of token ids")
+
+
+def _shown(value: object) -> str:
+    """A value in an error message; of what may be large, its kind."""
+    if isinstance(value, Sized) or hasattr(value, "shape"):
+        return f"a {type(value).__name__}"
+    return repr(value)
+
+
+def _encoding(name: str, text: str, tokenizer: Tokenizer | None) -> Encoding:
     if tokenizer is None:
-        raise ValueError("prompt is a str; without a tokenizer it must be token ids")
+        raise ValueError(f"{name} is a str; without a tokenizer it must be token ids")
+    check_text(name, text)
     return tokenizer.encode(text)
 
 
 def _checked(name: str, tokens: Sequence[int], vocabulary: int) -> list[int]:
     for token in tokens:
-        if not isinstance(token, int | np.integer) or not 0 <= token < vocabulary:
+        number = isinstance(token, int | np.integer) and not isinstance(token, bool)
+        if not number or not 0 <= token < vocabulary:
             raise ValueError(f"{name} holds token {token!r}; it must be in 0..{vocabulary - 1}")
     return [int(t) for t in tokens]

@@ -70,6 +70,10 @@ class InFlightSteps:
             raise ValueError(f"step is {step.number}, which another manager began")
         return True
 
+    def reset(self) -> None:
+        """No step is outstanding."""
+        self._open.clear()
+
     def append(self, step: Step) -> None:
         """A step was begun."""
         self._open.append(step)

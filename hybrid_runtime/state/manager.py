@@ -182,6 +182,13 @@ class HybridStateManager:
         """Finish, abort or preempt the request in `slot`; results still in flight are dropped."""
         self._slot_table.release(slot)
 
+    def reset(self) -> None:
+        """Release every slot and forget all steps: what helps after an exception in the middle of
+        any call, such as Ctrl-C. The device must have run all that was launched."""
+        self._slot_table.reset()
+        self._in_flight.reset()
+        self._placement.reset()
+
     def holds(self, slot: int) -> bool:
         """Whether a request lives in `slot`; an abandoned step leaves none in its slots."""
         self._slot_table.require_slot(slot)

@@ -37,6 +37,10 @@ class Placement:
             torch.full((4, n), -1, dtype=torch.int32, device=device) for _ in range(depth)
         ]
         self._no_counts = torch.ones(n, dtype=torch.int32, device=device)
+        self.reset()
+
+    def reset(self) -> None:
+        """No step has ended whose counts are still to be folded in."""
         self.pending: Step | None = None
         self._counts = self._no_counts
 

@@ -61,8 +61,7 @@ class SlotTable:
         self.lines[:, fields.READS_OFFSET] = 1
         self.generation = self.lines[:, fields.GENERATION]
         self.unfinished = self.lines[:, fields.PREVIOUS]
-        self.unfinished[:] = NONE
-        self.known = np.full((max_requests, self.KNOWN_FIELDS), NONE, np.int32)
+        self.known = np.empty((max_requests, self.KNOWN_FIELDS), np.int32)
         self.live = np.zeros(max_requests, bool)
         self.computed = np.zeros(max_requests, np.int32)
         self.covered = np.zeros(max_requests, np.int32)
@@ -73,6 +72,18 @@ class SlotTable:
         self._special: set[int] = set()
         self.version = 0
         self._block_size = block_size
+        self.reset()
+        self.generation[:] = 0
+
+    def reset(self) -> None:
+        """Nobody lives anywhere, whatever was there before."""
+        self.version += 1
+        self.live[:] = False
+        self.generation += 1
+        self.lines[:, fields.ADMIT] = 0
+        self.unfinished[:] = self.known[:] = NONE
+        self._admitted.clear()
+        self._special.clear()
 
     def check_admission(self, slot: int, computed: int, column: int | None, columns: int) -> None:
         """Refuse what `admit` cannot take. columns: of the block table; 0: not known yet."""

@@ -206,18 +206,41 @@ def test_what_a_step_raises_is_raised_to_its_callers_and_no_others(
 def test_a_scheduler_that_fails_ends_all_and_the_next_are_served(
     runs: Engine, prompts: Any, wanted: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    schedule, calls = runs.scheduler.schedule, iter(range(1000))
+
+    def fail_once() -> Any:
+        if next(calls) == 4:
+            raise ZeroDivisionError
+        return schedule()
+
+    monkeypatch.setattr(runs.scheduler, "schedule", fail_once)
+
     async def main() -> None:
         async with AsyncEngine(runs) as serving:
-            with monkeypatch.context() as broken:
-                broken.setattr(runs.scheduler, "schedule", lambda: 1 / 0)
-                answers = await asyncio.gather(
-                    *(serving.generate(p, LONG) for p in prompts[:3]), return_exceptions=True
-                )
+            answers = await asyncio.gather(
+                *(serving.generate(p, LONG) for p in prompts[:3]), return_exceptions=True
+            )
             assert [type(a) for a in answers] == [ZeroDivisionError] * 3
             assert (await serving.generate(prompts[5], LONG)).tokens == wanted[5]
 
     run(main())
     nothing_leaked(runs)
+
+
+def test_an_engine_that_always_fails_tells_everybody(
+    runs: Engine, prompts: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main() -> None:
+        async with AsyncEngine(runs) as serving:
+            monkeypatch.setattr(runs.core, "step", lambda: 1 / 0)
+            answers = await asyncio.gather(
+                *(serving.generate(p, LONG) for p in prompts[:3]), return_exceptions=True
+            )
+            assert {type(a) for a in answers} <= {ZeroDivisionError, EngineClosed}
+            with pytest.raises((ZeroDivisionError, EngineClosed)):
+                await serving.generate(prompts[5], LONG)
+
+    run(main())
 
 
 def test_a_second_thread_is_refused_by_name(runs: Engine, prompts: Any, wanted: Any) -> None:

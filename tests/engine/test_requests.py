@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Generator
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from helpers.small_engine import (
     NEW_TOKENS,
     VOCABULARY,
@@ -21,7 +23,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import NemotronHForCausalLM
 
-from hybrid_runtime.engine import SamplingParams
+from hybrid_runtime.engine import QueueFull, SamplingParams
 from hybrid_runtime.specdecode.drafter import VerifyOutput
 
 __all__ = ["hf", "prompts", "tokenizer", "wanted"]  # fixtures
@@ -135,7 +137,7 @@ def test_a_failing_step_ends_its_requests_and_no_others(
     runs = engine(hf, tokenizer, **N_GRAM | {"max_requests": 3, "steps_ahead": steps_ahead})
     texts = [p + w for p, w in zip(prompts, wanted, strict=True)]
     runs.runner.drafter = Raises(texts, 3, [2, 1, 3, 0])
-    answers = runs.generate(prompts, SamplingParams(max_tokens=NEW_TOKENS))
+    answers = runs.generate(prompts, SamplingParams(max_tokens=NEW_TOKENS), raise_errors=False)
     failed = [a for a in answers if a.finish_reason == "error"]
     assert 0 < len(failed) <= 3
     assert all("no drafts today" in str(a.error) for a in failed)
@@ -157,11 +159,33 @@ def test_a_failing_forward_pass_ends_its_requests_and_no_others(
             raise RuntimeError("no text today")
 
     runs.model.register_forward_pre_hook(fail_once)
-    answers = runs.generate(prompts, SamplingParams(max_tokens=NEW_TOKENS))
+    answers = runs.generate(prompts, SamplingParams(max_tokens=NEW_TOKENS), raise_errors=False)
     failed = [a for a in answers if a.finish_reason == "error"]
     assert 0 < len(failed) <= 3
     for answer, want in zip(answers, wanted, strict=True):
         assert answer.finish_reason == "error" or answer.tokens == want
+    nothing_leaked(runs)
+
+
+def test_generate_raises_what_a_step_raised_after_the_others_have_ended(
+    hf: NemotronHForCausalLM,
+    tokenizer: Tokenizer,
+    prompts: Any,
+    wanted: Any,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    runs = engine(hf, tokenizer, **N_GRAM | {"max_requests": 3})
+    calls = iter(range(100))
+
+    def fail_once(*_: Any) -> None:
+        if next(calls) == 4:
+            raise RuntimeError("no text today")
+
+    runs.model.register_forward_pre_hook(fail_once)
+    with pytest.raises(RuntimeError, match="no text today"):
+        runs.generate(prompts, SamplingParams(max_tokens=NEW_TOKENS))
+    assert runs.stats().emitted >= NEW_TOKENS * (len(prompts) - 3)
+    assert any(record.levelname == "ERROR" for record in caplog.records)
     nothing_leaked(runs)
 
 
@@ -203,13 +227,22 @@ def test_bad_options_are_refused(
         engine(hf, tokenizer, **options)
 
 
-BAD_PROMPTS = [
+LIST = "must be text or a list of token ids"
+BAD_PROMPTS: list[tuple[object, str]] = [
     ([], "prompt is empty"),
     ("", "prompt is empty"),
     ([1, VOCABULARY], f"prompt holds token {VOCABULARY}"),
     ([1, -1], "prompt holds token -1"),
     ([1.5], "prompt holds token 1.5"),
+    ([True], "prompt holds token True"),
     ([1] * 128, "prompt has 128 tokens"),
+    (5, f"prompt is 5; it {LIST}"),
+    (None, f"prompt is None; it {LIST}"),
+    (b"t1 t2", f"prompt is a bytes; it {LIST}"),
+    (torch.tensor([1, 2]), f"prompt is a Tensor; it {LIST}"),
+    (np.ones((2, 2), np.int64), f"prompt is a ndarray; it {LIST}"),
+    ({"prompt": "t1"}, f"prompt is a dict; it {LIST}"),
+    ("t1 \udc80", r"prompt has '\\udc80' at 3; it must be text that UTF-8 can encode"),
 ]
 
 
@@ -218,8 +251,103 @@ def test_bad_prompts_are_refused_and_leave_nothing_behind(
     hf: NemotronHForCausalLM, tokenizer: Tokenizer, prompts: Any, prompt: Any, message: str
 ) -> None:
     runs = engine(hf, tokenizer, **N_GRAM)
+    for refused in (
+        lambda: runs.generate([prompts[0], prompt]),
+        lambda: runs.submit(prompt),
+        lambda: next(runs.stream(prompt)),
+    ):
+        with pytest.raises(ValueError, match=message):
+            refused()
+    if message != "prompt has 128 tokens":  # which is not too long for an embedding
+        with pytest.raises(ValueError, match=message):
+            runs.embed([prompts[0], prompt])
+    assert runs.stats().steps == 0
+    nothing_leaked(runs)
+
+
+BAD_ARGUMENTS: list[tuple[dict[str, object], str]] = [
+    ({"tenant": None}, "tenant is None; it must be a str"),
+    ({"tenant": 7}, "tenant is 7; it must be a str"),
+    ({"tenant": "\udc80"}, r"tenant has '\\udc80' at 0"),
+    ({"deadline": float("nan")}, "deadline is nan; it must be None or seconds"),
+    ({"deadline": -1}, "deadline is -1; it must be None or seconds"),
+    ({"deadline": "1"}, "deadline is '1'; it must be None or seconds"),
+    ({"deadline": True}, "deadline is True; it must be None or seconds"),
+    ({"params": {"max_tokens": 4}}, "params is {'max_tokens': 4}; it must be SamplingParams"),
+    ({"params": 0}, "params is 0; it must be SamplingParams"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), BAD_ARGUMENTS, ids=[m for _, m in BAD_ARGUMENTS])
+def test_bad_arguments_stop_nobody_else(
+    hf: NemotronHForCausalLM,
+    tokenizer: Tokenizer,
+    prompts: Any,
+    wanted: Any,
+    arguments: Any,
+    message: str,
+) -> None:
+    runs = engine(hf, tokenizer, **N_GRAM)
+    other = runs.submit(prompts[4], SamplingParams(max_tokens=NEW_TOKENS), deadline=float("inf"))
+    runs.step()
     with pytest.raises(ValueError, match=message):
-        runs.generate([prompts[0], prompt])
+        runs.submit(prompts[3], **arguments)
+    if "params" not in arguments:
+        with pytest.raises(ValueError, match=message):
+            runs.submit_embedding(prompts[3], **arguments)
+    while not runs.idle:
+        runs.step()
+    assert other.output == wanted[4]
+    nothing_leaked(runs)
+
+
+@pytest.mark.parametrize("value", [None, 5, b"t1", {"t1": 1}, "t1", torch.ones(2, 2)], ids=repr)
+def test_what_is_no_list_of_prompts_is_refused(
+    hf: NemotronHForCausalLM, tokenizer: Tokenizer, value: Any
+) -> None:
+    runs = engine(hf, tokenizer)
+    for act in (runs.generate, runs.embed):
+        with pytest.raises(ValueError, match=r"prompts is .*; it must be a list of prompts"):
+            act(value)
+
+
+@pytest.mark.parametrize("params", [{}, 5, "x", [SamplingParams(), {}]], ids=repr)
+def test_what_is_no_sampling_params_is_refused(
+    hf: NemotronHForCausalLM, tokenizer: Tokenizer, params: Any
+) -> None:
+    runs = engine(hf, tokenizer)
+    with pytest.raises(ValueError, match=r"params (is|has) .*must be SamplingParams"):
+        runs.generate([[1], [2]], params)
+    nothing_leaked(runs)
+
+
+def test_a_request_is_queued_once(
+    hf: NemotronHForCausalLM, tokenizer: Tokenizer, prompts: Any
+) -> None:
+    runs = engine(hf, tokenizer)
+    request = runs.submit(prompts[0])
+    with pytest.raises(ValueError, match="request 0 was queued before"):
+        runs.add(request)
+    # Another engine's request is none of ours.
+    engine(hf, tokenizer).abort(request)
+    assert request.finish_reason is None
+    runs.abort(request)
+    nothing_leaked(runs)
+
+
+@pytest.mark.parametrize("most", [1, 2])
+def test_generate_and_embed_feed_a_short_queue(
+    hf: NemotronHForCausalLM, tokenizer: Tokenizer, prompts: Any, wanted: Any, most: int
+) -> None:
+    runs = engine(hf, tokenizer, **N_GRAM | {"max_waiting": most, "max_requests": 2})
+    answers = runs.generate(prompts, SamplingParams(max_tokens=NEW_TOKENS))
+    assert [a.tokens for a in answers] == wanted
+    assert len(runs.embed(prompts)) == len(prompts)
+    waiting = [runs.submit(prompt) for prompt in prompts[:most]]
+    with pytest.raises(QueueFull):
+        runs.submit(prompts[0])
+    for request in waiting:
+        runs.abort(request)
     nothing_leaked(runs)
 
 
@@ -269,5 +397,3 @@ def test_lists_of_parameters_must_match(
     runs = engine(hf, tokenizer)
     with pytest.raises(ValueError, match="params has 1 entries; it must have 2"):
         runs.generate(prompts[:2], [SamplingParams()])
-    with pytest.raises(ValueError, match="prompts is a str"):
-        runs.generate("def f():")

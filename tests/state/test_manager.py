@@ -165,6 +165,27 @@ def test_an_abandoned_step_releases_its_rows_only() -> None:
     assert made.published(step) == []
 
 
+def test_reset_forgets_requests_and_steps_wherever_they_were() -> None:
+    made, fresh = started(0, 1, 2), started(0, 1)
+    step = made.begin_step(rows())
+    made.end_step(step, counts(2, 1))
+    made.begin_step(rows(slot=[2, -1]))
+    made.reset()
+    assert not any(made.holds(slot) for slot in range(3))
+    with pytest.raises(ValueError, match="is not outstanding"):
+        made.accepted(step)
+    for slot in (0, 1):
+        made.admit(slot)
+    read = made.begin_step(StepRows.exact([0, 1], [0, 0], [5, 5], [0, 0]))
+    made.end_step(read, counts(1, 1))
+    placed, wanted = made.begin_step(rows()), fresh.begin_step(rows())
+    for field in ("read_column", "read_offset", "write_column"):
+        assert torch.equal(getattr(placed, field)[:2], getattr(wanted, field)[:2])
+    made.end_step(placed, counts(2, 1))
+    assert made.accepted(placed).tolist() == [2, 1]
+    assert made._slot_table.computed[:2].tolist() == [7, 6]
+
+
 def test_zero_accepted_with_drafts_kills_the_row_and_no_other() -> None:
     made = started(0, 1)
     step = made.begin_step(rows())

@@ -73,9 +73,14 @@ class HostGroup:
         base = self.slab.data_ptr() + np.cumsum(room) - room
         self.host = Runs(base, self.device.size, self.device.size)
         self._tensors = list(tensors)  # keeps the addresses valid
-        self._free = list(range(size - 1, -1, -1))
         self._owned = np.zeros(size, bool)
         self._last = np.zeros(size, np.int64)
+        self.reset()
+
+    def reset(self) -> None:
+        """Nobody owns a block, whatever was before, and no copy is under way."""
+        self._free = list(range(self.size - 1, -1, -1))
+        self._owned[:] = False
         self._quarantine: list[tuple[int, Int64s]] = []
 
     def copies(self, host: Int64s, device: Int64s, to_host: bool) -> Copies:

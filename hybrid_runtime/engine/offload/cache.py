@@ -83,3 +83,10 @@ class HostCache:
             if found:
                 self.tier.free(group, list(found.values()))
                 found.clear()
+
+    def reset(self) -> None:
+        """The same after an exception anywhere; the device must have run all copies."""
+        self._reading.clear()
+        for found in self._blocks.values():
+            found.clear()
+        self.tier.reset()

@@ -136,6 +136,12 @@ class HostTier:
         found = self._group(group)
         found.free(found.host_ids(host_blocks, distinct=True))
 
+    def reset(self) -> None:
+        """Take all host blocks back, whatever was being done when an exception came. The device
+        must have run all copies."""
+        for group in self.groups.values():
+            group.reset()
+
     def _move(
         self, group: HostGroup, host: Int64s, device: Int64s, order: Int64s, to_host: bool
     ) -> Ticket:

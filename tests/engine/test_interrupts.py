@@ -1,0 +1,209 @@
+"""Ctrl-C at any line of a step: nobody is lost, every text stays right, and no block is lost."""
+
+from __future__ import annotations
+
+import random
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+from helpers.hash_target import fold_records
+from helpers.marks import slow
+from helpers.pool_world import World
+from helpers.small_engine import NEW_TOKENS, engine, hf, nothing_leaked, prompts, tokenizer, wanted
+from tokenizers import Tokenizer
+from transformers import NemotronHForCausalLM
+
+import hybrid_runtime.specdecode
+from hybrid_runtime.engine import Request, SamplingParams
+
+__all__ = ["hf", "prompts", "tokenizer", "wanted"]  # fixtures
+
+PACKAGE = Path(hybrid_runtime.__file__).parent
+ROOMS = (
+    *(str(PACKAGE / room) for room in ("engine", "state", "device")),
+    str(Path(hybrid_runtime.specdecode.__file__).parent),
+)
+SHARED = random.Random(5).choices(range(3), k=26)
+
+
+class Interrupt:
+    """Raises KeyboardInterrupt at the `at`-th line that the engine runs."""
+
+    def __init__(self, at: int) -> None:
+        self.left = at
+
+    def call(self, frame: FrameType, event: str, _: Any) -> Any:
+        return self.line if frame.f_code.co_filename.startswith(ROOMS) else None
+
+    def line(self, _: FrameType, event: str, __: Any) -> Any:
+        if event == "line":
+            self.left -= 1
+            if self.left == 0:
+                raise KeyboardInterrupt
+        return self.line
+
+
+@contextmanager
+def interrupted(at: int) -> Iterator[Interrupt]:
+    """The block gets a KeyboardInterrupt at its `at`-th line, and no further than here."""
+    interrupt, before = Interrupt(at), sys.gettrace()
+    sys.settrace(interrupt.call)
+    try:
+        yield interrupt
+    except KeyboardInterrupt:
+        pass
+    finally:
+        sys.settrace(before)
+
+
+def interrupted_step(world: World, at: int) -> bool:
+    """A step interrupted at its `at`-th line, if it has so many; whether it was."""
+    world.now += 1.0
+    with (
+        world.clock(),
+        patch("hybrid_runtime.state.layouts.flush.replay_flush", fold_records),
+        interrupted(at) as interrupt,
+    ):
+        world.engine.step()
+    return interrupt.left <= 0
+
+
+def recover(world: World) -> None:
+    """The first step after an interruption, in which all that could be found is forgotten."""
+    before = {request: list(request.output) for request in world.open}
+    if world.engine.core._torn:
+        world.ever = {"kv": set(), "state": set()}
+    assert not interrupted_step(world, sys.maxsize)
+    for request, output in before.items():
+        assert request.output[: len(output)] == output
+        world.open[request] = request.hit
+        world._name(request)
+    world._check_texts()
+    world._check_accounts()
+    world._check_content()
+    world._close()
+
+
+def arrive(world: World, draw: random.Random) -> None:
+    """Somebody new, whose prompt others have in part."""
+    prompt = SHARED[: draw.randint(1, 26)] + draw.choices(range(3), k=2)
+    tenant = draw.choice(["", "", "other"])
+    world.submit(prompt, tenant, draw.choice([None, 200.0]), max_tokens=draw.randint(1, 12))
+
+
+OPTIONS: list[dict[str, Any]] = [
+    {"state_layout": "replay", "steps_ahead": 1},
+    {"state_layout": "columns", "steps_ahead": 0, "strategy": "blocking"},
+]
+
+
+@pytest.mark.parametrize("stride", [53, *slow(1)])
+@pytest.mark.parametrize("options", OPTIONS, ids=["replay", "columns"])
+def test_a_step_interrupted_at_any_line_loses_nothing(options: dict[str, Any], stride: int) -> None:
+    draw = random.Random(3)
+    world = World(
+        3, max_requests=3, num_blocks=(16, 14), host_blocks=(24, 16), max_tokens_per_step=17,
+        **options,
+    )  # fmt: skip
+    count = 0
+    for start in range(1, stride + 1, stride // 2 + 1):
+        at, whole = start, False
+        while not whole:
+            while len(world.open) < 4:
+                arrive(world, draw)
+            for _ in range(draw.randint(0, 4)):
+                world.step()
+            whole = not interrupted_step(world, at) and at > 1500
+            recover(world)
+            world.step()  # with all its checks
+            at, count = at + stride, count + 1
+    assert count > 1000 // stride
+    world.finish()
+    for request in world.requests:
+        assert request.finish_reason in ("length", "deadline")
+
+
+N_GRAM = {"drafter": "ngram", "num_speculative_tokens": 3, "block_size": 8, "steps_ahead": 1}
+LONG = SamplingParams(max_tokens=NEW_TOKENS)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_ctrl_c_ends_what_it_hits_and_nothing_else(
+    hf: NemotronHForCausalLM, tokenizer: Tokenizer, prompts: Any, wanted: Any, stream: bool
+) -> None:
+    runs = engine(hf, tokenizer, **N_GRAM)
+    other = runs.submit(prompts[5], LONG)
+    passes = iter(range(1000))
+
+    def ctrl_c(*_: Any) -> None:
+        if next(passes) == 4:
+            signal.raise_signal(signal.SIGINT)
+
+    runs.model.register_forward_pre_hook(ctrl_c)
+    hit: Any = (
+        (lambda: list(runs.stream(prompts[3], LONG)))
+        if stream
+        else (lambda: runs.generate(prompts[:4], LONG))
+    )
+    with pytest.raises(KeyboardInterrupt):
+        hit()
+    assert [a.tokens for a in runs.generate(prompts[:4], LONG)] == wanted[:4]
+    while not runs.idle:
+        runs.step()
+    assert (other.finish_reason, other.output) == ("length", wanted[5])
+    nothing_leaked(runs)
+
+
+@pytest.mark.parametrize("act", ["submit", "abort", "reset_prefix_cache"])
+def test_calls_interrupted_at_any_line_lose_nothing(
+    hf: NemotronHForCausalLM, tokenizer: Tokenizer, prompts: Any, wanted: Any, act: str
+) -> None:
+    runs, short = engine(hf, tokenizer, **N_GRAM), SamplingParams(max_tokens=4)
+    calls: dict[str, Callable[[Request], object]] = {
+        "submit": lambda _: runs.submit(prompts[2], short, deadline=1000),
+        "abort": runs.abort,
+        "reset_prefix_cache": lambda _: runs.reset_prefix_cache(),
+    }
+    at, whole = 1, False
+    while not whole:
+        other, hit = (runs.submit(prompts[i], short) for i in (4, 3))
+        for _ in range(at % 3):
+            runs.step()
+        with interrupted(at) as interrupt:
+            calls[act](hit)
+        whole = interrupt.left > 0
+        while not runs.idle:
+            runs.step()
+        assert other.output == wanted[4][:4]
+        assert hit.finish_reason in ("length", *["abort"] * (act == "abort"))
+        nothing_leaked(runs)
+        at += 5
+    assert at > 10
+
+
+def test_who_is_aborted_in_the_middle_of_a_step_leaves_at_its_end(
+    hf: NemotronHForCausalLM, tokenizer: Tokenizer, prompts: Any, wanted: Any
+) -> None:
+    """As a stream is that the garbage collector finds there."""
+    runs = engine(hf, tokenizer, **N_GRAM)
+    requests = [runs.submit(prompt, LONG) for prompt in prompts[:4]]
+    passes = iter(range(1000))
+
+    def collect(*_: Any) -> None:
+        if next(passes) == 4:
+            runs.abort(requests[1])
+
+    runs.model.register_forward_pre_hook(collect)
+    while not runs.idle:
+        runs.step()
+    assert [r.finish_reason for r in requests] == ["length", "abort", "length", "length"]
+    for request, want in zip(requests, wanted, strict=False):
+        assert request.output == want[: len(request.output)]
+    nothing_leaked(runs)
