@@ -28,6 +28,7 @@ from hybrid_runtime.engine.owner import Owner
 from hybrid_runtime.engine.pooler import Pooler, Pooling, pooled_from
 from hybrid_runtime.engine.request import Completion, Request
 from hybrid_runtime.engine.stats import EngineStats
+from hybrid_runtime.engine.summary import log_engine
 from hybrid_runtime.engine.tokenize import (
     Prompt,
     encode,
@@ -83,6 +84,7 @@ class Engine:
         self.core = EngineCore(
             self.scheduler, self.runner, tokenizer, eos, self._greedy, sampling, ahead
         )
+        log_engine(config, layout, model, plan)
         self._ids = count()
         self._owner = Owner()
 

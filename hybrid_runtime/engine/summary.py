@@ -1,0 +1,73 @@
+"""What an engine is made of, in the log; and each choice that gives less than was asked for."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from hybrid_runtime.engine.config import EngineConfig
+from hybrid_runtime.engine.memory_plan import MemoryPlan, gib, longest
+from hybrid_runtime.kernels.replay.update import MAX_CACHED
+from hybrid_runtime.models.nemotron_h import NemotronH
+from hybrid_runtime.state.layout import StateLayout
+
+logger = logging.getLogger(__name__)
+
+
+def log_engine(
+    config: EngineConfig, layout: StateLayout, model: NemotronH, plan: MemoryPlan
+) -> None:
+    """Log what was chosen (INFO), and what was given up for which reason (WARNING)."""
+    if not logger.isEnabledFor(logging.WARNING):
+        return
+    for line in _chosen(config, layout, model, plan):
+        logger.info(line)
+    for line in _given_up(config, layout, model.device, plan):
+        logger.warning(line)
+
+
+def _chosen(config: EngineConfig, layout: StateLayout, model: Any, plan: MemoryPlan) -> list[str]:
+    ahead, layers = config.steps_ahead_on(model.device), len(model.state_layers)
+    drafts = f"{config.num_draft} a step by {config.drafter}" if config.num_draft else "none"
+    blocks, most = plan.num_blocks, layout.block_budget(ahead).most
+    return [
+        f"states: layout {layout.kind}, {layout.ssm_dtype}, blocks of {layout.block_size} tokens, "
+        f"{gib(layout.bytes_per_request(layers, snapshots=1))} per request with a snapshot, "
+        f"at most {most} blocks of {gib(layers * layout.page_bytes)} each",
+        f"memory: {config.max_requests} slots for requests of up to {config.max_model_len} tokens, "
+        f"{blocks[0]} KV blocks, {blocks[1]} state blocks ({plan})",
+        f"steps: drafts {drafts}, strategy {config.strategy}, {ahead} ahead, "
+        f"{'CUDA' if config.graphs_on(model.device) else 'no'} graphs, retention "
+        f"{config.retention if config.prefix_caching else 'of nothing (no prefix cache)'}",
+    ]
+
+
+def _given_up(
+    config: EngineConfig, layout: StateLayout, device: torch.device, plan: MemoryPlan
+) -> Iterator[str]:
+    block, k = layout.block_size, config.num_draft
+    if config.prefix_caching and block >= config.max_model_len:
+        yield (
+            f"no prefix can be found again: a block has {block} tokens and requests at most "
+            f"{config.max_model_len} (max_model_len); a smaller block_size would let them"
+        )
+    full = config.max_requests * -(-longest(config, device) // block)
+    if plan.num_blocks[0] < full:
+        fit = plan.num_blocks[0] * config.max_requests // full
+        yield (
+            f"not all {config.max_requests} requests fit at full length, about {fit} do: "
+            f"{plan.num_blocks[0]} of {full} KV blocks; beyond that the youngest is preempted and "
+            "computed again"
+        )
+    if k > MAX_CACHED and layout.kind == "replay" and device.type == "cuda":
+        yield (
+            f"states are updated in plain torch, slowly: {k} drafts a step, and the replay kernel "
+            f"takes up to {MAX_CACHED}"
+        )
+    if config.sampled_drafts and config.drafter not in ("mtp", "eagle"):
+        yield f"sampled_drafts does nothing: drafter {config.drafter!r} draws no drafts"
+    if config.graphs and device.type != "cuda":
+        yield f"no CUDA graphs: they need a GPU, and the device is {device}"
