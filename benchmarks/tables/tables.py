@@ -1,4 +1,4 @@
-"""Writes the tables of README and docs from the committed JSON.
+"""Writes the tables of README and docs from the committed JSON, and from shapes.
 
     python benchmarks/tables/tables.py           writes them
     python benchmarks/tables/tables.py --check   only tells whether they are current
@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import checkpoint_tables
 import itl_tables
 import memory_tables
 import state_tables
@@ -27,6 +28,7 @@ PAGES = (
 )
 # A table may say None as long as nothing has been measured for it; its pages are then left alone.
 TABLES: dict[str, Callable[[], str | None]] = {
+    **checkpoint_tables.TABLES,
     **itl_tables.TABLES,
     **memory_tables.TABLES,
     **state_tables.TABLES,

@@ -214,13 +214,13 @@ class Planner:
         needs = f"{what} is {getattr(config, what)}: needs {gib(least.total)}, {free} ({least})"
         if config.num_blocks is not None:
             return f"{needs}; num_blocks must be smaller, or None"
-        fits = self._most_requests(room)
+        fits = self.most_requests(room)
         if not fits:
             return f"{needs}; not even max_requests=1 fits: max_model_len must be smaller"
         return f"{needs}: max_requests={fits} fits"
 
-    def _most_requests(self, room: int) -> int:
-        """As many as fit, 0 if none do."""
+    def most_requests(self, room: int) -> int:
+        """How many of `max_requests` fit in so many bytes; 0 if none do."""
         low, high = 0, self.config.max_requests
         while low < high:
             middle = (low + high + 1) // 2

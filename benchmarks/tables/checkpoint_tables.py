@@ -1,0 +1,78 @@
+"""Public checkpoints: what drafts for them, and the memory that they need, from their shapes."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from markdown import markdown
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "common"))
+
+from shapes import SHAPES, config
+
+from hybrid_runtime.engine import EngineConfig
+from hybrid_runtime.engine.memory_plan import Planner
+from hybrid_runtime.models.mtp import MTPHead
+from hybrid_runtime.models.nemotron_h import NemotronH
+
+# Shape to hub id, and whether the checkpoint brings an MTP head.
+PUBLIC = {
+    "8b": ("nvidia/Nemotron-H-8B-Base-8K", False),
+    "9b-v2": ("nvidia/NVIDIA-Nemotron-Nano-9B-v2", False),
+    "nano-30b": ("nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", False),
+    "super-120b": ("nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-BF16", True),
+}
+GPUS = {"80 GB": 80 * 10**9, "141 GB": 141 * 10**9}
+LENGTH = 8192
+GIB, MIB = 2**30, 2**20
+
+
+def checkpoints() -> str:
+    """Weights, bytes of a request, and how many requests fit a GPU."""
+    lines = []
+    for name, (hub_id, has_mtp) in PUBLIC.items():
+        sizes = config(SHAPES[name], len(SHAPES[name].pattern))
+        if not has_mtp:
+            sizes = replace(sizes, num_nextn_predict_layers=0, mtp_pattern="")
+        model = NemotronH(sizes, "meta", torch.bfloat16)
+        head = MTPHead(model) if has_mtp else None
+        parts = [model] if head is None else [model, head]
+        weights = sum(p.nbytes for part in parts for p in part.parameters())
+        # As on a GPU, with room for every request at full length.
+        options = EngineConfig(
+            drafter="mtp" if has_mtp else "ngram", max_requests=1 << 12, max_model_len=LENGTH,
+            steps_ahead=1,
+        )  # fmt: skip
+        layout = options.layout(sizes, torch.bfloat16)
+        planner = Planner(options, layout, model, head, torch.device("cpu"), weights)
+        room = {gpu: int(size * options.memory_fraction) for gpu, size in GPUS.items()}
+        state = layout.bytes_per_request(len(model.state_layers), snapshots=1)
+        heads, size = model.kv_shape
+        layers = len(model.kv_layers) + (0 if head is None else len(head.kv_layers))
+        lines.append(
+            [
+                f"`{hub_id}`",
+                "MTP" if has_mtp else "n-gram",
+                f"{weights / GIB:.1f}",
+                f"{layout.block_size}",
+                f"{state / MIB:.0f}",
+                f"{2 * heads * size * 2 * layers * 1024 / MIB:.0f}",
+                *(str(planner.most_requests(bytes_) or "-") for bytes_ in room.values()),
+            ]
+        )
+    header = [
+        "checkpoint", '`"auto"`', "weights, GiB", "block, tokens", "state of a request, MiB",
+        "KV of 1024 tokens, MiB", *(f"requests on {gpu}" for gpu in GPUS),
+    ]  # fmt: skip
+    note = (
+        f"Default options, bfloat16 weights, float32 states, 3 drafts, requests of {LENGTH} tokens "
+        "all at full length at once (-: the weights alone do not fit). Computed from the "
+        "checkpoints' configs; nothing is measured."
+    )
+    return markdown(header, lines) + "\n\n" + note
+
+
+TABLES = {"checkpoints": checkpoints}
