@@ -31,6 +31,7 @@ class InputBatch:
     prefill_len_np: Any
     query_start_loc: Any
     requests: list[int]
+    accepted: Any = ()
 
 
 class VllmState:
@@ -39,7 +40,8 @@ class VllmState:
 
     def __init__(self, vllm_config: Any, model: Any, encoder_cache: Any, device: Any) -> None:
         self.vllm_config, self.cache_config = vllm_config, vllm_config.cache_config
-        self.max_num_reqs = SLOTS
+        self.max_num_reqs, self.model = SLOTS, model
+        self._align_mode = self.cache_config.mamba_cache_mode == "align"
         self.num_accepted_tokens_gpu = torch.ones(SLOTS, dtype=torch.int32)
         self._mamba_state_idx_gpu = torch.zeros(SLOTS, dtype=torch.int32)
         self._mamba_ctx: Any = None
@@ -73,7 +75,7 @@ class VllmState:
             sampled = num_sampled if isinstance(num_sampled, int) else int(num_sampled[row])
             if slot >= 0:
                 self.num_accepted_tokens_gpu[slot] = max(sampled, 1)
-        if num_computed_tokens is None:
+        if num_computed_tokens is None or not self._align_mode:
             return
         self.full_launches += 1
         for slot in (s for s in idx_mapping.tolist() if s >= 0):
@@ -84,6 +86,18 @@ class VllmState:
                 self._copy(slot, held, boundary - certain, boundary // B - 1)
                 if held == boundary // B - 1:
                     self.num_accepted_tokens_gpu[slot] = 1
+
+    def prepare_attn(
+        self,
+        input_batch: Any,
+        cudagraph_mode: Any,
+        block_tables: Any,
+        slot_mappings: Any,
+        attn_groups: Any,
+        kv_cache_config: Any,
+        for_capture: bool = False,
+    ) -> dict[str, Any]:
+        return {}
 
     def _copy(self, slot: int, source: int, offset: int, target: int) -> None:
         for layer in self.vllm_config.compilation_config.static_forward_context.values():
@@ -121,7 +135,9 @@ def vllm_config(**changes: Any) -> Any:
             prefill_context_parallel_size=1,
             decode_context_parallel_size=1,
         ),
-        scheduler_config=SimpleNamespace(async_scheduling=True),
+        scheduler_config=SimpleNamespace(async_scheduling=True, max_num_seqs=SLOTS),
+        model_config=SimpleNamespace(dtype=torch.float32),
+        device_config=SimpleNamespace(device="cpu"),
         compilation_config=SimpleNamespace(static_forward_context=layers),
         speculative_config=SimpleNamespace(),
         kv_transfer_config=None,
@@ -135,8 +151,8 @@ def vllm_config(**changes: Any) -> Any:
 
 
 def cache_groups(retained: int | None = None, **spec: Any) -> Any:
-    kind = {"mamba_type": SimpleNamespace(name="MAMBA2"), "block_size": B} | spec
-    mamba = SimpleNamespace(num_speculative_blocks=K, **kind)
+    kind = {"mamba_type": SimpleNamespace(name="MAMBA2"), "block_size": B}
+    mamba = SimpleNamespace(**{"num_speculative_blocks": K} | kind | spec)
     groups = [SimpleNamespace(kv_cache_spec=None, layer_names=["attention"])]
     groups += [SimpleNamespace(kv_cache_spec=mamba, layer_names=[f"layer{i}"]) for i in range(2)]
     return SimpleNamespace(kv_cache_groups=groups, prefix_cache_retention_interval=retained)
@@ -280,7 +296,8 @@ class Traffic:
             num_draft_tokens_per_req=np.array(drafts, np.int32),
             num_computed_tokens_np=np.array(counts, np.int32),
             prefill_len_np=np.array([self.live[s][1] for s in slots], np.int32),
-            query_start_loc=None,
+            query_start_loc=torch.tensor([0, *scheduled]).cumsum(0).int(),
+            accepted=accepted,
         )
         for engine in self.engines:
             engine.begin(batch)

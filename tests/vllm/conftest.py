@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import sys
 from collections.abc import Iterator
@@ -12,8 +13,14 @@ import pytest
 import torch
 from helpers.vllm_stand_in import InputBatch, NewRequestData, VllmState
 
-from hybrid_runtime.integrations.vllm import config, models
+from hybrid_runtime.integrations.vllm import config, hooks, mixer, models, replay_state
 from hybrid_runtime.integrations.vllm.state import model_state_class
+
+
+@dataclasses.dataclass(frozen=True)
+class CacheSpec:
+    mamba_cache_mode: str
+    num_speculative_blocks: int
 
 
 @pytest.fixture(autouse=True)
@@ -27,9 +34,35 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     def register_model(name: str, path: str) -> None:
         registered[name] = SimpleNamespace(module_name=path.split(":")[0], path=path)
 
+    replaced: dict[str, Any] = {}
+
+    def register_oot(name: str) -> Any:
+        return lambda kind: replaced.setdefault(name, kind)
+
+    class MambaMixer2(torch.nn.Module):
+        def __new__(cls, *_: Any, **__: Any) -> Any:
+            return super().__new__(replaced.get(cls.__name__, cls))
+
+        def __init__(self, prefix: str = "") -> None:
+            super().__init__()
+            self.num_heads = self.head_dim = self.ssm_state_size = 4
+            self.n_groups = self.tp_size = 1
+            self.A, self.prefix = torch.full((4,), -2.0), prefix
+
+        def conv_ssm_forward(self, projected_states: Any, output: Any) -> None: ...
+
+        def get_kv_cache_spec(self, vllm_config: Any) -> Any:
+            return CacheSpec("align", 3)
+
     class NemotronHForCausalLM(torch.nn.Module):
         def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
             super().__init__()
+            mixers = sys.modules["vllm.model_executor.layers.mamba.mamba_mixer2"]
+            self.mixers = torch.nn.ModuleList(mixers.MambaMixer2(f"l{i}") for i in range(2))
+
+        def load_weights(self, weights: Any) -> None:
+            for layer in self.mixers:
+                layer.A.fill_(weights)
 
     contents: dict[str, dict[str, Any]] = {
         "vllm": {"__version__": "0.25.1+cu129"},
@@ -43,6 +76,21 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
             "_VLLM_MODELS": {"NemotronHForCausalLM": ("nemotron_h", "NemotronHForCausalLM")},
         },
         "vllm.model_executor.models.nemotron_h": {"NemotronHForCausalLM": NemotronHForCausalLM},
+        "vllm.model_executor.custom_op": {
+            "op_registry_oot": replaced,
+            "PluggableLayer": SimpleNamespace(register_oot=register_oot),
+        },
+        "vllm.platforms": {
+            "current_platform": SimpleNamespace(
+                is_cuda=lambda: True, has_device_capability=lambda least: True
+            )
+        },
+        "vllm.model_executor.layers.mamba.mamba_mixer2": {"MambaMixer2": MambaMixer2},
+        "vllm.v1.attention.backends.mamba2_attn": {
+            "Mamba2AttentionMetadata": dataclasses.make_dataclass(
+                "Mamba2AttentionMetadata", hooks.LAYER_FIELDS.split()
+            )
+        },
         "vllm.model_executor.layers.mamba.mamba_utils": {"is_conv_state_dim_first": lambda: False},
         "vllm.v1.core.sched.output": {"NewRequestData": NewRequestData},
         "vllm.v1.worker.gpu.input_batch": {"InputBatch": InputBatch},
@@ -59,8 +107,20 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
             setattr(sys.modules[path.rpartition(".")[0]], parts[-1], sys.modules[path])
     monkeypatch.delenv(config.SWITCH, raising=False)
     config._said.clear()
-    models.model_class.cache_clear()
-    model_state_class.cache_clear()
+    made = (
+        models.model_class,
+        model_state_class,
+        mixer.mixer_class,
+        replay_state.model_state_class,
+    )
+    for kind in made:
+        kind.cache_clear()
     yield sys.modules["vllm"]
-    models.model_class.cache_clear()
-    model_state_class.cache_clear()
+    made = (
+        models.model_class,
+        model_state_class,
+        mixer.mixer_class,
+        replay_state.model_state_class,
+    )
+    for kind in made:
+        kind.cache_clear()

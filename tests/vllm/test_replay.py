@@ -1,0 +1,82 @@
+"""Replay inside a stand-in of vLLM's runner: every state that a step reads, and every boundary that
+a prefix hit could find, is the sum of exactly its tokens."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from helpers.vllm_replay import ReplayEngine
+from helpers.vllm_stand_in import SLOTS, B, Traffic
+
+
+@pytest.mark.parametrize(("slot_tables", "asynchronous"), [(True, True), (False, False)])
+def test_states_and_boundaries(slot_tables: bool, asynchronous: bool) -> None:
+    engine = ReplayEngine(slot_tables=slot_tables)
+    engine.state.bounds._asynchronous = asynchronous
+    traffic = Traffic(11 + asynchronous, [engine], asynchronous)
+    for _ in range(70):
+        traffic.step()
+    found = engine.state.statistics()
+    assert found["steps"] > 50
+    assert found["precopied"] > 20
+    assert found["postcopied"] > 20
+    assert engine.boundaries > 25
+    assert found["handed_back"] == found["lost"] == engine.state.full_launches == 0
+
+
+def test_without_prefix_caching() -> None:
+    engine = ReplayEngine(mode="none")
+    traffic = Traffic(3, [engine])
+    for _ in range(50):
+        traffic.step()
+    assert engine.state.statistics()["steps"] == 0
+
+
+def test_only_kept_boundaries_are_materialised() -> None:
+    dense, sparse = ReplayEngine(), ReplayEngine(retained=2 * B)
+    traffic = Traffic(7, [dense, sparse])
+    for _ in range(50):
+        traffic.step()
+    copied = [e.state.statistics()["postcopied"] for e in (dense, sparse)]
+    assert copied[1] < copied[0] * 0.7
+
+
+def test_a_dummy_between_steps_changes_nothing() -> None:
+    """A dummy run and a graph's capture name slots of real requests."""
+    engine = ReplayEngine()
+    traffic = Traffic(5, [engine])
+    for _ in range(40):
+        finish = traffic.start()
+        before = engine.memory()
+        engine.prepare(SimpleNamespace(idx_mapping=torch.arange(SLOTS), num_reqs=SLOTS))
+        assert engine.shared.rows.whole.slot.tolist() == [-1] * SLOTS
+        assert torch.equal(engine.memory().nan_to_num(), before.nan_to_num())
+        finish()
+
+
+def test_a_step_that_is_not_recognised_looks_at_every_row() -> None:
+    engine = ReplayEngine()
+    traffic = Traffic(9, [engine])
+    own = engine.state.postprocess_state
+    engine.state.postprocess_state = lambda rows, *rest: own(  # type: ignore[method-assign]
+        rows.clone(), *rest
+    )
+    for _ in range(40):
+        traffic.step()
+    assert engine.state.statistics()["handed_back"] > 25
+    assert engine.boundaries > 10
+
+
+def test_a_cache_that_is_not_as_known_is_an_error_that_names_the_switch() -> None:
+    engine = ReplayEngine()
+    engine.groups.kv_cache_groups[1].kv_cache_spec.block_size = 2 * B
+    traffic = Traffic(1, [engine])
+
+    def run() -> None:
+        for _ in range(10):
+            traffic.step()
+
+    with pytest.raises(RuntimeError, match="HYBRID_RUNTIME_VLLM=columns"):
+        run()

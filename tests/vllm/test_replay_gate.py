@@ -1,0 +1,125 @@
+"""Which configurations replay: decided once, when the model is built, with one warning if not."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+from helpers.vllm_stand_in import K, VllmState, vllm_config
+
+from hybrid_runtime.integrations.vllm import config, mixer, models
+from hybrid_runtime.integrations.vllm.replay_state import ReplayStates
+from hybrid_runtime.integrations.vllm.state import AlignedStates
+
+MODEL = models.lazy_name("NemotronHForCausalLM", "0.25.1+cu129")
+MIXER = "vllm.model_executor.layers.mamba.mamba_mixer2"
+
+
+@pytest.fixture(autouse=True)
+def asked(monkeypatch: pytest.MonkeyPatch, vllm: ModuleType) -> None:
+    monkeypatch.setenv(config.SWITCH, "replay")
+    monkeypatch.setattr(vllm, "__version__", "0.27.1")
+
+
+def build(**change: Any) -> Any:
+    return getattr(models, MODEL)(vllm_config=vllm_config(**change), prefix="model")
+
+
+def spare_blocks(model: Any) -> list[int]:
+    return [layer.get_kv_cache_spec(None).num_speculative_blocks for layer in model.mixers]
+
+
+@pytest.mark.parametrize("mode", ["align", "none"])
+def test_a_model_that_replays(mode: str, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("WARNING"):
+        model = build(cache_config__mamba_cache_mode=mode)
+    assert spare_blocks(model) == [0, 0]
+    assert issubclass(model.get_model_state_cls(), ReplayStates)
+    assert issubclass(model.get_model_state_cls(), VllmState)
+    assert model.replay_layers.layers == list(model.mixers)
+    assert model.replay_layers.drafts == K
+    assert not caplog.records
+    # A rate of -2 is exp(ln 2); weights that are loaded anew are followed.
+    model.load_weights(-2.0)
+    assert model.replay_layers.A_log.exp().allclose(-model.mixers[0].A)
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"num_speculative_tokens": 8}, "8 drafts"),
+        ({"parallel_config__pipeline_parallel_size": 2}, "pipeline"),
+        ({"parallel_config__enable_dbo": True}, "overlap"),
+        ({"speculative_config": SimpleNamespace(method="draft_model")}, "draft model"),
+        ({"mamba_config": SimpleNamespace(enable_stochastic_rounding=True)}, "stochastically"),
+        (
+            {"mamba_config": SimpleNamespace(backend=SimpleNamespace(name="FLASHINFER"))},
+            "FLASHINFER",
+        ),
+        ({"cache_config__use_replayssm": True}, "use-replayssm"),
+    ],
+)
+def test_what_keeps_vllms_layout(
+    change: dict[str, Any], why: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With our copies, as if replay had not been asked for."""
+    for _ in range(2):
+        model = build(**change)
+    assert spare_blocks(model) == [K, K]
+    assert issubclass(model.get_model_state_cls(), AlignedStates)
+    assert not issubclass(model.get_model_state_cls(), ReplayStates)
+    (record,) = caplog.records
+    assert why in record.getMessage()
+    assert "does not replay" in record.getMessage()
+
+
+def test_without_drafts_there_is_nothing_to_say(caplog: pytest.LogCaptureFixture) -> None:
+    model = build(num_speculative_tokens=0)
+    assert spare_blocks(model) == [K, K]
+    assert not issubclass(model.get_model_state_cls(), ReplayStates)
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("value", ["VLLM_BATCH_INVARIANT", "VLLM_USE_HW_AGNOSTIC"])
+def test_environment(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(value, "1")
+    assert spare_blocks(build()) == [K, K]
+
+
+@pytest.mark.parametrize("which", ["platform", "method", "field", "other"])
+def test_another_vllm(
+    which: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    if which == "platform":
+        platform = sys.modules["vllm.platforms"].current_platform
+        monkeypatch.setattr(platform, "is_cuda", lambda: False)
+    elif which == "method":
+        kind = sys.modules[MIXER].MambaMixer2
+        monkeypatch.setattr(kind, "conv_ssm_forward", lambda self, states, output, lane: None)
+    elif which == "field":
+        module = sys.modules["vllm.v1.attention.backends.mamba2_attn"]
+        monkeypatch.delitem(module.Mamba2AttentionMetadata.__dataclass_fields__, "num_decodes")
+    else:
+        replaced = sys.modules["vllm.model_executor.custom_op"].op_registry_oot
+        replaced[mixer.NAME] = type("Another", (sys.modules[MIXER].MambaMixer2,), {})
+    assert spare_blocks(build()) == [K, K]
+    (record,) = caplog.records
+    says = {"platform": "NVIDIA", "method": "lane", "field": "num_decodes", "other": "another"}
+    assert says[which] in record.getMessage()
+
+
+def test_a_model_within_a_model() -> None:
+    """A model of text inside one of pictures: the outer one's guesses are shared."""
+    with mixer.collecting(True) as layers:
+        inner = build()
+    assert [layer.prefix for layer in layers] == ["l0", "l1"]
+    assert not hasattr(inner, "replay_layers")
+
+
+def test_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers that were registered for a model that replays are vLLM's in one that does not."""
+    build()
+    monkeypatch.setenv(config.SWITCH, "columns")
+    assert spare_blocks(build()) == [K, K]
