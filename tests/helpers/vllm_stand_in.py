@@ -241,7 +241,7 @@ class Traffic:
     def __init__(
         self,
         seed: int,
-        engines: list[Engine],
+        engines: list[Any],
         asynchronous: bool = True,
         slots: range = range(SLOTS),
     ) -> None:

@@ -227,7 +227,7 @@ class Worker:
         decodes = row.scheduled == row.draft + 1 and request.computed > 0
         before, inputs = self._read(row, decodes)
         if decodes:
-            rolled = inputs[1:] + row.tokens
+            rolled: list[Any] = inputs[1:] + row.tokens
             rolled += [None] * (TAPS + drafts - len(rolled))
             if self.mode == "columns":
                 for j in range(row.draft + 1):
@@ -328,7 +328,7 @@ class Worker:
             "sampled_token_ids": [list(row.emitted) for row in rows],
         }
         fields = ModelRunnerOutput.__dataclass_fields__
-        empty = {"logprobs": None, "prompt_logprobs_dict": {}, "pooler_output": []}
+        empty: dict[str, Any] = {"logprobs": None, "prompt_logprobs_dict": {}, "pooler_output": []}
         given |= {name: value for name, value in empty.items() if name in fields}
         sampled = [row for row in rows if row.emitted]
         drafts = DraftTokenIds(

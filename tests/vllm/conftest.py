@@ -47,7 +47,7 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
             super().__init__()
             self.num_heads = self.head_dim = self.ssm_state_size = 4
             self.n_groups = self.tp_size = 1
-            self.A, self.prefix = torch.full((4,), -2.0), prefix
+            self.A, self.prefix = torch.nn.Parameter(torch.full((4,), -3.0)), prefix
 
         def conv_ssm_forward(self, projected_states: Any, output: Any) -> None: ...
 
@@ -62,7 +62,7 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
 
         def load_weights(self, weights: Any) -> None:
             for layer in self.mixers:
-                layer.A.fill_(weights)
+                torch.nn.init.constant_(layer.get_parameter("A"), weights)
 
     contents: dict[str, dict[str, Any]] = {
         "vllm": {"__version__": "0.25.1+cu129"},

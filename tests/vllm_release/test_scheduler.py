@@ -38,7 +38,9 @@ def history(seed: int, mode: str, asynchronous: bool) -> Counts:
     setting = Setting.drawn(rng, mode == "columns", asynchronous)
     core = scheduler(setting)
     worker = Worker(core, setting, mode, rng, rng.choice([0.3, 0.7, 0.95, 1.0]))
-    waiting, asked, texts = prompts(rng, setting), {}, {}
+    waiting = prompts(rng, setting)
+    asked: dict[str, Any] = {}
+    texts: dict[str, list[int]] = {}
     queue: collections.deque[Any] = collections.deque()
     for now in range(5000):
         while waiting and waiting[0][0] <= now:
