@@ -14,6 +14,7 @@ from hybrid_runtime.kernels.step.commit_tokens import DraftInputs
 from hybrid_runtime.kernels.step.prepare_inputs import StepInputs
 from hybrid_runtime.models.forward_batch import Caches, RowBatch
 from hybrid_runtime.specdecode import ngram
+from hybrid_runtime.specdecode.buckets import most_rows
 from hybrid_runtime.specdecode.sampling import DRAFT
 from hybrid_runtime.specdecode.sequences import Sequences
 
@@ -78,7 +79,7 @@ class HeadDrafter:
     ) -> None:
         self.head, self.caches, self.num_draft, self.sampled = head, caches, num_draft, sampled
         device, slots = caches.kv_block_table.device, caches.kv_block_table.shape[0]
-        self._one_each = torch.arange(slots + 1, dtype=torch.int32, device=device)
+        self._one_each = torch.arange(most_rows(slots) + 1, dtype=torch.int32, device=device)
 
     def propose(self, output: VerifyOutput) -> tuple[Tensor, Tensor | None]:
         inputs, sequences, batch = output.draft_inputs, output.sequences, output.batch

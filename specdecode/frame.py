@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -28,7 +28,9 @@ class Frame:
     emitted: int32 `[rows, K + 2]`, emitted tokens (tail -1) and, last, their count.
     accept: which drafts are accepted; None where no row emits.
     all_decode: every row runs K + 1 tokens, so each token's logits are needed, in order.
-    graph_key: what its captured graphs are filed under; None: its launches are not captured.
+    pad: tokens of a row beyond those of the step.
+    graphs: key of each captured phase, by name; the others are launched one by one.
+    hidden: where verify leaves its hidden states; None: in memory of its own.
     verify_output: what the target's pass leaves for acceptance and drafter.
     num_accepted: int32 `[rows]`, what acceptance leaves for the state manager.
     """
@@ -40,7 +42,9 @@ class Frame:
     emitted: Tensor
     accept: Acceptance | None
     all_decode: bool
-    graph_key: Hashable = None
+    pad: int
+    graphs: dict[str, Hashable] = field(default_factory=dict)
+    hidden: Tensor | None = None
     verify_output: VerifyOutput | None = None
     num_accepted: Tensor | None = None
 
@@ -59,13 +63,13 @@ class StepBuffers:
         num_draft: int,
         rounding: Rounding | None,
     ) -> None:
-        slots, device = manager.max_requests, manager.device
-        self.inputs = StepInputs.empty(slots, max_tokens, num_draft, device)
-        self.draft_inputs = DraftInputs.empty(slots, max_tokens, num_draft, device)
-        self.emitted = torch.zeros((slots, num_draft + 2), dtype=torch.int32, device=device)
+        rows, device = manager.max_rows, manager.device
+        self.inputs = StepInputs.empty(rows, max_tokens, num_draft, device)
+        self.draft_inputs = DraftInputs.empty(rows, max_tokens, num_draft, device)
+        self.emitted = torch.zeros((rows, num_draft + 2), dtype=torch.int32, device=device)
         self.nothing = Accepted(
-            tokens=torch.full((slots, num_draft + 1), -1, dtype=torch.int32, device=device),
-            num_accepted=torch.zeros(slots, dtype=torch.int32, device=device),
+            tokens=torch.full((rows, num_draft + 1), -1, dtype=torch.int32, device=device),
+            num_accepted=torch.zeros(rows, dtype=torch.int32, device=device),
         )
         self._manager, self._width, self._rounding = manager, num_draft + 1, rounding
 
@@ -77,6 +81,7 @@ class StepBuffers:
         max_scheduled: int,
         max_context: int,
         accept: Acceptance | None,
+        pad: int = 0,
     ) -> Frame:
         """The frame of a step of so many rows and tokens.
 
@@ -86,7 +91,7 @@ class StepBuffers:
             num_update_rows: leading rows that decode, each with K + 1 tokens.
             max_scheduled: upper bound of tokens per row.
             max_context: upper bound of tokens in the cache and scheduled, per row.
-            accept: as of `Frame`.
+            accept, pad: as of `Frame`.
         """
         inputs = self.inputs.first(rows, tokens)
         return Frame(
@@ -106,6 +111,7 @@ class StepBuffers:
             emitted=self.emitted[:rows],
             accept=accept,
             all_decode=num_update_rows == rows,
+            pad=pad,
         )
 
     def _positions(self, inputs: StepInputs) -> StatePositions:
@@ -118,14 +124,3 @@ class StepBuffers:
             replay=state.replay,
             rounding=self._rounding,
         )
-
-
-def graph_size(rows: int, max_rows: int) -> int:
-    """Rows of the graph that serves `rows` decoding ones: a power of two up to 8, then a multiple
-    of 8, above 64 of 32; at most `max_rows`."""
-    if rows <= 8:
-        size = 1 << (rows - 1).bit_length()
-    else:
-        multiple = 8 if rows <= 64 else 32
-        size = -(-rows // multiple) * multiple
-    return min(size, max_rows)

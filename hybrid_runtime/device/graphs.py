@@ -8,12 +8,18 @@ import torch
 
 
 class Graphs:
-    """Captured functions by key, sharing one memory pool."""
+    """Captured functions by key, sharing one memory pool. On a CPU they are kept and called, so
+    that everything else about a captured step is the same there."""
 
     def __init__(self, device: torch.device) -> None:
-        self._captured: dict[Hashable, torch.cuda.CUDAGraph] = {}
-        self._pool = torch.cuda.graph_pool_handle()
-        self._stream = torch.cuda.Stream(device)
+        self._captured: dict[Hashable, Callable[[], None]] = {}
+        self._stream: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            self._pool = torch.cuda.graph_pool_handle()
+            self._stream = torch.cuda.Stream(device)
+
+    def __contains__(self, key: Hashable) -> bool:
+        return key in self._captured
 
     def capture(self, key: Hashable, act: Callable[[], None]) -> None:
         """Call `act` once, so that what it needs is compiled, and once more to capture it.
@@ -23,11 +29,14 @@ class Graphs:
         the next capture.
         """
         act()
+        if self._stream is None:
+            self._captured[key] = act
+            return
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
             act()
-        self._captured[key] = graph
+        self._captured[key] = graph.replay
 
     def replay(self, key: Hashable) -> None:
         """Do what was captured."""
-        self._captured[key].replay()
+        self._captured[key]()

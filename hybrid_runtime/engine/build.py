@@ -21,6 +21,7 @@ from hybrid_runtime.specdecode.acceptance import (
     synthetic_acceptance,
     synthetic_rates,
 )
+from hybrid_runtime.specdecode.buckets import most_rows
 from hybrid_runtime.specdecode.drafter import make_drafter
 from hybrid_runtime.specdecode.runner import SpecDecodeRunner
 from hybrid_runtime.specdecode.sequences import Sequences
@@ -41,6 +42,7 @@ def state_manager(
         config.strategy,
         steps_in_flight=config.steps_ahead_on(device),
         readback=config.strategy in ("blocking", "defer"),
+        max_rows=most_rows(config.max_requests) if config.graphs_on(device) else None,
     )
 
 
@@ -124,6 +126,7 @@ def scheduler(
         memory.state,
         config.max_requests,
         config.max_tokens_per_step,
+        config.max_prompt_tokens,
         config.max_model_len,
         config.steps_ahead_on(manager.device),
         cache if config.prefix_caching else None,
@@ -150,6 +153,7 @@ def runner(
         config.max_tokens_per_step,
         config.steps_ahead_on(model.device),
         config.graphs_on(model.device),
+        config.max_prompt_tokens,
         config.stochastic_rounding,
     )
 

@@ -25,7 +25,12 @@ from hybrid_runtime.state.checks import Strategy
 from hybrid_runtime.state.layout import ConvLayout, LayoutKind, StateLayout
 
 RetentionPolicy = Literal["all", "prompt"] | int
-_LEAST = {"max_requests": 1, "max_model_len": 2, "max_tokens_per_step": 2}
+_LEAST = {
+    "max_requests": 1,
+    "max_model_len": 2,
+    "max_tokens_per_step": 2,
+    "max_prompt_tokens": 1,
+}
 _LEAST_IF_SET = {"max_waiting": 0, "block_size": 1, "num_speculative_tokens": 0}
 
 
@@ -39,6 +44,7 @@ class EngineOptions(TypedDict, total=False):
     max_requests: int
     max_model_len: int
     max_tokens_per_step: int
+    max_prompt_tokens: int
     max_waiting: int | None
     steps_ahead: int | None
     graphs: bool | None
@@ -83,6 +89,10 @@ class EngineConfig:
     max_tokens_per_step: int = 2048
     """Most tokens of one step, which bounds the chunks of prompts."""
 
+    max_prompt_tokens: int = 2048
+    """Most prompt tokens of a step in which other requests decode: it bounds how long these wait
+    for their next tokens. Fewer make first tokens come later."""
+
     max_waiting: int | None = None
     """Requests that may wait, `submit` raises `QueueFull` beyond. None: any number."""
 
@@ -91,7 +101,8 @@ class EngineConfig:
     never waits for the host."""
 
     graphs: bool | None = None
-    """Replay CUDA graphs for steps in which every row decodes. None: on a GPU."""
+    """Pad steps to few sizes and replay CUDA graphs of them; on a CPU only pad them. None: on a
+    GPU."""
 
     strategy: Strategy = "auto"
     """Who decides when states are saved; see `HybridStateManager`."""

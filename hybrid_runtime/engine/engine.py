@@ -78,12 +78,11 @@ class Engine:
         self.prefix_cache = build.prefix_cache(config, memory, layout.block_size)
         self.scheduler = build.scheduler(config, self.manager, memory, self.prefix_cache)
         self.runner = build.runner(config, model, head, self.manager, memory, self.sequences)
-        self._greedy, sampling = build.acceptances(config, model.device)
+        greedy, sampling = build.acceptances(config, model.device)
+        self._accepts = tuple(dict.fromkeys((greedy, sampling)))
         eos = model.config.eos_token_id if eos_token_ids is None else eos_token_ids
         ahead = config.steps_ahead_on(model.device)
-        self.core = EngineCore(
-            self.scheduler, self.runner, tokenizer, eos, self._greedy, sampling, ahead
-        )
+        self.core = EngineCore(self.scheduler, self.runner, tokenizer, eos, greedy, sampling, ahead)
         log_engine(config, layout, model, plan)
         self._ids = count()
         self._owner = Owner()
@@ -195,12 +194,15 @@ class Engine:
         if request.submitted:
             raise ValueError(f"request {request.id} was queued before; it must be a new one")
         if request.pooled_from is not None and self.core.pooler is None:
-            self.core.pooler = Pooler(
-                self.manager.max_requests, self.model.config.hidden_size, self.core.steps_ahead,
-                self.model.device, self.waits,
-            )  # fmt: skip
+            self.core.pooler = self._new_pooler()
         self.core.add(request)
         return request
+
+    def _new_pooler(self) -> Pooler:
+        return Pooler(
+            self.manager.max_requests, self.model.config.hidden_size, self.core.steps_ahead,
+            self.model.device, self.waits,
+        )  # fmt: skip
 
     def check_queue(self) -> None:
         """Raises `QueueFull` if as many requests wait as may. Any thread may call it."""
@@ -228,11 +230,21 @@ class Engine:
         """Nothing waits, nothing runs, and no results are on their way."""
         return self.core.idle
 
-    def capture(self) -> None:
-        """Compile all kernels and capture all CUDA graphs of greedy decoding now, not when a step
-        first needs them. Nothing is done without graphs."""
+    def capture(self, progress: bool = False) -> None:
+        """Compile all kernels and capture all CUDA graphs now, so that the first request of any
+        kind is as fast as the hundredth. Nothing is done without graphs. progress: show a bar.
+
+        Raises `torch.OutOfMemoryError`, which says what does not fit.
+        """
         self._owner.check()
-        self.runner.capture(self._greedy)
+        if not self.config.graphs_on(self.model.device):
+            return
+        self._new_pooler().compile(self.model.dtype)
+        with Progress(disable=not progress, transient=True) as bar:
+            task = bar.add_task("capturing", total=None)
+            self.runner.capture(
+                self._accepts, lambda done, total: bar.update(task, completed=done, total=total)
+            )
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes, on the device and the host; running requests go on."""

@@ -44,11 +44,19 @@ class Pooler:
         self._staging = Staging(slots, ENTRY_FIELDS, steps_ahead + 2, device, waits)
         self._results = Readback(slots * size, steps_ahead + 1, device, waits)
 
+    def compile(self, dtype: torch.dtype) -> None:
+        """Compile now what `pool` would compile when first needed. dtype: of hidden states."""
+        device = self._sums.device
+        hidden = torch.zeros((1, self.size), dtype=dtype, device=device)
+        row = torch.zeros(2, dtype=torch.int32, device=device)
+        entry = torch.tensor([[0, 0, 1, 0, 0, -1]], dtype=torch.int32, device=device)
+        pooling(hidden, row, entry, self._sums, self._means, 1)
+
     def pool(self, schedule: Schedule, step: int, hidden: Tensor, cu_seqlens: Tensor) -> None:
         """Queue the pooling of a step, before its tokens are counted in its requests.
 
-        step: its number. hidden: `[tokens, size]`, after the final norm. cu_seqlens: int32
-        `[rows + 1]`, first token of each row.
+        step: its number. hidden: `[tokens, size]`, after the final norm. cu_seqlens: int32, first
+        token of each row that runs a prompt, by row.
         """
         entries, longest = self._entries(schedule)
         if entries:

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from hybrid_runtime.engine.block_pool import BlockTable
 from hybrid_runtime.engine.prefix_cache import PrefixCache
 from hybrid_runtime.engine.request import Hit, Request
+from hybrid_runtime.specdecode.buckets import PROMPT_ROWS
 from hybrid_runtime.state.demand import BlockDemand
 from hybrid_runtime.state.manager import HybridStateManager
 from hybrid_runtime.state.rows import StepRows
@@ -61,6 +62,7 @@ class Scheduler:
         state: BlockTable,
         max_requests: int,
         max_tokens_per_step: int,
+        max_prompt_tokens: int,
         max_length: int,
         steps_ahead: int,
         cache: PrefixCache | None,
@@ -72,6 +74,7 @@ class Scheduler:
         self._state_budget = manager.layout.block_budget(steps_ahead)
         self.preemptions = 0
         self.max_tokens_per_step, self.max_length = max_tokens_per_step, max_length
+        self.max_prompt_tokens = max_prompt_tokens
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self._slots = list(range(max_requests - 1, -1, -1))
@@ -248,7 +251,9 @@ class Scheduler:
                 chosen.append((request, width, self.num_draft))
                 budget -= width
         num_decoding = len(chosen)
-        for request, left in prefilling:
+        if chosen:  # who decodes must not wait long
+            budget = min(budget, self.max_prompt_tokens)
+        for request, left in prefilling[:PROMPT_ROWS]:
             if budget > 0:
                 chunk = self._chunk(request, min(left, budget))
                 chosen.append((request, chunk, 0))

@@ -82,7 +82,7 @@ class HybridStateManager:
             layout, max_requests, max_rows, num_speculative_tokens, strategy, in_place,
             steps_in_flight, readback,
         )  # fmt: skip
-        self.layout, self.max_requests = layout, max_requests
+        self.layout, self.max_requests, self.max_rows = layout, max_requests, max_rows
         self.num_speculative_tokens = num_speculative_tokens
         self.device = device = torch.device(device)
         self.strategy, self.in_place = strategy, in_place

@@ -149,6 +149,9 @@ LONGEST = 2048
 """Positions per split where there are enough rows to fill the GPU without splitting: more would let
 one long row among short ones finish late."""
 MAX_SPLITS = 64
+MOST_SUMMED = 1 << 16
+"""Programs that sum splits, one for each head and step of a row, where most have no token: a pass
+whose rows may be anything up to all its tokens. With more it is not split."""
 
 
 def attention_tiling(
@@ -180,6 +183,9 @@ def attention_splits(
         max_scheduled: upper bound of tokens per row.
         max_context: upper bound of computed + scheduled.
     """
+    steps = max_scheduled * rows
+    if steps > 2 * q.shape[0] and q.shape[1] * steps > MOST_SUMMED:
+        return Splits(1)
     tiling = attention_tiling(q.shape[1] // kv_heads, q.shape[2], max_scheduled, q.dtype)
     programs = max(rows * kv_heads * tiling.query_tiles, 1)
     fill = min(max(num_programs(q, PROGRAMS) // programs, 1), MAX_SPLITS)

@@ -106,6 +106,51 @@ def test_seeded_sampling_is_the_same_with_graphs(options: dict[str, Any]) -> Non
     assert found[0] == found[1]
 
 
+ARRIVALS = [
+    {"state_layout": "replay"},
+    {"state_layout": "columns", "max_requests": 3},
+    {"max_prompt_tokens": 24, "max_tokens_per_step": 80, "max_requests": 16},
+    {"drafter": None, "num_speculative_tokens": 0},
+    {"ssm_dtype": "float16", "sampled_drafts": True},
+]
+
+
+@pytest.mark.parametrize("options", ARRIVALS, ids=str)
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_captured_steps_with_prompts_give_the_text_of_eager_ones(
+    options: dict[str, Any], temperature: float
+) -> None:
+    """Requests arrive one by one: prompts mix into decode steps. From memory full of NaN."""
+    found = []
+    prompts = [f"{prompt}{'# ' * n}" for n in range(9) for prompt in PROMPTS]
+    for graphs in (True, False):
+        runs = build("cuda", graphs=graphs, **options)
+        runs.capture()
+        caches = runs.runner.caches
+        for pair in (*caches.kv.values(), *caches.states.values()):
+            for tensor in pair:
+                tensor.fill_(float("nan"))
+        requests: list[Request] = []
+        while len(requests) < len(prompts) or not runs.idle:
+            if len(requests) < len(prompts):
+                n = len(requests)
+                params = SamplingParams(
+                    temperature=temperature, seed=n, max_tokens=20 + n, ignore_eos=True
+                )
+                requests.append(runs.submit(prompts[n], params))
+            runs.step()
+            runs.step()
+        assert all(request.error is None for request in requests)
+        found.append(requests)
+    for prompt, one, other in zip(prompts, *found, strict=True):
+        for i, (a, b) in enumerate(zip(one.output, other.output, strict=True)):
+            if a != b:
+                assert temperature or margin(prompt, other.output[:i]) < NOISE
+                break
+    same = sum(one.output == other.output for one, other in zip(*found, strict=True))
+    assert same >= 0.9 * len(prompts)
+
+
 @pytest.mark.parametrize("steps_ahead", [0, 1])
 def test_second_turns_start_behind_the_last_guesses(steps_ahead: int) -> None:
     """What they passed is folded, or stored by the step that is queued, and nobody waits."""

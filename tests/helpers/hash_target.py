@@ -94,6 +94,9 @@ class HashTarget:
         starts = batch.cu_seqlens.tolist()
         for row, slot in enumerate(batch.slot.tolist()):
             run = tokens[starts[row] : starts[row + 1]].tolist()
+            if slot < 0:  # padding
+                found += [0] * len(run)
+                continue
             contexts = self._attend(run, slot, int(batch.computed[row]), caches)
             mixed = [
                 self._mix(run, row, slot, layer, row < batch.num_update_rows, positions, caches)
@@ -107,6 +110,7 @@ class HashTarget:
             if self.fails:
                 self.fails = False
                 raise RuntimeError("no pass today")
+        found += [0] * (len(tokens) - len(found))
         return torch.tensor(found, dtype=torch.float32)[:, None]
 
     def logits(self, hidden: Tensor) -> Tensor:

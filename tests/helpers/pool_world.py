@@ -59,6 +59,7 @@ class World:
         self.engine = engine = Engine(cast(Any, self.target), config, eos_token_ids=())
         if num_draft:
             engine.runner.drafter = HashDrafter(num_draft)
+        engine.capture()  # with graphs=True
         for part in (*engine.runner.caches.kv.values(), *engine.runner.caches.states.values()):
             for tensor in part:
                 tensor.fill_(POISON)

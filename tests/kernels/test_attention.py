@@ -229,7 +229,7 @@ def test_wrong_shapes_are_refused() -> None:
 
 @pytest.mark.gpu
 def test_splits_fill_the_gpu_from_bounds_alone() -> None:
-    q = torch.empty(8, 32, 128, dtype=torch.bfloat16, device="cuda")
+    q = torch.empty(4096, 32, 128, dtype=torch.bfloat16, device="cuda")
     for bound in (1024, 8192):
         chosen = [attention_splits(q, 8, rows, 4, bound) for rows in (1, 16, 64, 1024)]
         assert chosen == sorted(chosen, key=lambda splits: (-splits.programs, splits.least))

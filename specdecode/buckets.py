@@ -1,0 +1,148 @@
+"""Few sizes of steps, so that every one can be captured as a CUDA graph before it is needed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hybrid_runtime.state.rows import StepRows
+
+PROMPT_ROWS = 16
+"""Most prompts that share a step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """A size of steps with prompts in them, in rows and tokens, padding included.
+
+    update_rows: rows that decode, each with K + 1 tokens.
+    prompt_rows, prompt_tokens: the others, and the tokens of all of them.
+    """
+
+    update_rows: int
+    prompt_rows: int
+    prompt_tokens: int
+
+    @property
+    def rows(self) -> int:
+        return self.update_rows + self.prompt_rows
+
+
+class Buckets:
+    """The sizes that steps are padded to.
+
+    max_requests: requests that run at once.
+    width: tokens of a row that decodes, K + 1.
+    max_tokens: most tokens of a step.
+    max_prompt_tokens: most prompt tokens of a step in which others decode; larger steps are padded
+        too, but not captured: they keep the device busy for longer than their launches take.
+    """
+
+    def __init__(
+        self, max_requests: int, width: int, max_tokens: int, max_prompt_tokens: int
+    ) -> None:
+        self.width = width
+        self._max_requests = max_requests
+        self._prompt_rows = min(PROMPT_ROWS, max_requests)
+        self._max_tokens, self._shared = max_tokens, min(max_tokens, max_prompt_tokens)
+
+    @property
+    def most_tokens(self) -> int:
+        """Tokens of the largest step."""
+        shared = self._max_requests * self.width + token_size(self._shared)
+        return max(shared, token_size(self._max_tokens))
+
+    def of(self, update_rows: int, prompt_rows: int, prompt_tokens: int) -> Bucket:
+        """The bucket of a step with so many rows and tokens.
+
+        Raises:
+            ValueError: more prompts than a step may have.
+        """
+        if prompt_rows > self._prompt_rows:
+            raise ValueError(
+                f"{prompt_rows} rows run prompts; at most {self._prompt_rows} may share a step"
+            )
+        rows = mixed_size(update_rows, self._max_requests)
+        return Bucket(rows, self._prompt_rows, token_size(prompt_tokens))
+
+    def captured(self) -> Iterator[Bucket]:
+        """Those that are captured, largest first, so that the smaller ones fit into the memory of
+        the larger ones."""
+        rows = sorted({mixed_size(n, self._max_requests) for n in range(self._max_requests)})
+        for tokens in reversed(_sizes(self._shared)):
+            for n in reversed(rows):
+                yield Bucket(n, self._prompt_rows, tokens)
+
+    def larger(self) -> Iterator[Bucket]:
+        """The others: nobody decodes in them."""
+        shared = token_size(self._shared)
+        for tokens in reversed(_sizes(self._max_tokens)):
+            if tokens > shared:
+                yield Bucket(0, self._prompt_rows, tokens)
+
+
+def most_rows(max_requests: int) -> int:
+    """Rows of the largest step, padding included."""
+    return max_requests + min(PROMPT_ROWS, max_requests)
+
+
+def graph_size(rows: int, max_rows: int) -> int:
+    """Rows of the graph that serves `rows` decoding ones alone: a power of two up to 8, then a
+    multiple of 8, above 64 of 32; at most `max_rows`."""
+    if rows <= 8:
+        size = 1 << (rows - 1).bit_length()
+    else:
+        multiple = 8 if rows <= 64 else 32
+        size = -(-rows // multiple) * multiple
+    return min(size, max_rows)
+
+
+def mixed_size(rows: int, max_rows: int) -> int:
+    """Decoding rows beside prompts: fewer sizes, since each exists for every number of tokens."""
+    if rows == 0:
+        return 0
+    if rows <= 32:
+        size = max(1 << (rows - 1).bit_length(), 4)
+    else:
+        multiple = 16 if rows <= 64 else 32
+        size = -(-rows // multiple) * multiple
+    return min(size, max_rows)
+
+
+def token_size(tokens: int) -> int:
+    """Prompt tokens: a power of two from 64 to 512, then a multiple of 256, above 1024 of 512."""
+    if tokens <= 512:
+        return max(1 << (tokens - 1).bit_length(), 64)
+    multiple = 256 if tokens <= 1024 else 512
+    return -(-tokens // multiple) * multiple
+
+
+def _sizes(most: int) -> list[int]:
+    return sorted({token_size(n) for n in (1, *range(64, most, 64), most)})
+
+
+def pad_rows(rows: StepRows, update_rows: int, to: int, width: int) -> StepRows:
+    """The rows with padded ones of `width` tokens between those that decode and the prompts, so
+    that `to` rows stand before the prompts.
+
+    update_rows: how many of `rows` decode; they stand first.
+    """
+    count = to - update_rows
+    if not count:
+        return rows
+
+    def padded(values: NDArray[np.int32], value: int) -> NDArray[np.int32]:
+        between = np.full(count, value, np.int32)
+        return np.concatenate([values[:update_rows], between, values[update_rows:]])
+
+    low = padded(rows.computed_min, 0)
+    return StepRows(
+        padded(rows.slot, -1),
+        low,
+        low if rows.exact_counts else padded(rows.computed_max, 0),
+        padded(rows.scheduled, width),
+        padded(rows.draft, 0),
+    )

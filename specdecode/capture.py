@@ -1,0 +1,161 @@
+"""Which frame a step takes, and which of its launches are captured as CUDA graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from hybrid_runtime.device.graphs import Graphs
+from hybrid_runtime.kernels.step.entry import ENTRY_FIELDS
+from hybrid_runtime.specdecode.acceptance import Acceptance
+from hybrid_runtime.specdecode.buckets import Bucket, Buckets, graph_size
+from hybrid_runtime.specdecode.frame import Frame
+from hybrid_runtime.specdecode.phases import Phases
+
+Progress = Callable[[int, int], None]
+"""Called as capturing goes on, with how many sizes are done and how many there are."""
+
+
+class CapturedSteps:
+    """Frames of padded steps. Those in which every row decodes are captured when they are first
+    needed; those with prompts by `capture` alone, and launched one by one until then.
+
+    Verify pass and drafter of a step with prompts are captured once, acceptance for each kind.
+
+    phases: what is launched.
+    buckets: sizes of steps with prompts.
+    """
+
+    def __init__(self, phases: Phases, buckets: Buckets) -> None:
+        manager = phases.manager
+        self.buckets = buckets
+        self._phases, self._max_requests = phases, manager.max_requests
+        self._max_context = phases.sequences.history.shape[1]
+        self._graphs = Graphs(manager.device)
+        self._no_entries = torch.zeros(
+            (1, ENTRY_FIELDS.value), dtype=torch.int32, device=manager.device
+        )
+        self._decoding: dict[tuple[int, Acceptance], Frame] = {}
+        self._mixed: dict[tuple[Bucket, Acceptance | None], Frame] = {}
+        self._hidden: Tensor | None = None
+
+    def decoding(self, rows: int, accept: Acceptance) -> Frame:
+        """The frame of a step of `rows` rows that all decode, of any context; it is captured now if
+        it is not yet, over rows that are all padding."""
+        size = graph_size(rows, self._max_requests)
+        key = size, accept
+        if key in self._decoding:
+            return self._decoding[key]
+        width = self.buckets.width
+        frame = self._phases.buffers.frame(
+            rows=size, tokens=size * width, num_update_rows=size, max_scheduled=width,
+            max_context=self._max_context, accept=accept, pad=width,
+        )  # fmt: skip
+        self._phases.prepare(frame, self._no_entries, 0)
+        self._record("verify_and_accept", key, self._phases.verify_and_accept, frame)
+        if self._phases.drafter is not None:
+            self._record("draft", key, self._phases.draft, frame)
+        self._decoding[key] = frame
+        return frame
+
+    def mixed(self, bucket: Bucket, accept: Acceptance | None) -> Frame:
+        """The frame of a step with prompts."""
+        frame = self._mixed.get((bucket, accept))
+        return self._uncaptured(bucket, accept) if frame is None else frame
+
+    def launch(self, phase: Callable[[Frame], None], frame: Frame) -> None:
+        """Run a phase, by its graph if the frame has one."""
+        key = frame.graphs.get(phase.__name__)
+        if key is None:
+            phase(frame)
+        else:
+            self._graphs.replay(key)
+
+    def capture(self, accepts: Sequence[Acceptance], progress: Progress | None) -> None:
+        """Capture every size, for each kind of acceptance, and run the larger sizes once.
+
+        Raises:
+            torch.OutOfMemoryError: a size does not fit; it says which.
+        """
+        largest = self._max_requests
+        sizes = sorted({graph_size(n, largest) for n in range(1, largest + 1)}, reverse=True)
+        work: list[tuple[str, Callable[[], object]]] = []
+        for bucket in self.buckets.larger():
+            work.append((_name(bucket), partial(self._run_once, bucket, accepts[0])))
+        for bucket in self.buckets.captured():
+            work.append((_name(bucket), partial(self._capture_mixed, bucket, accepts)))
+        for size in sizes:
+            for accept in accepts:
+                work.append((f"{size} decoding rows", partial(self.decoding, size, accept)))
+        for done, (name, act) in enumerate(work):
+            if progress is not None:
+                progress(done, len(work))
+            try:
+                act()
+            except torch.OutOfMemoryError as error:
+                raise torch.OutOfMemoryError(
+                    f"no memory for steps with {name}; max_requests, max_prompt_tokens, "
+                    "max_tokens_per_step or num_blocks must be smaller, or graphs False"
+                ) from error
+        if progress is not None:
+            progress(len(work), len(work))
+
+    def _capture_mixed(self, bucket: Bucket, accepts: Sequence[Acceptance]) -> None:
+        """Capture a bucket; its frame for `None`, steps that emit nothing, is the first one's."""
+        if (bucket, accepts[0]) in self._mixed:
+            return
+        first = self._uncaptured(bucket, accepts[0])
+        self._phases.prepare(first, self._no_entries, 0)
+        if self._hidden is None:
+            self._phases.verify(first)
+            assert first.verify_output is not None
+            like = first.verify_output.hidden
+            self._hidden = like.new_empty((self.buckets.most_tokens, *like.shape[1:]))
+        # One memory for all buckets: a pass's hidden states outlive its graph, until they are used.
+        first.hidden = self._hidden[: first.inputs.tokens.shape[0]]
+        self._record("verify", bucket, self._phases.verify, first)
+        for accept in accepts:
+            frame = first if accept is accepts[0] else replace(first, accept=accept)
+            frame.graphs = dict(first.graphs)
+            self._record("accept", (bucket, accept), self._phases.accept, frame)
+            self._mixed[bucket, accept] = frame
+        self._mixed[bucket, None] = first
+        if self._phases.drafter is not None:
+            self._record("draft", bucket, self._phases.draft, first)
+            for accept in accepts:
+                self._mixed[bucket, accept].graphs |= {"draft": first.graphs["draft"]}
+
+    def _record(
+        self, name: str, key: Hashable, phase: Callable[[Frame], None], frame: Frame
+    ) -> None:
+        """Capture one phase of a frame; `launch` replays it from then on."""
+        self._graphs.capture((name, key), partial(phase, frame))
+        frame.graphs[name] = name, key
+
+    def _run_once(self, bucket: Bucket, accept: Acceptance) -> None:
+        frame = self._uncaptured(bucket, accept)
+        self._phases.prepare(frame, self._no_entries, 0)
+        self._phases.verify_and_accept(frame)
+        if self._phases.drafter is not None:
+            self._phases.draft(frame)
+
+    def _uncaptured(self, bucket: Bucket, accept: Acceptance | None) -> Frame:
+        """A frame of the bucket, for any context."""
+        width = self.buckets.width
+        return self._phases.buffers.frame(
+            rows=bucket.rows,
+            tokens=bucket.update_rows * width + bucket.prompt_tokens,
+            num_update_rows=bucket.update_rows,
+            max_scheduled=max(bucket.prompt_tokens, width),
+            max_context=self._max_context,
+            accept=accept,
+            pad=0,
+        )
+
+
+def _name(bucket: Bucket) -> str:
+    return f"{bucket.update_rows} decoding rows and {bucket.prompt_tokens} prompt tokens"

@@ -1,0 +1,143 @@
+"""Steps padded to few sizes, as CUDA graphs need them: the text, and every byte of the caches, are
+those of steps that are not. On a CPU the same code runs without graphs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from helpers.small_engine import engine, hf, prompts, same_text, tokenizer, wanted
+from tokenizers import Tokenizer
+from torch import Tensor
+from transformers import NemotronHForCausalLM
+
+from hybrid_runtime.engine import Engine, Request, SamplingParams
+from hybrid_runtime.specdecode.frame import Frame
+from hybrid_runtime.specdecode.phases import Phases
+
+__all__ = ["hf", "prompts", "tokenizer", "wanted"]  # fixtures
+
+MTP = {"drafter": "mtp", "num_speculative_tokens": 3}
+ROWS = [
+    MTP | {"state_layout": "replay", "steps_ahead": 1},
+    MTP | {"state_layout": "columns", "strategy": "defer"},
+    {"drafter": None, "max_prompt_tokens": 5},
+    {"drafter": "ngram", "max_prompt_tokens": 64, "max_tokens_per_step": 80, "max_requests": 7},
+]
+SIZES = {"max_requests": 5, "max_tokens_per_step": 40, "max_prompt_tokens": 20}
+
+
+def memory(runs: Engine) -> list[Tensor]:
+    caches = runs.runner.caches
+    parts = [*caches.kv.values(), *caches.states.values()]
+    return [tensor for pair in parts for tensor in pair]
+
+
+def served(runs: Engine, prompts: list[list[int]], params: SamplingParams) -> list[Request]:
+    """All prompts, one every second step, from memory full of NaN."""
+    for tensor in memory(runs):
+        tensor.fill_(float("nan"))
+    requests: list[Request] = []
+    while len(requests) < len(prompts) or not runs.idle:
+        if len(requests) < len(prompts):
+            requests.append(runs.submit(prompts[len(requests)], params))
+        runs.step()
+        runs.step()
+    return requests
+
+
+@pytest.mark.parametrize("options", ROWS, ids=lambda o: "-".join(str(v) for v in o.values()))
+def test_padding_changes_no_text_and_no_byte(
+    hf: NemotronHForCausalLM,
+    tokenizer: Tokenizer,
+    prompts: list[list[int]],
+    wanted: list[list[int]],
+    options: dict[str, Any],
+) -> None:
+    params = SamplingParams(max_tokens=len(wanted[0]), ignore_eos=True)
+    plain = engine(hf, tokenizer, **SIZES | options)
+    padded = engine(hf, tokenizer, **SIZES | options, graphs=True)
+    padded.capture()
+    found = [served(runs, prompts, params) for runs in (plain, padded)]
+    for prompt, one, other, want in zip(prompts, *found, wanted, strict=True):
+        assert one.error is other.error is None
+        assert one.output == other.output
+        same_text(hf, prompt, other.output, want)
+    for one, other in zip(memory(plain), memory(padded), strict=True):
+        assert torch.equal(one.isnan(), other.isnan())
+        assert torch.allclose(one, other, rtol=1e-3, atol=1e-4, equal_nan=True)
+
+
+def test_embeddings_are_those_of_steps_without_padding(
+    hf: NemotronHForCausalLM, tokenizer: Tokenizer, prompts: list[list[int]]
+) -> None:
+    """Beside a text, so that padded rows stand before the pooled ones."""
+    found = []
+    for graphs in (False, True):
+        runs = engine(hf, tokenizer, **SIZES | MTP, graphs=graphs)
+        runs.capture()
+        text = runs.submit(prompts[3], SamplingParams(max_tokens=40, ignore_eos=True))
+        runs.step()
+        found.append(runs.embed(prompts, pooling="mean"))
+        assert text.error is None
+    assert torch.allclose(*found, atol=1e-5)
+
+
+def test_sampled_text_is_that_of_steps_without_padding(
+    hf: NemotronHForCausalLM, tokenizer: Tokenizer, prompts: list[list[int]]
+) -> None:
+    params = SamplingParams(temperature=1.0, seed=5, max_tokens=12, ignore_eos=True)
+    found = []
+    for graphs in (False, True):
+        runs = engine(hf, tokenizer, **SIZES | MTP, graphs=graphs)
+        runs.capture()
+        found.append([r.output for r in served(runs, prompts, params)])
+    assert found[0] == found[1]
+
+
+def test_nothing_is_captured_under_load(
+    hf: NemotronHForCausalLM,
+    tokenizer: Tokenizer,
+    prompts: list[list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Every step that somebody decodes in finds its phases captured: greedy or sampled, and with
+    prompts of which none ends."""
+    runs = engine(hf, tokenizer, **SIZES | MTP, graphs=True)
+    shown: list[tuple[int, int]] = []
+    runs.runner.capture(runs._accepts, lambda done, total: shown.append((done, total)))
+    assert shown[-1] == (len(shown) - 1, len(shown) - 1)
+    captured, seen = runs.runner._captured, set()
+    assert captured is not None
+    known = set(captured._graphs._captured)
+
+    def prepare(phases: Phases, frame: Frame, entries: Tensor, num_rows: int) -> None:
+        seen.add(frozenset(frame.graphs))
+        prepared(phases, frame, entries, num_rows)
+        assert frame.inputs.cu_seqlens[-1] <= len(frame.inputs.tokens)
+
+    prepared = Phases.prepare
+    monkeypatch.setattr(Phases, "prepare", prepare)
+    for temperature in (0.0, 0.8):
+        served(runs, prompts, SamplingParams(temperature, max_tokens=9, ignore_eos=True, seed=1))
+    assert seen == {
+        frozenset({"verify_and_accept", "draft"}), frozenset({"verify", "accept", "draft"}),
+    }  # fmt: skip
+    assert set(captured._graphs._captured) == known
+
+
+def test_a_size_that_does_not_fit_is_named(
+    hf: NemotronHForCausalLM, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = engine(hf, tokenizer, **SIZES | MTP | {"max_tokens_per_step": 600}, graphs=True)
+    forward = runs.model.forward
+
+    def small(tokens: Tensor, *more: Any) -> Tensor:
+        if len(tokens) > 100:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return forward(tokens, *more)
+
+    monkeypatch.setattr(runs.model, "forward", small)
+    with pytest.raises(torch.OutOfMemoryError, match="0 decoding rows and 768 prompt tokens"):
+        runs.capture()
