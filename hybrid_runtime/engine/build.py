@@ -11,6 +11,7 @@ from hybrid_runtime.engine.config import EngineConfig
 from hybrid_runtime.engine.memory import Memory
 from hybrid_runtime.engine.memory_plan import MemoryPlan, Planner, longest
 from hybrid_runtime.engine.offload.cache import HostCache
+from hybrid_runtime.engine.pooler import Pooler
 from hybrid_runtime.engine.prefix_cache import PrefixCache
 from hybrid_runtime.engine.scheduler import Scheduler
 from hybrid_runtime.models.nemotron_h import NemotronH
@@ -156,6 +157,12 @@ def runner(
         config.max_prompt_tokens,
         config.stochastic_rounding,
     )
+
+
+def pooler(config: EngineConfig, model: NemotronH, waits: Waits) -> Pooler:
+    """What makes embeddings of hidden states."""
+    ahead = config.steps_ahead_on(model.device)
+    return Pooler(config.max_requests, model.config.hidden_size, ahead, model.device, waits)
 
 
 def acceptances(config: EngineConfig, device: torch.device) -> tuple[Acceptance, Acceptance]:

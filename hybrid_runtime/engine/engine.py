@@ -25,7 +25,7 @@ from hybrid_runtime.engine.config import EngineConfig, EngineOptions
 from hybrid_runtime.engine.core import EngineCore
 from hybrid_runtime.engine.load import load
 from hybrid_runtime.engine.owner import Owner
-from hybrid_runtime.engine.pooler import Pooler, Pooling, pooled_from
+from hybrid_runtime.engine.pooler import Pooling, pooled_from
 from hybrid_runtime.engine.request import Completion, Request
 from hybrid_runtime.engine.stats import EngineStats
 from hybrid_runtime.engine.summary import log_engine
@@ -194,15 +194,9 @@ class Engine:
         if request.submitted:
             raise ValueError(f"request {request.id} was queued before; it must be a new one")
         if request.pooled_from is not None and self.core.pooler is None:
-            self.core.pooler = self._new_pooler()
+            self.core.pooler = build.pooler(self.config, self.model, self.waits)
         self.core.add(request)
         return request
-
-    def _new_pooler(self) -> Pooler:
-        return Pooler(
-            self.manager.max_requests, self.model.config.hidden_size, self.core.steps_ahead,
-            self.model.device, self.waits,
-        )  # fmt: skip
 
     def check_queue(self) -> None:
         """Raises `QueueFull` if as many requests wait as may. Any thread may call it."""
@@ -239,7 +233,7 @@ class Engine:
         self._owner.check()
         if not self.config.graphs_on(self.model.device):
             return
-        self._new_pooler().compile(self.model.dtype)
+        build.pooler(self.config, self.model, self.waits).compile(self.model.dtype)
         with Progress(disable=not progress, transient=True) as bar:
             task = bar.add_task("capturing", total=None)
             self.runner.capture(
