@@ -9,6 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from hybrid_runtime.device.compile import compiling
 from hybrid_runtime.device.graphs import Graphs
 from hybrid_runtime.kernels.step.entry import ENTRY_FIELDS
 from hybrid_runtime.specdecode.acceptance import Acceptance
@@ -50,11 +51,7 @@ class CapturedSteps:
         key = size, accept
         if key in self._decoding:
             return self._decoding[key]
-        width = self.buckets.width
-        frame = self._phases.buffers.frame(
-            rows=size, tokens=size * width, num_update_rows=size, max_scheduled=width,
-            max_context=self._max_context, accept=accept, pad=width,
-        )  # fmt: skip
+        frame = self._decoding_frame(size, accept)
         self._phases.prepare(frame, self._no_entries, 0)
         self._record("verify_and_accept", key, self._phases.verify_and_accept, frame)
         if self._phases.drafter is not None:
@@ -81,14 +78,15 @@ class CapturedSteps:
         Raises:
             torch.OutOfMemoryError: a size does not fit; it says which.
         """
-        largest = self._max_requests
-        sizes = sorted({graph_size(n, largest) for n in range(1, largest + 1)}, reverse=True)
+        if self._phases.manager.device.type == "cuda":
+            self._compile(accepts)
         work: list[tuple[str, Callable[[], object]]] = []
         for bucket in self.buckets.larger():
-            work.append((_name(bucket), partial(self._run_once, bucket, accepts[0])))
+            frame = self._uncaptured(bucket, accepts[0])
+            work.append((_name(bucket), partial(self._run_once, frame)))
         for bucket in self.buckets.captured():
             work.append((_name(bucket), partial(self._capture_mixed, bucket, accepts)))
-        for size in sizes:
+        for size in reversed(self._decoding_sizes()):
             for accept in accepts:
                 work.append((f"{size} decoding rows", partial(self.decoding, size, accept)))
         for done, (name, act) in enumerate(work):
@@ -103,6 +101,24 @@ class CapturedSteps:
                 ) from error
         if progress is not None:
             progress(len(work), len(work))
+
+    def _compile(self, accepts: Sequence[Acceptance]) -> None:
+        """Compile side by side what all sizes launch: kernels depend on how many rows decode and on
+        how many prompt tokens there are, but not on both."""
+        buckets = [*self.buckets.captured(), *self.buckets.larger()]
+        least = min(bucket.prompt_tokens for bucket in buckets)
+        chosen = [b for b in buckets if b.update_rows == 0 or b.prompt_tokens == least]
+        with compiling():
+            self._phases.manager.compile_flush()
+            for accept in accepts:
+                for size in self._decoding_sizes():
+                    self._run_once(self._decoding_frame(size, accept))
+                for bucket in chosen:
+                    self._run_once(self._uncaptured(bucket, accept))
+
+    def _decoding_sizes(self) -> list[int]:
+        most = self._max_requests
+        return sorted({graph_size(n, most) for n in range(1, most + 1)})
 
     def _capture_mixed(self, bucket: Bucket, accepts: Sequence[Acceptance]) -> None:
         """Capture a bucket; its frame for `None`, steps that emit nothing, is the first one's."""
@@ -136,12 +152,20 @@ class CapturedSteps:
         self._graphs.capture((name, key), partial(phase, frame))
         frame.graphs[name] = name, key
 
-    def _run_once(self, bucket: Bucket, accept: Acceptance) -> None:
-        frame = self._uncaptured(bucket, accept)
+    def _run_once(self, frame: Frame) -> None:
+        """All phases over rows that are all padding, also where kernels are not launched."""
+        self._phases.buffers.clear()
         self._phases.prepare(frame, self._no_entries, 0)
         self._phases.verify_and_accept(frame)
         if self._phases.drafter is not None:
             self._phases.draft(frame)
+
+    def _decoding_frame(self, size: int, accept: Acceptance) -> Frame:
+        width = self.buckets.width
+        return self._phases.buffers.frame(
+            rows=size, tokens=size * width, num_update_rows=size, max_scheduled=width,
+            max_context=self._max_context, accept=accept, pad=width,
+        )  # fmt: skip
 
     def _uncaptured(self, bucket: Bucket, accept: Acceptance | None) -> Frame:
         """A frame of the bucket, for any context."""

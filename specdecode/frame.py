@@ -114,6 +114,13 @@ class StepBuffers:
             pad=pad,
         )
 
+    def clear(self) -> None:
+        """Make all rows padding, and every index one that is there."""
+        for part in (*self.inputs, *self.draft_inputs, self.emitted):
+            part.zero_()
+        self.inputs.slot.fill_(-1)
+        self.draft_inputs.slot.fill_(-1)
+
     def _positions(self, inputs: StepInputs) -> StatePositions:
         state = self._manager.positions.first(inputs.slot.shape[0])
         return StatePositions(

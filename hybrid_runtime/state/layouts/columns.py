@@ -56,8 +56,8 @@ class ColumnsPolicy:
     def bind(self, states: StateTable, columns: int, flush_inputs: FlushInputs | None) -> None:
         self._states, self.columns = states, columns
         if states.addresses.is_cuda:
-            slots = self._slot_table.max_requests
-            compile_moves(states, slots, self.layout.block_size, self.in_place)
+            most = self._slot_table.max_rows
+            compile_moves(states, most, self.layout.block_size, self.in_place)
 
     def check_hit(self, computed: int, column: int) -> None:
         """Any column will do: a row reads its state before it writes."""

@@ -1,0 +1,39 @@
+"""Triton kernels compiled side by side before anything is launched."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+from triton.runtime._async_compile import AsyncCompileMode, active_mode
+from triton.runtime.jit import JITFunction
+
+MOST_WORKERS = 16
+
+
+@contextmanager
+def compiling() -> Iterator[None]:
+    """Within it a launch of a Triton kernel only has it compiled, beside others and in the
+    background: its outputs stay as they are. Behind it, all these kernels are ready.
+
+    Triton's compiler and ptxas run without Python's lock, so threads are enough. They also look for
+    the kernel on the disk first.
+    """
+    launch = JITFunction.run
+
+    def compile_only(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        return launch(kernel, *args, grid=grid, warmup=True, **options)
+
+    workers = min(os.cpu_count() or 1, MOST_WORKERS)
+    try:
+        with ThreadPoolExecutor(workers, "compile") as threads, AsyncCompileMode(threads):
+            JITFunction.run = compile_only
+            try:
+                yield
+            finally:
+                JITFunction.run = launch
+    finally:
+        active_mode.set(None)  # which an error in the background would leave behind

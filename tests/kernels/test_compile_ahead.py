@@ -1,0 +1,66 @@
+"""Kernels are compiled side by side and not launched, on a stand-in of Triton's driver."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from helpers.hopper import HOPPER
+from triton.runtime.jit import JITFunction
+
+from hybrid_runtime.device.compile import compiling
+
+
+@triton.jit
+def _double(x, n, TILE: tl.constexpr):
+    at = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    tl.store(x + at, 2 * tl.load(x + at, mask=at < n), mask=at < n)
+
+
+@triton.jit
+def _wrong(x, n, TILE: tl.constexpr):
+    tl.store(x + tl.arange(0, TILE), tl.load(n))
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    alone = SimpleNamespace(
+        get_current_device=lambda: 0,
+        get_current_stream=lambda device: 0,
+        get_current_target=lambda: HOPPER,
+    )
+    monkeypatch.setattr(triton.runtime.driver, "_active", alone)
+
+
+def ready(kernel: JITFunction[Any]) -> int:
+    return len(kernel.device_caches[0][0])
+
+
+def test_launches_only_compile(driver: None) -> None:
+    if not isinstance(_double, JITFunction):
+        pytest.skip("the interpreter is on")
+    run, x = JITFunction.run, torch.ones(64)
+    with compiling():
+        for _ in range(2):
+            for tile in (16, 32):
+                _double[(4,)](x, 64, TILE=tile, num_warps=1)
+        assert JITFunction.run is not run
+    assert JITFunction.run is run
+    assert ready(_double) == 2
+    assert x.tolist() == [1.0] * 64
+
+
+def test_what_does_not_compile_is_told_and_launches_work_again(driver: None) -> None:
+    if not isinstance(_double, JITFunction):
+        pytest.skip("the interpreter is on")
+    run = JITFunction.run
+    with pytest.raises(triton.CompilationError), compiling():
+        _wrong[(1,)](torch.ones(64), 3.5, TILE=16)
+    assert JITFunction.run is run
+    with compiling():
+        _double[(1,)](torch.ones(64), 64, TILE=64)
