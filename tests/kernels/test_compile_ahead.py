@@ -16,13 +16,13 @@ from hybrid_runtime.device.compile import compiling
 
 
 @triton.jit
-def _double(x, n, TILE: tl.constexpr):
+def _double(x, n, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
     at = tl.program_id(0) * TILE + tl.arange(0, TILE)
     tl.store(x + at, 2 * tl.load(x + at, mask=at < n), mask=at < n)
 
 
 @triton.jit
-def _wrong(x, n, TILE: tl.constexpr):
+def _wrong(x, n, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
     tl.store(x + tl.arange(0, TILE), tl.load(n))
 
 
