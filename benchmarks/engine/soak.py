@@ -59,6 +59,7 @@ class Case:
     prompt: list[int]
     params: SamplingParams
     alone: list[int]
+    text: str
 
 
 class Injected(RuntimeError):
@@ -141,7 +142,7 @@ def catalogue(args: argparse.Namespace) -> list[Case]:
             ignore_eos=True,
         )
         (answer,) = engine.generate([prompt], params)
-        cases.append(Case(prompt, params, answer.tokens))
+        cases.append(Case(prompt, params, answer.tokens, answer.text))
     return cases
 
 

@@ -67,8 +67,9 @@ class Answer:
             await unless_gone(request, self.batch.finish())
             ended = self.batch.completions
             choices = [self.form.choice(index, ended[index]) for index in range(len(ended))]
-            whole = self._head(self.form.whole) | {"choices": choices, "usage": self._usage()}
-            return JSONResponse(whole)
+            usage = self._usage(sum(len(each.tokens) for each in ended.values()))
+            whole = self._head(self.form.whole)
+            return JSONResponse(whole | {"choices": choices, "usage": usage})
         await unless_gone(request, self.batch.begin())
         return EventStream(self._events(), headers={"Cache-Control": "no-cache"})
 
@@ -76,11 +77,16 @@ class Answer:
         """Chunks of the stream. A failure ends it with an `error` event."""
         options = self.body.stream_options
         counts = options is not None and options.include_usage
+        always = options is not None and options.continuous_usage_stats
         head = self._head(self.form.part) | ({"usage": None} if counts else {})
         seen: set[int] = set()
+        tokens = 0
         try:
             async with aclosing(self.batch.deltas()) as deltas:
                 async for index, delta in deltas:
+                    tokens += len(delta.tokens)
+                    if always:
+                        head["usage"] = self._usage(tokens)
                     for part in self.form.parts(index, delta, index not in seen):
                         yield _event(head | {"choices": [part]})
                     seen.add(index)
@@ -91,7 +97,7 @@ class Answer:
             yield _event(content)
         else:
             if counts:
-                yield _event(head | {"choices": [], "usage": self._usage()})
+                yield _event(head | {"choices": [], "usage": self._usage(tokens)})
         yield "data: [DONE]\n\n"
 
     def _head(self, name: str) -> Json:
@@ -102,17 +108,17 @@ class Answer:
             "model": self.model,
         }
 
-    def _usage(self) -> Json:
-        """Tokens of prompts, each counted once however many choices it has, and of completions."""
-        ended = self.batch.completions
-        prompts = [ended[index] for index in range(0, len(ended), self.body.n or 1)]
-        prompt_tokens = sum(c.prompt_tokens for c in prompts)
-        completion_tokens = sum(len(c.tokens) for c in ended.values())
+    def _usage(self, tokens: int) -> Json:
+        """Of prompts, each counted once however many choices it has, and of so many tokens of
+        completions. cached_tokens is known when a prompt's first choice has ended."""
+        firsts = range(0, len(self.batch.jobs), self.body.n or 1)
+        prompt_tokens = sum(len(self.batch.jobs[index].prompt) for index in firsts)
+        ended = [self.batch.completions[i] for i in firsts if i in self.batch.completions]
         return {
             "prompt_tokens": prompt_tokens,
-            "completion_tokens": completion_tokens,
-            "total_tokens": prompt_tokens + completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": sum(c.hit.tokens for c in prompts)},
+            "completion_tokens": tokens,
+            "total_tokens": prompt_tokens + tokens,
+            "prompt_tokens_details": {"cached_tokens": sum(each.hit.tokens for each in ended)},
         }
 
 

@@ -80,6 +80,7 @@ class StreamOptions(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
     include_usage: bool = False
+    continuous_usage_stats: bool = False  # as in vLLM: in every chunk
     include_obfuscation: Ignored = None
 
 
@@ -122,7 +123,7 @@ class CompletionBody(Sampled):
     prompt: PromptField
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0)] | None = None
-    best_of: Unsupported = None
+    best_of: Literal[1] | None = None
     suffix: Unsupported = None
 
 

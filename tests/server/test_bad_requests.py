@@ -88,7 +88,7 @@ FIELDS: list[tuple[dict[str, Any], str, str]] = [
     ({"prompt": "x", "logprobs": 21}, "logprobs", "logprobs is 21"),
     ({"prompt": "x", "logprobs": 1, "echo": True}, "echo", "must be false with logprobs"),
     ({"prompt": "x", "suffix": "y"}, "suffix", "not supported"),
-    ({"prompt": "x", "best_of": 4}, "best_of", "not supported"),
+    ({"prompt": "x", "best_of": 4}, "best_of", "Input should be 1"),
     ({"prompt": "x", "stream": "yes"}, "stream", "valid boolean"),
     ({"prompt": "x", "stream_options": {}}, "stream_options", "null unless stream is true"),
     ({"prompt": "x", "cache_salt": ""}, "cache_salt", "at least 1 character"),

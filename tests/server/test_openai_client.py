@@ -65,6 +65,20 @@ def test_completion(client: openai.OpenAI, alone: Engine, ids: bool, stream: boo
     reasons = [chunk.choices[0].finish_reason for chunk in parts]
     assert reasons == [None] * (len(parts) - 1) + ["length"]
     assert (last.choices, last.usage and last.usage.completion_tokens) == ([], 24)
+    assert [chunk.usage for chunk in parts] == [None] * len(parts)
+
+
+def test_usage_in_every_chunk(client: openai.OpenAI) -> None:
+    """As clients of vLLM ask for it."""
+    options: Any = {"include_usage": True, "continuous_usage_stats": True}
+    chunks = client.completions.create(
+        model=MODEL, prompt=PROMPTS[:2], max_tokens=9, n=2, stream=True, stream_options=options
+    )
+    usage = [chunk.usage for chunk in chunks]
+    assert {each.prompt_tokens for each in usage if each} == {len("".join(PROMPTS[:2]))}
+    counts = [each.completion_tokens if each else 0 for each in usage]
+    assert counts == sorted(counts)
+    assert (counts[0] > 0, counts[-1]) == (True, 36)
 
 
 def test_several_prompts_and_choices(client: openai.OpenAI, alone: Engine) -> None:
