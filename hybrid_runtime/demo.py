@@ -91,11 +91,12 @@ def run(model: str | Path, device: str | None) -> None:
     # Operations this small gain nothing from a second thread, and wait at its barriers for long
     # when another program keeps a core busy.
     torch.set_num_threads(1)
-    engine = Engine.from_pretrained(model, device=device)
-    console.print(f"[bold]{Path(model).name}[/] on {device_name(engine.model.device)}\n")
-    console.out(PROMPT, end="", style="dim", highlight=False)
-    for piece in engine.stream(PROMPT, SamplingParams(max_tokens=160)):
-        console.out(piece, end="", highlight=False)
+    with Engine.from_pretrained(model, device=device) as engine:
+        block = engine.manager.layout.block_size
+        console.print(f"[bold]{Path(model).name}[/] on {device_name(engine.model.device)}\n")
+        console.out(PROMPT, end="", style="dim", highlight=False)
+        for piece in engine.stream(PROMPT, SamplingParams(max_tokens=160)):
+            console.out(piece, end="", highlight=False)
     console.print("\n")
 
     runs: list[tuple[str, EngineOptions]] = [
@@ -106,7 +107,7 @@ def run(model: str | Path, device: str | None) -> None:
     ]
     table = Table(
         title=f"{len(PROMPTS)} prompts x {TOKENS} tokens, 3 drafts, block of "
-        f"{engine.manager.layout.block_size} tokens, ITL in ms",
+        f"{block} tokens, ITL in ms",
         box=SIMPLE_HEAD,
     )
     table.add_column("", no_wrap=True)
@@ -114,7 +115,8 @@ def run(model: str | Path, device: str | None) -> None:
         table.add_column(name, justify="right", no_wrap=True)
     with Progress(console=console, transient=True) as progress:
         for name, options in progress.track(runs, description="measuring"):
-            m = measure(Engine.from_pretrained(model, device=device, **options))
+            with Engine.from_pretrained(model, device=device, **options) as engine:
+                m = measure(engine)
             accepted = "-" if np.isnan(m.length) else f"{m.length:.2f}"
             table.add_row(
                 name,

@@ -41,15 +41,15 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     for name in track((None, "mtp", "eagle", "ngram"), description="decoding"):
         drafts = args.drafts if name else 0
-        engine = Engine.from_pretrained(
+        with Engine.from_pretrained(
             args.checkpoint, dtype="float32", drafter=name, num_speculative_tokens=drafts
-        )
-        start = time.perf_counter()
-        answers = engine.generate(prompts, SamplingParams(max_tokens=args.tokens))
-        seconds = time.perf_counter() - start
+        ) as engine:
+            start = time.perf_counter()
+            answers = engine.generate(prompts, SamplingParams(max_tokens=args.tokens))
+            seconds = time.perf_counter() - start
+            length = engine.stats().mean_acceptance_length
         texts = [list(a.tokens) for a in answers]
         expected = expected or texts
-        length = engine.stats().mean_acceptance_length
         same = sum(a == b for a, b in zip(texts, expected, strict=True))
         rows.append(
             {

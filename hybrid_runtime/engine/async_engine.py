@@ -16,16 +16,13 @@ import torch
 from torch import Tensor
 
 from hybrid_runtime.engine.engine import Engine, QueueFull
+from hybrid_runtime.engine.owner import EngineClosed
 from hybrid_runtime.engine.pooler import Pooling
 from hybrid_runtime.engine.request import Completion, FinishReason, Request
 from hybrid_runtime.engine.tokenize import Prompt, prompt_list
 from hybrid_runtime.specdecode.sampling import SamplingParams
 
 logger = logging.getLogger(__name__)
-
-
-class EngineClosed(RuntimeError):
-    """The engine takes no more requests, or has ended one that ran."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -96,6 +96,21 @@ class ChatTemplate:
             ) from error
 
 
+def rendered(
+    template: ChatTemplate | None,
+    messages: Sequence[Message],
+    tools: Sequence[Mapping[str, Any]] | None,
+    options: Mapping[str, Any] | None,
+) -> str:
+    """As `ChatTemplate.render`, of a checkpoint that may have none."""
+    if template is None:
+        raise ValueError(
+            "the checkpoint has no chat template; chat_template.jinja or tokenizer_config.json "
+            "must hold one"
+        )
+    return template.render(messages, tools, options)
+
+
 def _special_tokens(directory: Path, config: Mapping[str, Any]) -> dict[str, str]:
     """Special tokens by name, from both files that may hold them."""
     file = directory / "special_tokens_map.json"

@@ -122,6 +122,13 @@ class EngineCore:
             self._retire(request)
         self._torn = torn
 
+    def end_all(self) -> None:
+        """End all requests as "abort", and read what is on its way."""
+        for request in list(self._live.values()):
+            self.finish(request, "abort")
+        while not self.idle:
+            self.step()
+
     def change(self, act: Callable[[], None]) -> None:
         """Do something to slots, blocks or caches. While the books are torn nothing is done: they
         are written anew."""

@@ -6,12 +6,10 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import count
 from pathlib import Path
 from threading import Thread
-from typing import Any, Unpack
+from typing import Any, Self, Unpack
 
 import numpy as np
 import torch
-import torch.nn.functional as F
-from rich.progress import Progress
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 from torch import Tensor
@@ -19,14 +17,15 @@ from torch import Tensor
 from hybrid_runtime.device.sync import Waits
 from hybrid_runtime.engine import build
 from hybrid_runtime.engine.arguments import check_params, check_service, each_params
-from hybrid_runtime.engine.chat import ChatTemplate, Message
+from hybrid_runtime.engine.chat import ChatTemplate, Message, rendered
 from hybrid_runtime.engine.checks import DTypeName
 from hybrid_runtime.engine.config import EngineConfig, EngineOptions
 from hybrid_runtime.engine.core import EngineCore
 from hybrid_runtime.engine.load import load
 from hybrid_runtime.engine.owner import Owner
-from hybrid_runtime.engine.pooler import Pooling, pooled_from
-from hybrid_runtime.engine.request import Completion, Request
+from hybrid_runtime.engine.pooler import Pooling, pooled_from, stacked
+from hybrid_runtime.engine.progress import progress_bar, timed
+from hybrid_runtime.engine.request import Completion, Request, raise_first
 from hybrid_runtime.engine.stats import EngineStats
 from hybrid_runtime.engine.summary import log_engine
 from hybrid_runtime.engine.tokenize import (
@@ -85,7 +84,7 @@ class Engine:
         self.core = EngineCore(self.scheduler, self.runner, tokenizer, eos, greedy, sampling, ahead)
         log_engine(config, layout, model, plan)
         self._ids = count()
-        self._owner = Owner()
+        self._owner, self._memory = Owner(), memory
 
     @classmethod
     def from_pretrained(
@@ -233,12 +232,27 @@ class Engine:
         self._owner.check()
         if not self.config.graphs_on(self.model.device):
             return
-        build.pooler(self.config, self.model, self.waits).compile(self.model.dtype)
-        with Progress(disable=not progress, transient=True) as bar:
-            task = bar.add_task("capturing", total=None)
-            self.runner.capture(
-                self._accepts, lambda done, total: bar.update(task, completed=done, total=total)
-            )
+        with timed("compiled and captured"), progress_bar(progress, "capturing") as bar:
+            build.pooler(self.config, self.model, self.waits).compile(self.model.dtype)
+            self.runner.capture(self._accepts, bar)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End all requests as "abort" and give the memory of the blocks back. Nothing can run
+        after it; another call may follow."""
+        if self._owner.closed:
+            return
+        self._owner.check()
+        try:
+            self.core.end_all()
+        finally:
+            self._owner.close()
+            self._memory.release()
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes, on the device and the host; running requests go on."""
@@ -268,13 +282,11 @@ class Engine:
         prompts = prompt_list(prompts)
         each = zip(prompts, each_params(params, len(prompts)), strict=True)
         requests = [self.prepare(prompt, one) for prompt, given in each for one in given.each()]
-        with Progress(disable=not progress, transient=True) as bar:
-            task = bar.add_task("tokens", total=sum(r.max_tokens for r in requests))
-            self._serve(
-                requests, lambda: bar.update(task, completed=sum(len(r.output) for r in requests))
-            )
+        most = sum(r.max_tokens for r in requests)
+        with progress_bar(progress, "tokens") as bar:
+            self._serve(requests, lambda: bar(sum(len(r.output) for r in requests), most))
         if raise_errors:
-            _raise_first(requests)
+            raise_first(requests)
         return [Completion.of(r) for r in requests]
 
     def chat(
@@ -306,12 +318,7 @@ class Engine:
         `enable_thinking`. Raises `ValueError` for a checkpoint without one, or messages that it
         refuses.
         """
-        if self.chat_template is None:
-            raise ValueError(
-                "the checkpoint has no chat template; chat_template.jinja or "
-                "tokenizer_config.json must hold one"
-            )
-        text = self.chat_template.render(messages, tools, template_options)
+        text = rendered(self.chat_template, messages, tools, template_options)
         return encode_rendered(text, self.tokenizer, self.model.config.vocab_size)
 
     def embed(
@@ -320,29 +327,29 @@ class Engine:
         pooling: Pooling = "last",
         instruction: Prompt = "",
         normalize: bool = True,
+        progress: bool = False,
     ) -> Tensor:
         """One vector per prompt, float32 `[prompts, hidden]` on the CPU, pooled from the model's
         hidden states after its final norm.
 
         pooling: "last", the last token's (with an end-of-text token, if the tokenizer adds one), or
         "mean" over all tokens. instruction: what stands in front of every prompt, text or ids as
-        they are; its tokens run, and are left out of the mean. normalize: to length 1. `ValueError`
-        for a prompt that is empty or, instruction included, longer than `max_model_len`. What the
-        step of a prompt raises is raised here, after the others have ended.
+        they are; its tokens run, and are left out of the mean. normalize: to length 1. progress:
+        show a bar. `ValueError` for a prompt that is empty or, instruction included, longer than
+        `max_model_len`. What the step of a prompt raises is raised here, after the others have
+        ended.
         """
         requests = [self.prepare_embedding(p, pooling, instruction) for p in prompt_list(prompts)]
-        self._serve(requests)
+        most = len(requests)
+        with progress_bar(progress, "embedded") as bar:
+            self._serve(requests, lambda: bar(sum(r.embedding is not None for r in requests), most))
         return self.vectors(requests, normalize)
 
     def vectors(self, requests: Sequence[Request], normalize: bool = True) -> Tensor:
         """Embeddings of requests that have ended, `[requests, hidden]`. Raises what the step of one
         of them has raised."""
-        _raise_first(requests)
-        vectors = torch.empty(len(requests), self.model.config.hidden_size)
-        for line, request in zip(vectors, requests, strict=True):
-            assert request.embedding is not None
-            line.copy_(request.embedding)
-        return F.normalize(vectors) if normalize else vectors
+        raise_first(requests)
+        return stacked(requests, self.model.config.hidden_size, normalize)
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[str]:
         """Text of one completion, piece by piece; ending the iteration early aborts it. Raises what
@@ -359,7 +366,7 @@ class Engine:
                     shown = ready
         finally:
             self.abort(request)
-        _raise_first([request])
+        raise_first([request])
 
     def stats(self) -> EngineStats:
         done = self.core.counts
@@ -390,10 +397,3 @@ class Engine:
         """Whether another request may wait."""
         most = self.config.max_waiting
         return most is None or len(self.scheduler.waiting) < most
-
-
-def _raise_first(requests: Sequence[Request]) -> None:
-    """Raise what the step of one of these requests has raised."""
-    for request in requests:
-        if request.error is not None:
-            raise request.error

@@ -82,6 +82,17 @@ class Memory:
         )
         return cls(kv, state, states, caches, window_cache)
 
+    def release(self) -> None:
+        """Give the bytes of all blocks back, whoever still holds their tensors."""
+        parts = [
+            part
+            for layer in (self.caches.kv, self.states)
+            for two in layer.values()
+            for part in two
+        ]
+        for tensor in (*parts, *(self.window_cache or ())):
+            tensor.untyped_storage().resize_(0)
+
     def host_tier(self, num_blocks: tuple[int, int]) -> HostTier:
         """Host memory for KV blocks and state blocks."""
         groups = {

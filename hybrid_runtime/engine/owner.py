@@ -5,16 +5,26 @@ from __future__ import annotations
 import threading
 
 
+class EngineClosed(RuntimeError):
+    """The engine takes no more requests, or has ended one that ran."""
+
+
 class Owner:
-    """The thread that uses an engine: the first one that does, until it ends or hands over."""
+    """The thread that uses an engine: the first one that does, until it ends or hands over.
+
+    closed: nobody may use it any more.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
+        self.closed = False
 
     def check(self) -> None:
         """Take the engine for this thread. Raises `RuntimeError`, naming both threads, if another
-        one has it."""
+        one has it, `EngineClosed` if nobody may."""
+        if self.closed:
+            raise EngineClosed("the engine is closed")
         mine = threading.current_thread()
         if self._thread is mine:
             return
@@ -31,3 +41,7 @@ class Owner:
         """Let `thread` have it, or whichever comes next; errors as of `check`."""
         self.check()
         self._thread = thread
+
+    def close(self) -> None:
+        """Let nobody have it any more."""
+        self.closed = True

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal, get_args
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from hybrid_runtime.device.sync import Waits
 from hybrid_runtime.device.transfer import Readback, Staging
+from hybrid_runtime.engine.request import Request
 from hybrid_runtime.engine.scheduler import Schedule
 from hybrid_runtime.kernels.layers.pooling import ENTRY_FIELDS, pooling
 from hybrid_runtime.state.step import Step
@@ -26,6 +29,15 @@ def pooled_from(pooling: Pooling, tokens: int, instruction: int) -> int:
     if pooling not in get_args(Pooling):
         raise ValueError(f"pooling is {pooling!r}; it must be one of {get_args(Pooling)}")
     return instruction if pooling == "mean" else tokens - 1
+
+
+def stacked(requests: Sequence[Request], size: int, normalize: bool) -> Tensor:
+    """Embeddings of requests that have ended, `[requests, size]`."""
+    vectors = torch.empty(len(requests), size)
+    for line, request in zip(vectors, requests, strict=True):
+        assert request.embedding is not None
+        line.copy_(request.embedding)
+    return F.normalize(vectors) if normalize else vectors
 
 
 class Pooler:

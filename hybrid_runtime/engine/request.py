@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Literal
@@ -229,3 +229,10 @@ class Completion:
             error=request.error,
             hit=request.hit,
         )
+
+
+def raise_first(requests: Iterable[Request]) -> None:
+    """Raise what the step of one of these requests has raised."""
+    for request in requests:
+        if request.error is not None:
+            raise request.error
