@@ -60,9 +60,8 @@ class Engine:
 
         tokenizer: None = prompts are token ids, and there is no text. eos_token_ids: tokens that
         end a text; None = those of the model's config. head: the network of drafter "mtp" or
-        "eagle". chat_template: what makes a prompt of a conversation. Raises `ValueError` for a
-        config that does not go with the model, a drafter without its network, or what does not
-        fit the device.
+        "eagle". chat_template: makes a prompt of a conversation. Raises `ValueError` for a config
+        that does not go with the model, the head or the device's memory.
         """
         config = config.resolved(head)
         layout = config.layout(model.config, model.dtype)

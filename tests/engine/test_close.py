@@ -64,9 +64,9 @@ def test_another_thread_may_not_close_it() -> None:
 
 
 def test_capturing_is_timed_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "hybrid_runtime")
     with Engine.from_pretrained(SHIPPED, graphs=True, max_requests=1, max_tokens_per_step=8) as e:
-        with caplog.at_level(logging.INFO, "hybrid_runtime"):
-            e.capture(progress=True)
+        e.capture(progress=True)
     assert "compiled and captured in " in caplog.text
 
 
