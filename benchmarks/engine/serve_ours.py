@@ -11,6 +11,7 @@ import json
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,22 @@ from workload import Ask
 
 from hybrid_runtime.bench.trace import analyse, device_operations, step_shares
 from hybrid_runtime.engine import Engine, EngineConfig, Request, SamplingParams
+from hybrid_runtime.engine.memory_plan import Planner
+from hybrid_runtime.models.mtp import MTPHead
+from hybrid_runtime.models.nemotron_h import NemotronH
 
 Row = dict[str, Any]
+
+
+def _beside_others(model: NemotronH, head: MTPHead | None, options: Row) -> EngineConfig:
+    """A config whose engine takes the blocks that its requests can use, and leaves the rest of the
+    GPU to the other engine."""
+    chosen = EngineConfig(**options)
+    if chosen.num_blocks is not None or "memory_fraction" in options:
+        return chosen
+    layout = chosen.layout(model.config, model.dtype)
+    planner = Planner(chosen, layout, model, head, model.device)
+    return replace(chosen, num_blocks=planner.full_blocks(chosen.max_requests))
 
 
 class Ours:
@@ -36,6 +51,7 @@ class Ours:
         shape = config(SHAPES[settings["shape"]], settings["layers"])
         model, head = build(shape, device, getattr(torch, settings["dtype"]))
         drafts, rates = settings["drafts"], settings["rates"]
+        used = head if drafts else None
         options: Row = {
             "drafter": "mtp" if drafts else None,
             "num_speculative_tokens": drafts,
@@ -46,7 +62,7 @@ class Ours:
         }
         options |= settings["ours"]
         started = time.perf_counter()
-        self.engine = Engine(model, EngineConfig(**options), head=head if drafts else None)
+        self.engine = Engine(model, _beside_others(model, used, options), head=used)
         self.engine.capture()
         self.about = {
             "options": {name: str(value) for name, value in options.items()},

@@ -122,12 +122,18 @@ class Planner:
     def needed(self, max_requests: int) -> MemoryPlan:
         """The least that so many requests need: `num_blocks` where that is given; on a CPU, room
         for all of them at full length; on a GPU, all states, and keys and values of one of them."""
-        blocks = self.config.num_blocks
-        if blocks is None:
-            one = self._device.type == "cuda"
-            states = max_requests * self._budget.typical + self._budget.most
-            blocks = (1 if one else max_requests) * self._columns, states
-        return self._with((blocks[0], blocks[1]), max_requests)
+        if self.config.num_blocks is not None:
+            kv, states = self.config.num_blocks
+            return self._with((kv, states), max_requests)
+        kv, states = self.full_blocks(max_requests)
+        if self._device.type == "cuda":
+            kv = self._columns
+        return self._with((kv, states), max_requests)
+
+    def full_blocks(self, max_requests: int) -> tuple[int, int]:
+        """KV blocks and state blocks for so many requests at full length."""
+        states = max_requests * self._budget.typical + self._budget.most
+        return max_requests * self._columns, states
 
     def _with(self, blocks: tuple[int, int], max_requests: int) -> MemoryPlan:
         shape, itemsize = self._model.config, self._model.dtype.itemsize
