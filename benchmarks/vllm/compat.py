@@ -27,7 +27,9 @@ from requirements import (
     ATTRIBUTES,
     CALLS,
     FIELDS,
+    MANAGER,
     METHODS,
+    MIXER,
     NAMES,
     REGISTRY,
     RUNNER,
@@ -40,6 +42,9 @@ from hybrid_runtime.integrations.vllm import hooks, versions
 
 RELEASES = [f"0.{minor}" for minor in ("25.1", "26.0", "27.1", *(f"{n}.0" for n in range(28, 34)))]
 PLATFORMS = [f"manylinux_2_{n}_x86_64" for n in (17, 28, 31, 34, 35)] + ["manylinux2014_x86_64"]
+
+
+MAMBA = "model_executor/layers/mamba/abstract.py"
 
 
 class Source:
@@ -118,6 +123,13 @@ def checks(source: Source) -> Iterator[tuple[str, bool]]:
         if function or name not in hooks.EITHER:
             met = bool(function) and signature(function) == known
             yield f"{STATE}: MambaHybridModelState.{name}{known}", met
+    for name, known in hooks.LAYER.items():
+        function = source.find(MIXER, "MambaMixer2", name) or source.find(MAMBA, "MambaBase", name)
+        met = bool(function) and signature(function) == known
+        yield f"{MIXER}: MambaMixer2.{name}{known}", met
+    function = source.find(STATE, "MambaHybridModelState", "prepare_attn")
+    met = bool(function) and parameters(function)[0][:6] == hooks.PREPARE.split()
+    yield f"{STATE}: MambaHybridModelState.prepare_attn({hooks.PREPARE}, ...)", met
     for (path, owner), fields in FIELDS.items():
         node = source.find(path, owner)
         bound = set(assigned(node)) if node else set()
@@ -165,6 +177,10 @@ def _differences(source: Source) -> Iterator[tuple[str, bool]]:
     ]
     guarded = any("num_computed_tokens is not None" in g and "_align_mode" in g for g in guards)
     yield "postprocess_state copies nothing when it is handed no counts", guarded
+    frees = source.find(MANAGER, "MambaManager", "remove_skipped_blocks")
+    optimistic = "self.num_speculative_blocks" in ast.unparse(frees)
+    known = not optimistic or parameters(frees)[0][:2] == ["request_id", "num_computed_tokens"]
+    yield "blocks are freed by what is certain, or by a count that our manager can lower", known
     chooser = ast.unparse(source.tree("v1/worker/gpu/model_states/__init__.py"))
     yield "a model may name its model state", "model.get_model_state_cls()" in chooser
     group = ast.unparse(source.tree("plugins/__init__.py"))
@@ -190,7 +206,7 @@ def unpack(release: str, folder: Path) -> None:
     subprocess.run([*command, f"vllm=={release}"], check=True)
     (wheel,) = folder.glob("vllm-*.whl")
     wanted = {path for path, *_ in METHODS} | {path for path, _ in (*FIELDS, *ATTRIBUTES)}
-    wanted |= {RUNNER, *NAMES, "v1/worker/gpu/model_states/__init__.py"}
+    wanted |= {RUNNER, MAMBA, MIXER, MANAGER, *NAMES, "v1/worker/gpu/model_states/__init__.py"}
     with zipfile.ZipFile(wheel) as archive:
         for path in sorted(wanted):
             archive.extract(f"vllm/{path}", folder)

@@ -16,6 +16,10 @@ launches; `state` hooks both into vLLM's model state; `models` and `plugin` brin
 `config` is the switch and what is said to the user; `versions` knows how releases differ and which
 configurations are left to vLLM; `hooks` which calls are known; `checker` compares
 every byte with vLLM's kernels; `counters` writes to vLLM's log.
+
+Replay, one state per request instead of one per guess, is `mixer` (vLLM's layer with our state
+update), `replay_layers` (what the layers share), `replay_state` and `replay_mover` (the model state
+with other moves for the same candidates) and `spec` (the cache's manager in old releases).
 """
 
 from hybrid_runtime.integrations.vllm.plugin import register

@@ -1,0 +1,192 @@
+"""Steps of vLLM (0.25.1, GPU needed) with replay and without, and how many requests run at once.
+
+    python benchmarks/vllm/replay_steps.py --fit 400 --out steps.json -- --v2 --batch 1,16,64 ...
+
+The layout of the cache is fixed when an engine starts, so there are two, each in a process of its
+own, which take turns (ABBA) on one GPU. Both are started by a tool named run_nemotron.py, in the
+folder `--peer`; what follows `--` goes to that tool.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics as stats
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "common"))
+
+from record import save
+from time_steps import prompts
+
+SWITCH = "HYBRID_RUNTIME_VLLM"
+SIDES = {"replay": "replay", "vllm": "0"}
+"""Names of the engines, and what the switch is set to."""
+MARK = "RESULT "
+
+
+class Engine:
+    """One engine in a process of its own."""
+
+    def __init__(self, side: str, arguments: list[str], log: Path) -> None:
+        self.log = log.open("w")
+        self.process = subprocess.Popen(
+            [sys.executable, __file__, "--serve", *arguments],
+            env=os.environ | {SWITCH: SIDES[side]},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self.log,
+            text=True,
+        )
+
+    def answer(self) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            if line.startswith(MARK):
+                found: dict[str, Any] = json.loads(line.removeprefix(MARK))
+                return found
+        raise RuntimeError(f"the engine has ended; its log is {self.log.name}")
+
+    def ask(self, **what: Any) -> dict[str, Any]:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(what) + "\n")
+        self.process.stdin.flush()
+        return self.answer()
+
+
+def reply(**what: Any) -> None:
+    print(MARK + json.dumps(what), flush=True)
+
+
+def serve(args: argparse.Namespace, rest: list[str]) -> None:
+    """The engine's process: runs what it is asked for, line by line."""
+    sys.path.insert(0, str(args.peer))
+    import run_nemotron as tool  # type: ignore[import-not-found]
+
+    options = tool.parse_args(rest)
+    tool.set_env(options)
+    os.environ.setdefault("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
+    tool.write_config(options)
+    from vllm import LLM
+
+    started = time.perf_counter()
+    llm = LLM(**tool.llm_kwargs(options))
+    engine, (length, *_), (tokens, *_) = llm.llm_engine, options.isl, options.osl
+    cache = engine.vllm_config.cache_config
+    block = cache.mamba_block_size
+    block = block if cache.enable_prefix_caching else length
+    kind = llm.collective_rpc(lambda worker: type(worker.model_runner.model_state).__name__)
+    reply(
+        start_s=time.perf_counter() - started,
+        model_state=kind[0],
+        block_size=block,
+        blocks=cache.num_gpu_blocks,
+    )
+    for line in sys.stdin:
+        what = json.loads(line)
+        engine.reset_prefix_cache()
+        if "fit" in what:
+            reply(**fit(tool, engine, options, what["fit"], length, tokens))
+            continue
+        asked = prompts(tool, options, what["batch"], length, block, what["seed"])
+        raw = tool.drive(engine, asked, tokens, what["batch"], options)
+        ms = sorted(1e3 * step for step in raw["step_dt"])
+        reply(
+            steps=len(ms),
+            tokens_per_step=stats.fmean(raw["acc"]) if raw["acc"] else None,
+            mean=stats.fmean(ms) if ms else None,
+            p50=ms[len(ms) // 2] if ms else None,
+            p99=ms[len(ms) * 99 // 100] if ms else None,
+        )
+
+
+def fit(
+    tool: Any, engine: Any, options: Any, requests: int, length: int, tokens: int
+) -> dict[str, Any]:
+    """All requests at once: how many ever run at a time, and the tokens per second of them all."""
+    running = engine.engine_core.engine_core.scheduler.running
+    most = 0
+
+    def look(*_: Any) -> None:
+        nonlocal most
+        most = max(most, len(running))
+
+    asked = tool.make_prompts(options, requests, length, 4242)
+    raw = tool.drive(engine, asked, tokens, requests, options, on_step=look)
+    return {
+        "running": most,
+        "tokens_per_s": sum(raw["ntok"].values()) / raw["wall"],
+        "seconds": raw["wall"],
+    }
+
+
+def compare(args: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
+    """Start both engines, and have them take turns."""
+    arguments = ["--peer", str(args.peer), "--", *rest]
+    logs = args.out.parent if args.out else Path()
+    sides = {side: Engine(side, arguments, logs / f"engine-{side}.log") for side in SIDES}
+    result: dict[str, Any] = {"options": rest, "batches": {}}
+    result["engines"] = {side: engine.answer() for side, engine in sides.items()}
+    print(json.dumps(result["engines"]), flush=True)
+    end = time.perf_counter() + args.seconds
+    for batch in args.batches:
+        runs: list[dict[str, Any]] = []
+        for engine in sides.values():
+            engine.ask(batch=batch, seed=10**6)
+        for number in range(args.rounds):
+            for side in ("replay", "vllm", "vllm", "replay"):
+                runs.append({"side": side, **sides[side].ask(batch=batch, seed=number)})
+            if time.perf_counter() > end:
+                break
+        result["batches"][str(batch)] = {"runs": runs, **summary(runs)}
+        print(f"batch {batch}: {summary(runs)}", flush=True)
+        if args.out:
+            save("vllm_replay_steps", result, args.out)
+    if args.fit:
+        result["fit"] = {side: engine.ask(fit=args.fit) for side, engine in sides.items()}
+        print(f"fit: {result['fit']}", flush=True)
+    for engine in sides.values():
+        engine.process.terminate()
+    return result
+
+
+def summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """Medians of each side's means, and of the ratios of neighbouring runs."""
+    timed = [run for run in runs if run["mean"]]
+    means = {side: [r["mean"] for r in timed if r["side"] == side] for side in SIDES}
+    ratios = []
+    for one, other in zip(timed[::2], timed[1::2], strict=False):
+        a, b = (one, other) if one["side"] == "replay" else (other, one)
+        ratios.append(a["mean"] / b["mean"])
+    medians = {f"{side}_ms": stats.median(ms) if ms else None for side, ms in means.items()}
+    return {**medians, "ratios": ratios, "ratio": stats.median(ratios) if ratios else None}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--peer", type=Path, default=Path(".peer"), help="run_nemotron.py's folder")
+    parser.add_argument("--batches", type=lambda s: [int(b) for b in s.split(",")], default=[1, 16])
+    parser.add_argument("--rounds", type=int, default=2, help="of ABBA each")
+    parser.add_argument("--seconds", type=float, default=150, help="no new round after")
+    parser.add_argument("--fit", type=int, default=0, help="requests sent at once, in the end")
+    parser.add_argument("--serve", action="store_true", help="be one of the engines")
+    parser.add_argument("--out", type=Path)
+    place = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
+    args, rest = parser.parse_args(sys.argv[1:place]), sys.argv[place + 1 :]
+    if args.serve:
+        serve(args, rest)
+        return
+    result = compare(args, rest)
+    if args.out:
+        save("vllm_replay_steps", result, args.out)
+
+
+if __name__ == "__main__":
+    main()
