@@ -77,6 +77,37 @@ def test_program(
         assert capsys.readouterr().out == printed
 
 
+def test_programs_are_well_typed(tmp_path: Path) -> None:
+    """Those that use the engine, as a user's mypy sees them: by this package's py.typed."""
+    package = tmp_path / "hybrid_runtime"
+    package.mkdir()
+    for path in (*(ROOT / "hybrid_runtime").iterdir(), ROOT / "kernels", ROOT / "specdecode"):
+        (package / path.name).symlink_to(path)
+    assert (package / "py.typed").is_file()
+    # Of other rooms, and of torch, nothing needs to be known: that would take a minute.
+    (tmp_path / "mypy.ini").write_text(
+        f"[mypy]\nmypy_path = {tmp_path}\nfollow_imports = skip\nignore_missing_imports = True\n"
+        "[mypy-hybrid_runtime.engine.*,hybrid_runtime.specdecode.sampling]\n"
+        "follow_imports = silent\n"
+    )
+    files = []
+    for page in PAGES:
+        for number, (program, _) in enumerate(programs(page), 1):
+            if "hybrid_runtime.engine" in program:
+                files.append(f"{page.removesuffix('.md').lower()}_{number}.py")
+                (tmp_path / files[-1]).write_text(program)
+    (tmp_path / "wrong.py").write_text(
+        "from hybrid_runtime.engine import Engine\nEngine.from_pretrained('.').chat('hello')\n"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-m", "mypy", "--strict", "--cache-dir=/dev/null", *files, "wrong.py"],
+        cwd=tmp_path, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    errors = [line for line in ran.stdout.splitlines() if ": error: " in line]
+    assert len(files) >= 5
+    assert [error.split(":")[0] for error in errors] == ["wrong.py"], ran.stdout + ran.stderr
+
+
 @pytest.mark.parametrize(("page", "least"), [("README.md", 2), ("runner.md", 5), ("engine.md", 2)])
 def test_page_has_programs_that_run(page: str, least: int) -> None:
     assert sum(not program.startswith("# needs") for program, _ in programs(page)) >= least
