@@ -30,10 +30,12 @@ class Accepted:
     Attributes:
         tokens: int32 [rows, K + 1]: accepted drafts, then the target's own token, then -1.
         num_accepted: int32 [rows]: emitted tokens, 1 .. num_draft + 1; 0 where the row emits none.
+        logprobs: int32 [rows, K + 1, 1 + 2 * most], as of ``token_logprobs``; None if not wanted.
     """
 
     tokens: Tensor
     num_accepted: Tensor
+    logprobs: Tensor | None = None
 
 
 class Acceptance(Protocol):

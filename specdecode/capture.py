@@ -60,9 +60,17 @@ class CapturedSteps:
         return frame
 
     def mixed(self, bucket: Bucket, accept: Acceptance | None) -> Frame:
-        """The frame of a step with prompts."""
-        frame = self._mixed.get((bucket, accept))
-        return self._uncaptured(bucket, accept) if frame is None else frame
+        """The frame of a step with prompts. Kinds of acceptance that `capture` was not told of are
+        captured now, if their bucket is."""
+        first = self._mixed.get((bucket, None))
+        if first is None:
+            return self._uncaptured(bucket, accept)
+        if (bucket, accept) not in self._mixed:
+            self._phases.prepare(first, self._no_entries, 0)
+            frame = replace(first, accept=accept, graphs=dict(first.graphs))
+            self._record("accept", (bucket, accept), self._phases.accept, frame)
+            self._mixed[bucket, accept] = frame
+        return self._mixed[bucket, accept]
 
     def launch(self, phase: Callable[[Frame], None], frame: Frame) -> None:
         """Run a phase, by its graph if the frame has one."""

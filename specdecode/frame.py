@@ -33,6 +33,7 @@ class Frame:
     hidden: where verify leaves its hidden states; None: in memory of its own.
     verify_output: what the target's pass leaves for acceptance and drafter.
     num_accepted: int32 `[rows]`, what acceptance leaves for the state manager.
+    logprobs: int32 `[rows, K + 1, 1 + 2 * most]`, of the emitted tokens, if somebody asked.
     """
 
     inputs: StepInputs
@@ -47,6 +48,7 @@ class Frame:
     hidden: Tensor | None = None
     verify_output: VerifyOutput | None = None
     num_accepted: Tensor | None = None
+    logprobs: Tensor | None = None
 
 
 class StepBuffers:

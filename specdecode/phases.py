@@ -90,7 +90,7 @@ class Phases:
             out=frame.draft_inputs,
             max_scheduled=frame.batch.max_scheduled,
         )
-        frame.num_accepted = accepted.num_accepted
+        frame.num_accepted, frame.logprobs = accepted.num_accepted, accepted.logprobs
 
     def verify_and_accept(self, frame: Frame) -> None:
         """Both, in one graph."""

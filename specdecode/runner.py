@@ -81,6 +81,7 @@ class SpecDecodeRunner:
         self._results = Readback(
             manager.max_rows * (self.width + 1), steps_ahead + 1, device, self.waits
         )
+        self._logprobs: Readback | None = None
         # Results travel beside the drafter's passes, not in front of them.
         self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._padding = [slice(0, 0)] * (steps_ahead + 1)
@@ -135,7 +136,7 @@ class SpecDecodeRunner:
                 first_token = frame.batch.cu_seqlens[padding:]
                 on_verified(step.number, frame.verify_output.hidden, first_token)
             self.manager.end_step(step, frame.num_accepted)
-            self._copy_results(step, frame.emitted[: len(rows) if accept is not None else 0])
+            self._copy_results(step, frame, len(rows) if accept is not None else 0)
             if self._phases.drafter is not None:
                 self._launch(self._phases.draft, frame)
         except Exception:
@@ -157,8 +158,18 @@ class SpecDecodeRunner:
             self.manager.accepted(step)
         else:
             self.manager.resolve(step, emitted[:, -1])
+        return self._without_padding(step, emitted)
+
+    def read_logprobs(self, step: Step, reason: str) -> NDArray[np.int32]:
+        """What a step whose acceptance tells them told of the emitted tokens, int32
+        `[rows, K + 1, 1 + 2 * most]`, see `token_logprobs`."""
+        assert self._logprobs is not None, "nobody asked for log-probabilities"
+        words = self._logprobs.read(step.number, reason)
+        return self._without_padding(step, words.reshape(len(step.rows), self.width, -1))
+
+    def _without_padding(self, step: Step, values: NDArray[np.int32]) -> NDArray[np.int32]:
         padding = self._padding[step.number % len(self._padding)]
-        return np.delete(emitted, padding, axis=0) if padding.start != padding.stop else emitted
+        return np.delete(values, padding, axis=0) if padding.start != padding.stop else values
 
     @torch.inference_mode()
     def capture(
@@ -224,15 +235,21 @@ class SpecDecodeRunner:
 
     # -- results ---------------------------------------------------------------------------------
 
-    def _copy_results(self, step: Step, emitted: Tensor) -> None:
-        """Start the emitted tokens on their way to the host."""
-        values = emitted.flatten()
-        if self._copies is None:
-            self._results.start(step.number, values)
-            return
-        self._copies.wait_stream(torch.cuda.current_stream())
+    def _copy_results(self, step: Step, frame: Frame, rows: int) -> None:
+        """Start what the first `rows` rows emitted on its way to the host."""
+        if self._copies is not None:
+            self._copies.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._copies):
-            self._results.start(step.number, values)
+            self._results.start(step.number, frame.emitted[:rows].flatten())
+            if rows and frame.logprobs is not None:
+                self._told(frame.logprobs).start(step.number, frame.logprobs[:rows].flatten())
+
+    def _told(self, logprobs: Tensor) -> Readback:
+        """Where log-probabilities of a step land, made when somebody first asks for them."""
+        if self._logprobs is None:
+            words = self.manager.max_rows * logprobs[0].numel()
+            self._logprobs = Readback(words, self._results.depth, self.manager.device, self.waits)
+        return self._logprobs
 
     def _wait_for_copies(self) -> None:
         """Let the device copy the last results before it overwrites them."""

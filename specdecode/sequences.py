@@ -8,13 +8,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hybrid_runtime.device.sync import Waits
+from hybrid_runtime.device.sync import Waits, allowed
 from hybrid_runtime.device.transfer import Staging
+from hybrid_runtime.kernels.sampling.penalties import Penalties
 from hybrid_runtime.kernels.sampling.rows import SamplingTensors
+from hybrid_runtime.specdecode.biases import Biases
 from hybrid_runtime.specdecode.sampling import SamplingParams
 
 # Words of a slot's line. The seed takes two, at an offset that suits a 64-bit integer.
-_SEED, _TEMPERATURE, _TOP_K, _TOP_P, _MIN_P, _LENGTH, _PROMPT, _DRAFTS = 0, 2, 3, 4, 5, 6, 7, 8
+_SEED, _TEMPERATURE, _TOP_K, _TOP_P, _MIN_P, _LENGTH, _PROMPT = 0, 2, 3, 4, 5, 6, 7
+_REPETITION, _PRESENCE, _FREQUENCY, _DRAFTS = 8, 9, 10, 12
 
 
 class Sequences:
@@ -69,8 +72,9 @@ class Sequences:
             shape = (slots + 1, num_draft, sampled_vocabulary)
             self.draft_probs = torch.zeros(shape, dtype=torch.float32, device=device)
         # A buffer comes round again only after the step that it was filled for has been read.
-        fields = self._words + 1 + max_length
-        self._staging = Staging(slots, fields, steps_ahead + 2, device, Waits())
+        fields, self._depth = self._words + 1 + max_length, steps_ahead + 2
+        self._staging = Staging(slots, fields, self._depth, device, Waits())
+        self._biases: Biases | None = None
 
     def admit(self, entries: Sequence[tuple[int, Sequence[int], int, SamplingParams, int]]) -> None:
         """Start sequences, by one copy to the device.
@@ -84,6 +88,9 @@ class Sequences:
             line[_TOP_K] = params.top_k
             line.view(np.float32)[_TOP_P] = params.top_p
             line.view(np.float32)[_MIN_P] = params.min_p
+            line.view(np.float32)[_REPETITION] = params.repetition_penalty
+            line.view(np.float32)[_PRESENCE] = params.presence_penalty
+            line.view(np.float32)[_FREQUENCY] = params.frequency_penalty
             line[_LENGTH] = len(tokens)
             line[_PROMPT] = prompt
             line[_DRAFTS : self._words] = -1
@@ -97,6 +104,32 @@ class Sequences:
         width = max(len(tokens) for _, tokens, *_ in entries)
         texts = lines[:, self._words + 1 : self._words + 1 + width]
         self.history[:, :width].index_copy_(0, slots, texts)
+
+        if self._biases is None and any(params.logit_bias for *_, params, _ in entries):
+            self._biases = self._new_biases()
+        if self._biases is not None:
+            self._biases.admit([(slot, params.logit_bias) for slot, *_, params, _ in entries])
+
+    @property
+    def penalties(self) -> Penalties:
+        """What changes logits, by slot. The table of biases is made when it is first needed."""
+        if self._biases is None:
+            self._biases = self._new_biases()
+        floats = self._lines.view(torch.float32)
+        return Penalties(
+            history=self.history,
+            prompt_length=self.prompt_length,
+            repetition=floats[:, _REPETITION],
+            presence=floats[:, _PRESENCE],
+            frequency=floats[:, _FREQUENCY],
+            bias_tokens=self._biases.tokens,
+            bias=self._biases.values,
+        )
+
+    def _new_biases(self) -> Biases:
+        # They are changed outside of steps, too.
+        with torch.inference_mode(False), allowed("the table of biases is made"):
+            return Biases(len(self.history) - 1, self._depth, self.history.device)
 
     def propose(self, slot: Tensor, drafts: Tensor, probs: Tensor | None) -> None:
         """Keep what the drafter proposes for the next step.

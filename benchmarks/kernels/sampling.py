@@ -151,9 +151,7 @@ def tune(vocabulary: int, row_counts: list[int], dtype: torch.dtype) -> list[dic
 def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--vocabulary", type=int, default=131072)
-    parser.add_argument(
-        "--rows", type=lambda s: [int(n) for n in s.split(",")], default=[1, 16, 64]
-    )
+    parser.add_argument("--rows", default="1,16,64")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--tune", action="store_true", help="compare launch shapes")
     args = parser.parse_args()

@@ -17,6 +17,7 @@ from pathlib import Path
 import checkpoint_tables
 import itl_tables
 import memory_tables
+import sampling_tables
 import state_tables
 import vllm_tables
 
@@ -31,6 +32,7 @@ TABLES: dict[str, Callable[[], str | None]] = {
     **checkpoint_tables.TABLES,
     **itl_tables.TABLES,
     **memory_tables.TABLES,
+    **sampling_tables.TABLES,
     **state_tables.TABLES,
     **vllm_tables.TABLES,
 }

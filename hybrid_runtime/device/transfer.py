@@ -66,7 +66,7 @@ class Readback:
 
     def __init__(self, width: int, depth: int, device: torch.device, waits: Waits) -> None:
         self._buffers = [pinned_like((width,), device) for _ in range(depth)]
-        self._owner = [-1] * depth
+        self.depth, self._owner = depth, [-1] * depth
         self._count = [0] * depth
         cuda = device.type == "cuda"
         self._events = [torch.cuda.Event() if cuda else None for _ in range(depth)]

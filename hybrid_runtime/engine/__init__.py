@@ -3,6 +3,7 @@
 from hybrid_runtime.engine.async_engine import AsyncEngine, Delta
 from hybrid_runtime.engine.config import EngineConfig
 from hybrid_runtime.engine.engine import Engine, QueueFull
+from hybrid_runtime.engine.logprobs import TokenLogprobs
 from hybrid_runtime.engine.owner import EngineClosed
 from hybrid_runtime.engine.request import Completion, Request
 from hybrid_runtime.engine.stats import EngineStats
@@ -19,4 +20,5 @@ __all__ = [
     "QueueFull",
     "Request",
     "SamplingParams",
+    "TokenLogprobs",
 ]

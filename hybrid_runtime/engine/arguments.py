@@ -8,11 +8,6 @@ from typing import Any
 from hybrid_runtime.engine.tokenize import check_text
 from hybrid_runtime.specdecode.sampling import SamplingParams
 
-NOT_YET = {
-    "repetition_penalty": 1, "presence_penalty": 0, "frequency_penalty": 0,
-    "logit_bias": None, "logprobs": None,
-}  # fmt: skip
-
 
 def check_service(tenant: object, deadline: Any) -> None:
     """`ValueError` for what cannot be the tenant or the deadline of a request."""
@@ -35,9 +30,6 @@ def check_params(params: SamplingParams, vocabulary: int) -> None:
     params.check_vocabulary(vocabulary)
     if params.n != 1:
         raise ValueError(f"n is {params.n}, must be 1: submit each of `params.each()`")
-    for name, off in NOT_YET.items():
-        if getattr(params, name) != off:
-            raise ValueError(f"{name} is {getattr(params, name)!r}, must be {off!r}: not built yet")
 
 
 def each_params(

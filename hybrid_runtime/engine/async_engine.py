@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from hybrid_runtime.engine.engine import Engine, QueueFull
+from hybrid_runtime.engine.logprobs import TokenLogprobs
 from hybrid_runtime.engine.owner import EngineClosed
 from hybrid_runtime.engine.pooler import Pooling
 from hybrid_runtime.engine.request import Completion, FinishReason, Request
@@ -31,13 +32,14 @@ class Delta:
 
     text: characters that no stop string can cut off any more. tokens: ids, those of a stop string
     included. finish_reason: why it ended, None until then. completion: the whole answer, with the
-    last delta.
+    last delta. logprobs: of each of the tokens, if asked for.
     """
 
     text: str
     tokens: list[int]
     finish_reason: FinishReason | None = None
     completion: Completion | None = None
+    logprobs: list[TokenLogprobs] | None = None
 
 
 class _Client:
@@ -54,10 +56,12 @@ class _Client:
         """What the request has got since the last call."""
         request = self.request
         tokens, ready = request.output[self._tokens :], request.settled
+        told = request.told
+        told = None if told is None else told[self._tokens :]
         text = request.text[self._text : ready]
         self._tokens, self._text = len(request.output), max(self._text, ready)
         reason = request.finish_reason
-        return Delta(text, tokens, reason, Completion.of(request) if reason else None)
+        return Delta(text, tokens, reason, Completion.of(request) if reason else None, told)
 
     def deliver(self, delta: Delta) -> None:
         self._pending.append(delta)
@@ -75,6 +79,9 @@ class _Client:
             [token for delta in pending for token in delta.tokens],
             last.finish_reason,
             last.completion,
+            None
+            if last.logprobs is None
+            else [told for delta in pending for told in delta.logprobs or ()],
         )
 
     async def end(self) -> None:

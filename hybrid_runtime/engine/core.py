@@ -10,15 +10,19 @@ from dataclasses import dataclass
 from functools import partial
 from heapq import heapify, heappop, heappush
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from tokenizers import Tokenizer
 from torch import Tensor
 
 from hybrid_runtime.device.sync import allowed
+from hybrid_runtime.engine.logprobs import unpack
 from hybrid_runtime.engine.pooler import Pooler
 from hybrid_runtime.engine.request import FinishReason, Request
 from hybrid_runtime.engine.scheduler import Schedule, Scheduler
 from hybrid_runtime.specdecode.acceptance import Acceptance
+from hybrid_runtime.specdecode.adjusted import Adjusted
 from hybrid_runtime.specdecode.runner import SpecDecodeRunner
 from hybrid_runtime.state.step import Snapshot, Step
 
@@ -71,6 +75,7 @@ class EngineCore:
         self._scheduler, self._runner = scheduler, runner
         self._tokenizer, self._eos = tokenizer, frozenset(eos)
         self._greedy, self._sampling = greedy, sampling
+        self._adjusting: dict[tuple[bool, bool], Acceptance] = {}
         self._live: dict[int, Request] = {}
         self._deadlines: list[tuple[float, int]] = []
         self._queue: deque[tuple[Schedule, Step]] = deque()
@@ -225,9 +230,22 @@ class EngineCore:
         """How the step's drafts are judged; None where no row brings a token."""
         if not schedule.samples:
             return None
-        if all(r.params.temperature == 0 for r in schedule.requests):
+        requests = schedule.requests
+        penalises, tells = any(r.params.adjusts for r in requests), _tells(schedule)
+        if penalises or tells:
+            return self._adjusted(penalises, tells)
+        if all(r.params.temperature == 0 for r in requests):
             return self._greedy
         return self._sampling
+
+    def _adjusted(self, penalises: bool, tells: bool) -> Acceptance:
+        """The acceptance of steps with penalties or log-probabilities; always the same one, as
+        graphs are filed under it."""
+        key = penalises, tells
+        if key not in self._adjusting:
+            sequences = self._runner.sequences
+            self._adjusting[key] = Adjusted(self._sampling, sequences, penalises, tells)
+        return self._adjusting[key]
 
     # -- postprocess -----------------------------------------------------------------------------
 
@@ -241,7 +259,7 @@ class EngineCore:
 
     def _hand_out(self, schedule: Schedule, step: Step) -> list[Request]:
         """Read a step's results and give each request its own."""
-        emitted, embeddings = self._read(schedule, step)
+        emitted, embeddings, told = self._read(schedule, step)
         snapshots = self._snapshots(step)
         now = time.perf_counter()
         self.counts.steps += 1
@@ -255,6 +273,8 @@ class EngineCore:
             request.computed += scheduled - draft + max(count, 1) - 1
             reason: FinishReason | None = None
             if count:
+                if told is not None and request.params.logprobs is not None:
+                    request.tell(unpack(told[row, :count], request.params.logprobs))
                 reason = self._append(request, tokens[:count], draft, now)
             elif row in embeddings:
                 request.embedding, reason = embeddings[row], "embedded"
@@ -270,14 +290,17 @@ class EngineCore:
             self._end(request, reason)
         return changed
 
-    def _read(self, schedule: Schedule, step: Step) -> tuple[list[list[int]], dict[int, Tensor]]:
-        """Per row the tokens that it emitted (tail -1) and their count; embeddings by row. Waits
-        until the device has them."""
+    def _read(
+        self, schedule: Schedule, step: Step
+    ) -> tuple[list[list[int]], dict[int, Tensor], NDArray[np.int32] | None]:
+        """Per row the tokens that it emitted (tail -1) and their count; embeddings by row; what is
+        told of the tokens, if anything. Waits until the device has them."""
         why = "tokens handed to the caller" + ("" if self._queue else ", nothing queued behind")
         with allowed(why):
             emitted = self._runner.read(step, why).tolist()
             embeddings = {} if self.pooler is None else self.pooler.read(schedule, step, why)
-        return emitted, embeddings
+            told = self._runner.read_logprobs(step, why) if _tells(schedule) else None
+        return emitted, embeddings, told
 
     def _snapshots(self, step: Step) -> dict[int, list[Snapshot]]:
         """The states that a step has saved, by slot; none where nobody would look for them."""
@@ -312,3 +335,8 @@ class EngineCore:
             logger.error("request %d: its text failed", request.id, exc_info=error)
             request.error = error
             return "error"
+
+
+def _tells(schedule: Schedule) -> bool:
+    """Some row of the step brings a token, and somebody wants log-probabilities."""
+    return schedule.samples and any(r.params.logprobs is not None for r in schedule.requests)

@@ -12,6 +12,7 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 from torch import Tensor
 
+from hybrid_runtime.engine.logprobs import TokenLogprobs
 from hybrid_runtime.specdecode.sampling import SamplingParams
 
 FinishReason = Literal["stop", "length", "embedded", "abort", "deadline", "error"]
@@ -58,6 +59,7 @@ class Request:
     hit: what it found in the prefix cache when it was last admitted.
     hashes: keys of its full blocks in the prefix cache.
     filed: leading blocks whose keys and values others can find.
+    logprobs: of its output if asked for, perhaps of more; see `told`.
     pooled_from: position of the first token that goes into an embedding; None: text is wanted.
     embedding: float32 `[hidden]` on the CPU, not normalised, once it has ended as "embedded".
     """
@@ -83,6 +85,7 @@ class Request:
     hit: Hit = field(default_factory=Hit)
     hashes: list[bytes] = field(default_factory=list)
     filed: int = 0
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
     pooled_from: int | None = None
     embedding: Tensor | None = None
 
@@ -167,6 +170,16 @@ class Request:
         self.text, self.stream = fresh.text, fresh.stream
         return reason
 
+    def tell(self, logprobs: list[TokenLogprobs]) -> None:
+        """Note log-probabilities of the tokens that are appended next. After an exception in
+        between, nothing is lost: those tokens come again."""
+        self.logprobs[len(self.output) :] = logprobs
+
+    @property
+    def told(self) -> list[TokenLogprobs] | None:
+        """Log-probabilities of each token of the output; None if nobody asked."""
+        return None if self.params.logprobs is None else self.logprobs[: len(self.output)]
+
     def append(
         self,
         tokens: list[int],
@@ -201,6 +214,7 @@ class Completion:
     time_to_first_token: seconds from `submit`.
     itl: seconds per token, one entry per token after the first step's; the tokens that a step
     emitted share its time equally. hit: what of the prompt was not computed, and why not more.
+    logprobs: of each token, if asked for.
     """
 
     text: str
@@ -211,6 +225,7 @@ class Completion:
     itl: list[float]
     error: Exception | None = None
     hit: Hit = Hit()
+    logprobs: list[TokenLogprobs] | None = None
 
     @classmethod
     def of(cls, request: Request) -> Completion:
@@ -228,6 +243,7 @@ class Completion:
             itl=itl,
             error=request.error,
             hit=request.hit,
+            logprobs=request.told,
         )
 
 

@@ -69,7 +69,7 @@ class SelectTiling(NamedTuple):
     tile: int = 8192
     piece: int = 4096
     few: int = 1024
-    warps: int = 16
+    warps: int = 8
 
 
 TILING = SelectTiling()

@@ -1,0 +1,166 @@
+"""Penalties, biases and log-probabilities in the engine: the same with drafts as without."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from helpers.small_engine import (
+    NEW_TOKENS,
+    VOCABULARY,
+    Script,
+    engine,
+    hf,
+    nothing_leaked,
+    prompts,
+    tokenizer,
+)
+from tokenizers import Tokenizer
+from transformers import NemotronHForCausalLM
+
+from hybrid_runtime.demo import PROMPTS, SHIPPED
+from hybrid_runtime.engine import Completion, Engine, SamplingParams
+from hybrid_runtime.state import sync_guard
+
+__all__ = ["hf", "prompts", "tokenizer"]  # fixtures
+
+PENALISED = {
+    "repetition": {"repetition_penalty": 1.4},
+    "counts": {"presence_penalty": 0.6, "frequency_penalty": 0.8},
+    "bias": {"logit_bias": {3: 2.5, 17: -100, 40: 1.5}},
+}
+DRAFTERS: list[dict[str, Any]] = [
+    {"drafter": "ngram", "num_speculative_tokens": 3},
+    {"drafter": "mtp", "num_speculative_tokens": 2, "sampled_drafts": False, "steps_ahead": 1},
+]
+
+
+@pytest.mark.parametrize("kind", PENALISED)
+def test_penalised_text_equals_that_of_transformers(
+    hf: NemotronHForCausalLM, tokenizer: Tokenizer, prompts: Any, kind: str
+) -> None:
+    params = SamplingParams(max_tokens=NEW_TOKENS, **PENALISED[kind])  # type: ignore[arg-type]
+    runs = engine(hf, tokenizer)
+    answers = runs.generate(prompts[2:5], params)
+    for prompt, answer in zip(prompts[2:5], answers, strict=True):
+        known = list(prompt)
+        for token in answer.tokens:
+            with torch.inference_mode():
+                logits = hf(torch.tensor([known])).logits[0, -1]
+            output = torch.bincount(torch.tensor(known[len(prompt) :]).long(), minlength=VOCABULARY)
+            seen = torch.bincount(torch.tensor(known), minlength=VOCABULARY) > 0
+            r = params.repetition_penalty
+            logits = torch.where(seen, torch.where(logits > 0, logits / r, logits * r), logits)
+            logits -= params.frequency_penalty * output + params.presence_penalty * (output > 0)
+            for biased, value in (params.logit_bias or {}).items():
+                logits[biased] += value
+            best = logits.topk(2)
+            assert token == best.indices[0] or best.values[0] - best.values[1] < 1e-4
+            known.append(token)
+    assert any(
+        answer.tokens != plain.tokens
+        for answer, plain in zip(
+            answers, runs.generate(prompts[2:5], SamplingParams(max_tokens=NEW_TOKENS)), strict=True
+        )
+    )
+    nothing_leaked(runs)
+
+
+@pytest.mark.parametrize("options", DRAFTERS, ids=["ngram", "mtp"])
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_drafts_change_neither_text_nor_log_probabilities(
+    hf: NemotronHForCausalLM, tokenizer: Tokenizer, prompts: Any, options: Any, temperature: float
+) -> None:
+    """Beside requests without any of it, which keep theirs, too."""
+    everything = {name: value for kind in PENALISED.values() for name, value in kind.items()}
+    kinds: list[dict[str, Any]] = [{}, everything, PENALISED["counts"], {"logprobs": 3}]
+    params = [
+        SamplingParams(
+            max_tokens=NEW_TOKENS, temperature=temperature, seed=i, **{"logprobs": i % 3} | kind
+        )
+        for i, kind in enumerate(kinds)
+    ]
+    params[0] = SamplingParams(max_tokens=NEW_TOKENS, temperature=temperature, seed=0)
+    alone: list[Completion] = []
+    for prompt, one in zip(prompts[:4], params, strict=True):
+        alone += engine(hf, tokenizer).generate([prompt], one)
+    runs = engine(hf, tokenizer, **options)
+    if options["drafter"] == "ngram":  # half of all drafts are right, whatever the text
+        texts = [p + a.tokens for p, a in zip(prompts, alone, strict=False)]
+        runs.runner.drafter = Script(texts, 3, [3, 0, 2, 1, 3])
+    together = runs.generate(prompts[:4], params)
+    for got, wanted, one in zip(together, alone, params, strict=True):
+        assert got.tokens == wanted.tokens
+        if one.logprobs is None:
+            assert got.logprobs is None
+            continue
+        assert got.logprobs is not None
+        assert wanted.logprobs is not None
+        assert len(got.logprobs) == len(got.tokens)
+        for a, b in zip(got.logprobs, wanted.logprobs, strict=True):
+            assert abs(a.logprob - b.logprob) < 1e-4
+            assert len(a.top) == one.logprobs
+    nothing_leaked(runs)
+
+
+@pytest.mark.parametrize("steps_ahead", [0, 1])
+def test_log_probabilities_are_those_of_the_model(
+    hf: NemotronHForCausalLM, tokenizer: Tokenizer, prompts: Any, steps_ahead: int
+) -> None:
+    """Whatever the penalties and limits; a stop string cuts the text, not what is told."""
+    prompt = prompts[4]
+    params = SamplingParams(
+        max_tokens=NEW_TOKENS, temperature=1.5, top_k=20, seed=2, logprobs=4, presence_penalty=1
+    )
+    runs = engine(hf, tokenizer, drafter="ngram", num_speculative_tokens=3, steps_ahead=steps_ahead)
+    (answer,) = runs.generate([prompt], params)
+    with torch.inference_mode():
+        logits = hf(torch.tensor([prompt + answer.tokens])).logits[0, len(prompt) - 1 : -1]
+    wanted = logits.float().log_softmax(-1)
+    assert answer.logprobs is not None
+    for token, told, line in zip(answer.tokens, answer.logprobs, wanted, strict=True):
+        assert abs(told.logprob - line[token]) < 1e-4
+        best = line.topk(4)
+        assert [t for t, _ in told.top] == best.indices.tolist()
+        torch.testing.assert_close(torch.tensor([v for _, v in told.top]), best.values)
+    # Preempted, it goes on where it was, and tells every token once.
+    request = runs.submit(prompt, params)
+    while len(request.output) < 5:
+        runs.step()
+    runs.scheduler.preempt(request)
+    while request.finish_reason is None:
+        runs.step()
+    again = Completion.of(request)
+    assert again.tokens == answer.tokens
+    assert again.logprobs is not None
+    assert len(again.logprobs) == len(again.tokens)
+    for a, b in zip(again.logprobs, answer.logprobs, strict=True):
+        assert abs(a.logprob - b.logprob) < 1e-4
+    nothing_leaked(runs)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_graphs_change_neither_text_nor_log_probabilities() -> None:
+    """And nothing waits unseen, once all kinds of steps have been met."""
+    kinds: list[dict[str, Any]] = [{}, *PENALISED.values(), {"logprobs": 2}, {"min_p": 0.1}]
+    params = [
+        SamplingParams(max_tokens=40, temperature=0.8 * (i % 2), seed=i, ignore_eos=True, **kind)
+        for i, kind in enumerate(kinds)
+    ]
+    prompts = [PROMPTS[i % len(PROMPTS)] for i in range(len(params))]
+    answers = []
+    for graphs in (True, False):
+        runs = Engine.from_pretrained(
+            SHIPPED, device="cuda", dtype="float32", drafter="mtp", block_size=32, graphs=graphs
+        )
+        for prompt, one in zip(prompts, params, strict=True):
+            runs.generate([prompt], one)
+        runs.generate(prompts, params)
+        with sync_guard() as waits:
+            answers.append(runs.generate(prompts, params))
+        assert not waits.undeclared, waits.reasons
+    for with_graphs, without in zip(*answers, strict=True):
+        assert with_graphs.tokens == without.tokens
+        assert with_graphs.logprobs == without.logprobs
