@@ -32,7 +32,8 @@ PENALISED = {
 }
 DRAFTERS: list[dict[str, Any]] = [
     {"drafter": "ngram", "num_speculative_tokens": 3},
-    {"drafter": "mtp", "num_speculative_tokens": 2, "sampled_drafts": False, "steps_ahead": 1},
+    {"drafter": "mtp", "num_speculative_tokens": 2, "steps_ahead": 1},
+    {"drafter": "mtp", "num_speculative_tokens": 3, "graphs": True},
 ]
 
 
@@ -67,7 +68,7 @@ def test_penalised_text_equals_that_of_transformers(
     nothing_leaked(runs)
 
 
-@pytest.mark.parametrize("options", DRAFTERS, ids=["ngram", "mtp"])
+@pytest.mark.parametrize("options", DRAFTERS, ids=["ngram", "mtp", "graphs"])
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 def test_drafts_change_neither_text_nor_log_probabilities(
     hf: NemotronHForCausalLM, tokenizer: Tokenizer, prompts: Any, options: Any, temperature: float
@@ -89,6 +90,7 @@ def test_drafts_change_neither_text_nor_log_probabilities(
     if options["drafter"] == "ngram":  # half of all drafts are right, whatever the text
         texts = [p + a.tokens for p, a in zip(prompts, alone, strict=False)]
         runs.runner.drafter = Script(texts, 3, [3, 0, 2, 1, 3])
+    runs.capture()
     together = runs.generate(prompts[:4], params)
     for got, wanted, one in zip(together, alone, params, strict=True):
         assert got.tokens == wanted.tokens
