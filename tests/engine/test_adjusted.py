@@ -33,7 +33,7 @@ PENALISED = {
 DRAFTERS: list[dict[str, Any]] = [
     {"drafter": "ngram", "num_speculative_tokens": 3},
     {"drafter": "mtp", "num_speculative_tokens": 2, "steps_ahead": 1},
-    {"drafter": "mtp", "num_speculative_tokens": 3, "graphs": True},
+    {"drafter": "mtp", "graphs": True, "max_requests": 4, "max_tokens_per_step": 32},
 ]
 
 
