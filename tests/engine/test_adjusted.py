@@ -25,7 +25,7 @@ from hybrid_runtime.state import sync_guard
 
 __all__ = ["hf", "prompts", "tokenizer"]  # fixtures
 
-PENALISED = {
+PENALISED: dict[str, dict[str, Any]] = {
     "repetition": {"repetition_penalty": 1.4},
     "counts": {"presence_penalty": 0.6, "frequency_penalty": 0.8},
     "bias": {"logit_bias": {3: 2.5, 17: -100, 40: 1.5}},
@@ -41,7 +41,7 @@ DRAFTERS: list[dict[str, Any]] = [
 def test_penalised_text_equals_that_of_transformers(
     hf: NemotronHForCausalLM, tokenizer: Tokenizer, prompts: Any, kind: str
 ) -> None:
-    params = SamplingParams(max_tokens=NEW_TOKENS, **PENALISED[kind])  # type: ignore[arg-type]
+    params = SamplingParams(max_tokens=NEW_TOKENS, **PENALISED[kind])
     runs = engine(hf, tokenizer)
     answers = runs.generate(prompts[2:5], params)
     for prompt, answer in zip(prompts[2:5], answers, strict=True):
