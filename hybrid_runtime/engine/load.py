@@ -79,6 +79,9 @@ def load(
             not fit the device. Weights are read only after everything else has been found right.
     """
     where = select_device(device)
+    _check_path("path", path)
+    if eagle_path is not None:
+        _check_path("eagle_path", eagle_path)
     directory = resolve(path)
     model_config = load_config(directory)
     weights = _weight_dtype(dtype, model_config, where)
@@ -98,6 +101,11 @@ def load(
     took, size = time.perf_counter() - start, gib(count)
     logger.info("loaded %s: %s of %s to %s in %.1f s", directory, size, weights, where, took)
     return loaded
+
+
+def _check_path(name: str, value: object) -> None:
+    if not isinstance(value, str | Path) or not str(value):
+        raise ValueError(f"{name} is {value!r}; it must be a directory or a hub id")
 
 
 def _weight_dtype(

@@ -224,9 +224,11 @@ class Planner:
         if config.num_blocks is not None:
             return f"{needs}; num_blocks must be smaller, or None"
         fits = self.most_requests(room)
-        if not fits:
-            return f"{needs}; not even max_requests=1 fits: max_model_len must be smaller"
-        return f"{needs}: max_requests={fits} fits"
+        if fits:
+            return f"{needs}: max_requests={fits} fits"
+        one = self.needed(1)
+        largest = "max_tokens_per_step" if one.step > one.kv + one.state else "max_model_len"
+        return f"{needs}; not even max_requests=1 fits: {largest} must be smaller"
 
     def most_requests(self, room: int) -> int:
         """How many of `max_requests` fit in so many bytes; 0 if none do."""

@@ -78,7 +78,7 @@ def test_prompts_are_those_of_transformers(tmp_path: Path, name: str, tools: Any
 
 
 def test_a_chat_is_a_completion_of_its_prompt(tmp_path: Path) -> None:
-    engine = Engine.from_pretrained(with_template(tmp_path, CHATML))
+    engine = Engine.from_pretrained(with_template(tmp_path, CHATML), dtype="float32")
     params = SamplingParams(max_tokens=12, ignore_eos=True)
     answer = engine.chat(MESSAGES, params)
     want = engine.generate([engine.chat_prompt(MESSAGES)], params)[0]

@@ -151,6 +151,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
         "host_blocks is .*: needs .* of host memory",
     ),
     ({"drafter": "mtp", "eagle_path": "x"}, "eagle_path is 'x' with drafter='mtp'"),
+    ({"eagle_path": 5}, "eagle_path is 5; it must be a directory or a hub id"),
     ({"eagle_path": "/no/such/place"}, "'/no/such/place' does not exist"),
     ({"block_size": 16, "retention": 24}, "retention is 24; .* multiple of the block size"),
     ({"stochastic_rounding": True}, "stochastic_rounding is True with ssm_dtype=torch.float32"),
@@ -176,6 +177,12 @@ def test_drafts_of_a_head_that_the_checkpoint_lacks_are_refused_before_its_weigh
         Engine.from_pretrained(no_weights, drafter="eagle")
     with pytest.raises(ValueError, match="has no weights"):
         Engine.from_pretrained(no_weights, drafter="ngram")
+
+
+@pytest.mark.parametrize("path", [None, 5, ""])
+def test_a_path_that_is_none_is_refused(path: Any) -> None:
+    with pytest.raises(ValueError, match=f"path is {path!r}; it must be a directory or a hub id"):
+        Engine.from_pretrained(path)
 
 
 def test_a_broken_tokenizer_is_refused_before_weights_are_read(no_weights: Path) -> None:

@@ -20,9 +20,11 @@ MODEL = str(demo.SHIPPED)
 
 
 def test_generate_streams_prompt_and_completion(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["generate", MODEL, "-p", "def main(", "--max-tokens", "20", "--stats"]) == 0
+    exact = ["--dtype", "float32", "--max-tokens", "20", "--stats"]
+    assert main(["generate", MODEL, "-p", "def main(", *exact]) == 0
     printed = capsys.readouterr()
-    want = Engine.from_pretrained(MODEL).generate(["def main("], SamplingParams(max_tokens=20))[0]
+    engine = Engine.from_pretrained(MODEL, dtype="float32")
+    want = engine.generate(["def main("], SamplingParams(max_tokens=20))[0]
     assert printed.out == f"def main({want.text}\n"
     assert "mean_acceptance_length" in printed.err
 
@@ -32,6 +34,7 @@ def test_generate_is_the_same_for_every_drafter(capsys: pytest.CaptureFixture[st
     texts = set()
     for drafter in ("none", "mtp", "eagle", "ngram"):
         arguments = ["generate", MODEL, "-p", "import ", "--max-tokens", "16"]
+        arguments += ["--dtype", "float32"]
         assert main([*arguments, "--drafter", drafter]) == 0
         texts.add(capsys.readouterr().out)
     assert len(texts) == 1
