@@ -28,7 +28,8 @@ class Accepted:
     """Tokens that a step emits.
 
     Attributes:
-        tokens: int32 [rows, K + 1]: accepted drafts, then the target's own token, then -1.
+        tokens: int32 [rows, K + 1]: accepted drafts, then the target's own token, then -1. Where
+            logits of the target were NaN or infinite, -1 minus their count is its own token.
         num_accepted: int32 [rows]: emitted tokens, 1 .. num_draft + 1; 0 where the row emits none.
         logprobs: int32 [rows, K + 1, 1 + 2 * most], as of ``token_logprobs``; None if not wanted.
     """
@@ -122,10 +123,10 @@ def rejection(
             f"must be None or [{rows}, {max_draft}, {vocabulary}]"
         )
     if draft_probs is None or max_draft == 0:
-        chosen = select_tokens(logits, sampling, position, TARGET, num_draft, emits)
+        chosen = select_tokens(logits, sampling, position, TARGET, num_draft, emits, marks=True)
         return Accepted(*accept_drafts(chosen, drafts, num_draft, emits))
 
-    _, target = select_with_probabilities(logits, sampling, position, TARGET)
+    chosen, target = select_with_probabilities(logits, sampling, position, TARGET, marks=True)
     seed, position = sampling.seeds(), position.long()
     positions = position[:, None] + torch.arange(max_draft, device=logits.device)
     made = drafted(drafts, num_draft)
@@ -144,6 +145,8 @@ def rejection(
     )
     residual = torch.where(residual.sum(-1, keepdim=True) > 0, residual, target)
     own = sample_reference(residual, uniform(seed, position + accepted, TARGET))
+    broken = chosen.gather(1, accepted[:, None])[:, 0]
+    own = torch.where(broken < 0, broken, own)
     return Accepted(*emit(drafts, accepted, own, emits))
 
 
@@ -240,8 +243,8 @@ def _check(logits: Tensor, drafts: Tensor, num_draft: Tensor, emits: Tensor) -> 
 
 
 def _most_likely(logits: Tensor) -> Tensor:
-    """int32 [rows, K + 1], the lowest token at ties."""
-    return argmax(logits.flatten(0, 1)).view(logits.shape[:2])
+    """int32 [rows, K + 1], the lowest token at ties; marked where logits are broken."""
+    return argmax(logits.flatten(0, 1), marks=True).view(logits.shape[:2])
 
 
 def _at_position(x: Tensor, index: Tensor) -> Tensor:

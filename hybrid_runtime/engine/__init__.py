@@ -5,12 +5,13 @@ from hybrid_runtime.engine.config import EngineConfig
 from hybrid_runtime.engine.engine import Engine, QueueFull
 from hybrid_runtime.engine.logprobs import TokenLogprobs
 from hybrid_runtime.engine.owner import EngineClosed
-from hybrid_runtime.engine.request import Completion, Request
+from hybrid_runtime.engine.request import BrokenLogits, Completion, Request
 from hybrid_runtime.engine.stats import EngineStats
 from hybrid_runtime.specdecode.sampling import SamplingParams
 
 __all__ = [
     "AsyncEngine",
+    "BrokenLogits",
     "Completion",
     "Delta",
     "Engine",

@@ -62,7 +62,7 @@ class BlockPool:
             block = self._free.pop()
         else:
             block, _ = self._idle.popitem(last=False)
-            self._forget(block)
+            self._evict(block)
         self._owners[block] = 1
         return block
 
@@ -104,6 +104,16 @@ class BlockPool:
         """Whether the content of `key` was there once, as far back as is remembered."""
         return key in self._evicted
 
+    def forget(self, key: bytes) -> None:
+        """Let the content of `key` not be found any more."""
+        block = self._block.pop(key, None)
+        if block is None:
+            return
+        self._key[block] = None
+        if block in self._idle:
+            del self._idle[block]
+            self._free.append(block)
+
     def clear(self) -> None:
         """Forget all content; owned blocks stay with their owners."""
         for block in list(self._block.values()):
@@ -113,7 +123,7 @@ class BlockPool:
         self._idle.clear()
         self._evicted.clear()
 
-    def _forget(self, block: int) -> None:
+    def _evict(self, block: int) -> None:
         key = self._key[block]
         assert key is not None
         del self._block[key]

@@ -19,7 +19,7 @@ from torch import Tensor
 from hybrid_runtime.device.sync import allowed
 from hybrid_runtime.engine.logprobs import unpack
 from hybrid_runtime.engine.pooler import Pooler
-from hybrid_runtime.engine.request import FinishReason, Request
+from hybrid_runtime.engine.request import BrokenLogits, FinishReason, Request
 from hybrid_runtime.engine.scheduler import Schedule, Scheduler
 from hybrid_runtime.specdecode.acceptance import Acceptance
 from hybrid_runtime.specdecode.adjusted import Adjusted
@@ -277,8 +277,8 @@ class EngineCore:
                     request.tell(unpack(told[row, :count], request.params.logprobs))
                 reason = self._append(request, tokens[:count], draft, now)
             elif row in embeddings:
-                request.embedding, reason = embeddings[row], "embedded"
-            if self._scheduler.cache is not None:
+                reason = self._embedded(request, embeddings[row])
+            if self._scheduler.cache is not None and reason != "error":
                 self._scheduler.cache.file(request, snapshots.get(request.slot, ()))
             if reason is not None:
                 ended.append((request, reason))
@@ -310,6 +310,14 @@ class EngineCore:
                 by_slot.setdefault(snapshot.slot, []).append(snapshot)
         return by_slot
 
+    def _embedded(self, request: Request, embedding: Tensor) -> FinishReason:
+        """Give a request its embedding; why it ends."""
+        broken = int((~embedding.isfinite()).sum())
+        if broken:
+            return self._broken(request, f"{broken} numbers of its embedding")
+        request.embedding = embedding
+        return "embedded"
+
     def _append(
         self, request: Request, tokens: list[int], draft: int, now: float
     ) -> FinishReason | None:
@@ -317,13 +325,25 @@ class EngineCore:
         if draft:
             self.counts.draft_steps += 1
             self.counts.draft_emitted += len(tokens)
-        known = len(request.output)
+        known, broken = len(request.output), -1 - tokens[-1]
+        if broken > 0:
+            tokens = tokens[:-1]
         reason = self._emit(request, partial(request.append, tokens))
         new = len(request.output) - known
+        if broken > 0 and reason is None:
+            reason = self._broken(request, f"{broken} logits of output token {known + new}")
         self.counts.emitted += new
         if new:
             request.times.append((now, new))
         return reason
+
+    def _broken(self, request: Request, what: str) -> FinishReason:
+        """End a request whose numbers are none; nobody finds what it has computed, or found."""
+        request.error = BrokenLogits(f"{what} are NaN or infinite")
+        logger.error("request %d ends: %s", request.id, request.error)
+        if self._scheduler.cache is not None:
+            self._scheduler.cache.forget(request)
+        return "error"
 
     def _emit(
         self, request: Request, emit: Callable[..., FinishReason | None]

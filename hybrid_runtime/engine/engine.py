@@ -204,8 +204,9 @@ class Engine:
 
     def abort(self, request: Request) -> None:
         """End a request now; nothing happens to one that has ended."""
-        self._owner.check()
-        self.core.finish(request, "abort")
+        if request.finish_reason is None:
+            self._owner.check()
+            self.core.finish(request, "abort")
 
     def fail(self, request: Request, error: Exception) -> None:
         """End a request now as "error"; nothing happens to one that has ended."""

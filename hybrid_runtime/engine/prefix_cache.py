@@ -227,6 +227,14 @@ class PrefixCache:
             if new and self.host is not None:
                 self.host.store(group, [key for key, _ in new], [block for _, block in new])
 
+    def forget(self, request: Request) -> None:
+        """Nobody finds any more what a request has computed or found; owned blocks stay."""
+        for pool in (self.keys.pool, self.state.pool):
+            for key in request.hashes:
+                pool.forget(key)
+        if self.host is not None:
+            self.host.forget(request.hashes)
+
     def _hash(self, request: Request) -> None:
         """Hash the full blocks of all tokens known."""
         done, total = len(request.hashes), request.length // self.block

@@ -15,6 +15,11 @@ from torch import Tensor
 from hybrid_runtime.engine.logprobs import TokenLogprobs
 from hybrid_runtime.specdecode.sampling import SamplingParams
 
+
+class BrokenLogits(ArithmeticError):
+    """The model's logits were NaN or infinite: weights, or a kernel's results, must be wrong."""
+
+
 FinishReason = Literal["stop", "length", "embedded", "abort", "deadline", "error"]
 
 

@@ -44,6 +44,7 @@ def encode_rendered(text: str, tokenizer: Tokenizer | None, vocabulary: int) -> 
     """Token ids of a text that holds its special tokens already, as a chat template's does."""
     if tokenizer is None:
         raise ValueError("messages are text; without a tokenizer there is no chat")
+    check_text("messages", text)
     return _checked("prompt", tokenizer.encode(text, add_special_tokens=False).ids, vocabulary)
 
 

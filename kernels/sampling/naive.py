@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from hybrid_runtime.kernels.sampling.argmax import count_broken
 from hybrid_runtime.kernels.sampling.rows import SamplingTensors
 from hybrid_runtime.kernels.sampling.uniform import uniform_reference
 
@@ -76,7 +77,7 @@ def sample_reference(probs: Tensor, u: Tensor) -> Tensor:
 
 
 def select_reference(
-    logits: Tensor, sampling: SamplingTensors, position: Tensor, stream: int
+    logits: Tensor, sampling: SamplingTensors, position: Tensor, stream: int, marks: bool = False
 ) -> Tensor:
     """One token per position.
 
@@ -85,6 +86,8 @@ def select_reference(
         sampling: parameters of the rows.
         position: int [rows], absolute position of the first token; keys the random numbers.
         stream: what they are for.
+        marks: positions with broken logits get -1 minus their count (see `count_broken`), otherwise
+            any token.
 
     Returns:
         int32 [rows, n].
@@ -92,4 +95,8 @@ def select_reference(
     sampling = sampling.by_row()
     positions = position.long()[:, None] + torch.arange(logits.shape[1], device=logits.device)
     u = uniform_reference(sampling.seed, positions, stream)
-    return sample_reference(probabilities_reference(logits, sampling), u)
+    tokens = sample_reference(probabilities_reference(logits, sampling), u)
+    if marks:
+        broken = count_broken(logits)
+        tokens = torch.where(broken > 0, -1 - broken, tokens).to(torch.int32)
+    return tokens

@@ -53,18 +53,19 @@ def select_with_probabilities(
     sampling: SamplingTensors,
     position: Tensor,
     stream: int,
+    marks: bool = False,
     tiling: SelectTiling = TILING,
 ) -> tuple[Tensor, Tensor]:
     """`select_reference` and `probabilities_reference`, by three launches where Triton runs."""
     rows, width, vocabulary = logits.shape
     if not rows or not runs_triton(logits) or logits.dtype not in SHIFTS:
         return (
-            select_reference(logits, sampling, position, stream),
+            select_reference(logits, sampling, position, stream, marks),
             probabilities_reference(logits, sampling),
         )
     lines = rows * width
     cut = Cut.empty(lines, logits.device)
-    tokens = select_tokens(logits, sampling, position, stream, cut=cut, tiling=tiling)
+    tokens = select_tokens(logits, sampling, position, stream, cut=cut, marks=marks, tiling=tiling)
     out = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
     logits = logits.flatten(0, 1)
     _probabilities_kernel[(lines, triton.cdiv(vocabulary, TILE))](

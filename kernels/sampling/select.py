@@ -195,9 +195,9 @@ def _select_kernel(
     temperature, top_k, top_p, min_p, param_stride, seed, seed_stride,
     slot, position, num_draft, emits, out, cut_value, cut_last, cut_total, cut_best,
     START: tl.constexpr, WIDTH: tl.constexpr, BY_SLOT: tl.constexpr, JUDGES: tl.constexpr,
-    TELLS: tl.constexpr, V: tl.constexpr, PARTS: tl.constexpr, PART_WIDTH: tl.constexpr,
-    TILE: tl.constexpr, PIECE: tl.constexpr, PIECES: tl.constexpr, FEW: tl.constexpr,
-    SHIFT: tl.constexpr, PDL: tl.constexpr,
+    MARKS: tl.constexpr, TELLS: tl.constexpr, V: tl.constexpr, PARTS: tl.constexpr,
+    PART_WIDTH: tl.constexpr, TILE: tl.constexpr, PIECE: tl.constexpr, PIECES: tl.constexpr,
+    FEW: tl.constexpr, SHIFT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program per line; WIDTH lines per row, at positions one after another."""
     pdl_wait(PDL)
@@ -208,7 +208,9 @@ def _select_kernel(
     if BY_SLOT:
         i_slot = tl.maximum(tl.load(slot + i_row), 0)
     p_line = logits + i_line.to(tl.int64) * stride
-    best, token = best_part(values, indices, i_line, PARTS, PART_WIDTH)
+    best, token = best_part(values, indices, i_line, V, PARTS, PART_WIDTH)
+    if not MARKS:
+        token = tl.maximum(token, 0)
     tau = tl.load(temperature + i_slot * param_stride)
     draws = tau > 0
     if JUDGES:
@@ -217,7 +219,7 @@ def _select_kernel(
             i_ahead <= tl.load(num_draft + i_row)
         )
 
-    # Nothing can be drawn where the largest logit is not a number; it is emitted.
+    # Nothing can be drawn where logits are broken.
     draws &= (best > float("-inf")) & (best < float("inf"))
 
     scale = 1.4426950408889634 / tl.where(draws, tau, 1.0)
@@ -278,6 +280,7 @@ def select_tokens(
     num_draft: Tensor | None = None,
     emits: Tensor | None = None,
     cut: Cut | None = None,
+    marks: bool = False,
     tiling: SelectTiling = TILING,
 ) -> Tensor:
     """`select_reference` by two launches where Triton runs (and not in fp64).
@@ -287,7 +290,7 @@ def select_tokens(
     """
     rows, width, vocabulary = logits.shape
     if not rows or not runs_triton(logits) or logits.dtype not in SHIFTS:
-        return select_reference(logits, sampling, position, stream)
+        return select_reference(logits, sampling, position, stream, marks)
     lines = logits.flatten(0, 1)
     if lines.stride(1) != 1:
         lines = lines.contiguous()
@@ -323,6 +326,7 @@ def select_tokens(
         WIDTH=width,
         BY_SLOT=sampling.slot is not None,
         JUDGES=judges,
+        MARKS=marks,
         TELLS=cut is not None,
         V=vocabulary,
         PARTS=values.shape[1],

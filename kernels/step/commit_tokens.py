@@ -59,7 +59,8 @@ def commit_tokens_reference(
 
     Args:
         inputs: the step's rows.
-        tokens: int32 `[rows, K + 1]`, what each row emits, then -1.
+        tokens: int32 `[rows, K + 1]`, what each row emits, then -1. One that is negative tells of
+            broken logits: the host ends the request by it, and the history takes 0.
         num_accepted: int32 `[rows]`, how many: 0 in rows that emit none.
         history: int32 `[slots + 1, length]`, appended to behind `length` tokens; its last row is
             nobody's.
@@ -77,7 +78,7 @@ def commit_tokens_reference(
     spare = history.shape[0] - 1  # takes what rows that emit less would write
     live = step < count[:, None]
     where = torch.where(live, length[at].long()[:, None] + step, 0)
-    history[torch.where(live, at[:, None], spare), where] = tokens
+    history[torch.where(live, at[:, None], spare), where] = tokens.clamp(min=0)
     length.index_add_(0, at, count.to(length.dtype))
     emitted[:, :width] = torch.where(live, tokens, -1)
     emitted[:, width] = count
@@ -145,7 +146,7 @@ def _commit_tokens_kernel(
         o_out = tl.arange(0, WIDTH)
         b_accepted = tl.load(p_accepted + o_out, mask=o_out < count, other=-1)
         known = tl.load(length + i_slot * length_stride, mask=live, other=0)
-        tl.store(p_history + known + o_out, b_accepted, mask=o_out < count)
+        tl.store(p_history + known + o_out, tl.maximum(b_accepted, 0), mask=o_out < count)
         tl.store(length + i_slot * length_stride, known + count, mask=live)
         b_emitted = tl.where(o_out == NUM_DRAFT + 1, count, b_accepted)
         p_emitted = emitted + i_row * (NUM_DRAFT + 2)

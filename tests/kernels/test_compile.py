@@ -114,7 +114,7 @@ def test_compiles_for_hopper(kernel: JITFunction, constants: dict[str, Any]) -> 
 
 EMBEDDING: dict[str, Any] = {"V": 131072, "SIZE": 4480, "BLOCK": 1024}
 PARTS: dict[str, Any] = {"V": 131072, "PARTS": 32, "TILE": 4096}
-WHOLE: dict[str, Any] = {"PARTS": 32, "WIDTH": 32}
+WHOLE: dict[str, Any] = {"V": 131072, "PARTS": 32, "WIDTH": 32, "MARKS": True}
 
 
 @pytest.mark.parametrize(

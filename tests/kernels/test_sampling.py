@@ -47,6 +47,25 @@ def test_argmax_of_nothing_finite_is_a_token() -> None:
 
 
 @kernels
+@pytest.mark.parametrize("vocabulary", [37, argmax.TILE, 2 * argmax.TILE + 5])
+def test_argmax_counts_broken_logits(vocabulary: int) -> None:
+    nan, inf = float("nan"), float("inf")
+    logits = torch.zeros(6, vocabulary)
+    logits[:, 3] = 1.0
+    broken = [0, 1, 2, 3, vocabulary, vocabulary]
+    logits[0, 5:] = -inf  # forbidden tokens
+    logits[1, -1] = nan
+    logits[2, [0, -1]] = inf
+    logits[3, [0, 7, -1]] = torch.tensor([nan, inf, nan])
+    logits[4], logits[5] = nan, -inf
+    found = argmax.argmax(logits.to(DEVICE), marks=True)
+    assert found.tolist() == [-1 - count if count else 3 for count in broken]
+    found = argmax.argmax(logits.to(DEVICE))
+    assert found[0] == 3
+    assert ((found >= 0) & (found < vocabulary)).all()
+
+
+@kernels
 @settings(max_examples=40)
 @given(st.data())
 def test_accept_drafts(data: st.DataObject) -> None:
@@ -88,7 +107,14 @@ COMPILED = [
         {"V": 131072, "PARTS": 32, "TILE": 4096},
         {"logits": "*bf16", "values": "*fp32"},
     ),
-    (argmax._whole_kernel, {"PARTS": 32, "WIDTH": 32}, {"values": "*fp32"}),
+    *(
+        (
+            argmax._whole_kernel,
+            {"V": 131072, "PARTS": 32, "WIDTH": 32, "MARKS": marks},
+            {"values": "*fp32"},
+        )
+        for marks in (False, True)
+    ),
     *(
         (
             accept._accept_drafts_kernel,

@@ -140,6 +140,32 @@ def test_what_is_not_finite_ends_and_gives_a_token() -> None:
             assert ((got >= 0) & (got < V)).all()
 
 
+@kernels
+@pytest.mark.parametrize("with_probabilities", [False, True])
+def test_broken_logits_are_counted_and_nobody_elses_draw_changes(with_probabilities: bool) -> None:
+    generator = torch.Generator().manual_seed(4)
+    params = [PARAMS[row] for row in (0, 4, 7, 9, 11)]
+    rows = len(params)
+    sampling = sampling_tensors(params, list(range(rows)), DEVICE)
+    position = torch.zeros(rows, dtype=torch.int32, device=DEVICE)
+
+    def tokens(logits: Tensor) -> list[int]:
+        args = logits.to(DEVICE), sampling, position, STREAM
+        if with_probabilities:
+            got, _ = probabilities.select_with_probabilities(*args, marks=True, tiling=SMALL)
+        else:
+            got = select.select_tokens(*args, marks=True, tiling=SMALL)
+        return got[:, 0].tolist()
+
+    logits = torch.randn(rows, 1, V, generator=generator)
+    wanted = tokens(logits)
+    assert min(wanted) >= 0
+    logits[1, 0, [0, V - 1]] = torch.nan
+    logits[3, 0, 2] = torch.inf
+    logits[4] = -torch.inf
+    assert tokens(logits) == [wanted[0], -3, wanted[2], -2, -1 - V]
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -177,8 +203,8 @@ def test_select_compiles_for_hopper(type_: str, tells: bool, tmp_path: Any) -> N
     shape = select.TILING
     constants: dict[str, Any] = {
         "START": uniform.stream_start(STREAM), "WIDTH": 4, "BY_SLOT": True, "JUDGES": not tells,
-        "TELLS": tells, "V": 131072, "PARTS": 32, "PART_WIDTH": 32, "TILE": shape.tile,
-        "PIECE": shape.piece, "PIECES": 131072 // shape.piece, "FEW": shape.few,
+        "MARKS": not tells, "TELLS": tells, "V": 131072, "PARTS": 32, "PART_WIDTH": 32,
+        "TILE": shape.tile, "PIECE": shape.piece, "PIECES": 131072 // shape.piece, "FEW": shape.few,
         "SHIFT": 16 if type_ == "*bf16" else 0,
     }  # fmt: skip
     aligned = ("logits", "stride", "few_tokens")

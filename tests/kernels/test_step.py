@@ -170,6 +170,21 @@ def test_commit_tokens_by_hand() -> None:
     assert out.computed.tolist() == [[7, 6]]
 
 
+@kernels
+def test_what_tells_of_broken_logits_reaches_the_host_and_no_text() -> None:
+    world = World(2, [(1, 3, 2), (3, 4, 0)], seed=0)
+    world.computed[:] = ints(0, 5, 0, 2, 0, 0)
+    world.length[1], world.length[3] = 6, 9
+    at = world.prepared(prepare_inputs.prepare_inputs, 0, 0, 0)
+    out = DraftInputs.empty(2, 7, 2, DEVICE)
+    sent = torch.zeros(2, 4, dtype=torch.int32, device=DEVICE)
+    tokens = torch.stack([ints(70, -3, -1), ints(-1, -1, -1)])
+    commit_tokens.commit_tokens(at, tokens, ints(2, 0), world.history, world.length, sent, out, 4)
+    assert sent[0].tolist() == [70, -3, -1, 2]
+    assert world.history[1, 6:8].tolist() == [70, 0]
+    assert (out.tokens >= 0).all()
+
+
 PREPARE = {"WIDTH": 8, "ROWS": 64, "TILE": 128}
 COMMIT = {"WIDTH": 8, "TILE": 128}
 COMPILED = [

@@ -77,6 +77,11 @@ class HostCache:
             if ticket is not None and not ticket.done():
                 ticket.order()
 
+    def forget(self, keys: Iterable[bytes]) -> None:
+        """Let the content of these keys not be found any more."""
+        for group, found in self._blocks.items():
+            self.tier.free(group, [found.pop(key) for key in keys if key in found])
+
     def clear(self) -> None:
         """Forget all content; copies under way come to their end."""
         for group, found in self._blocks.items():
