@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hybrid_runtime.device.compile import compiling
 from hybrid_runtime.device.graphs import Graphs
-from hybrid_runtime.kernels.step.entry import ENTRY_FIELDS
+from hybrid_runtime.kernels.step.entry import ENTRY_FIELDS, SCHEDULED, SLOT
 from hybrid_runtime.specdecode.acceptance import Acceptance
 from hybrid_runtime.specdecode.buckets import Bucket, Buckets, graph_size
 from hybrid_runtime.specdecode.frame import Frame
@@ -37,9 +37,11 @@ class CapturedSteps:
         self._phases, self._max_requests = phases, manager.max_requests
         self._max_context = phases.sequences.history.shape[1]
         self._graphs = Graphs(manager.device)
-        self._no_entries = torch.zeros(
-            (1, ENTRY_FIELDS.value), dtype=torch.int32, device=manager.device
-        )
+        # A padded row, with the tokens of one that decodes.
+        line = torch.zeros(ENTRY_FIELDS, dtype=torch.int32, device=manager.device)
+        line[SLOT : SLOT + 1] = -1
+        line[SCHEDULED : SCHEDULED + 1] = buckets.width
+        self._padded = line.expand(manager.max_rows, -1).contiguous()
         self._decoding: dict[tuple[int, Acceptance], Frame] = {}
         self._mixed: dict[tuple[Bucket, Acceptance | None], Frame] = {}
         self._hidden: Tensor | None = None
@@ -52,7 +54,7 @@ class CapturedSteps:
         if key in self._decoding:
             return self._decoding[key]
         frame = self._decoding_frame(size, accept)
-        self._phases.prepare(frame, self._no_entries, 0)
+        self._prepare(frame)
         self._record("verify_and_accept", key, self._phases.verify_and_accept, frame)
         if self._phases.drafter is not None:
             self._record("draft", key, self._phases.draft, frame)
@@ -133,7 +135,7 @@ class CapturedSteps:
         if (bucket, accepts[0]) in self._mixed:
             return
         first = self._uncaptured(bucket, accepts[0])
-        self._phases.prepare(first, self._no_entries, 0)
+        self._prepare(first)
         if self._hidden is None:
             self._phases.verify(first)
             assert first.verify_output is not None
@@ -153,6 +155,11 @@ class CapturedSteps:
             for accept in accepts:
                 self._mixed[bucket, accept].graphs |= {"draft": first.graphs["draft"]}
 
+    def _prepare(self, frame: Frame) -> None:
+        """Rows that are all padding; those that decode have their tokens, because the prompts' are
+        looked for behind them."""
+        self._phases.prepare(frame, self._padded, frame.batch.num_update_rows)
+
     def _record(
         self, name: str, key: Hashable, phase: Callable[[Frame], None], frame: Frame
     ) -> None:
@@ -163,7 +170,7 @@ class CapturedSteps:
     def _run_once(self, frame: Frame) -> None:
         """All phases over rows that are all padding, also where kernels are not launched."""
         self._phases.buffers.clear()
-        self._phases.prepare(frame, self._no_entries, 0)
+        self._prepare(frame)
         self._phases.verify_and_accept(frame)
         if self._phases.drafter is not None:
             self._phases.draft(frame)

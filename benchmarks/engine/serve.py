@@ -88,6 +88,7 @@ def _settings(args: argparse.Namespace) -> Row:
         "rates": workload.acceptance(args.acceptance, args.drafts),
         "sampling": {"temperature": args.temperature, "top_p": args.top_p},
         "max_requests": max(args.places),
+        "max_tokens_per_step": args.max_tokens_per_step,
         "max_model_len": workload.longest(args.lengths, args.prefix_tokens) + 16,
         "ours": json.loads(args.options),
         "vllm": extra,
@@ -229,6 +230,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--top-p", type=float, default=1.0)
     add("--prefixes", type=int, default=0, help="every prompt starts with one of so many texts")
     add("--prefix-tokens", type=int, default=0, help="of so many tokens, besides its own")
+    add("--max-tokens-per-step", type=int, default=8192, help="of both engines")
     add("--objective", type=_objective, default={"ttft": 500.0, "itl": 25.0}, help="ttft=MS,itl=MS")
     add("--repeats", type=int, default=5)
     add("--profile-steps", type=int, default=40, help="of each closed loop to trace; 0 = none")

@@ -58,6 +58,7 @@ class Ours:
             "synthetic_acceptance": None if rates is None else tuple(rates),
             "max_requests": settings["max_requests"],
             "max_model_len": settings["max_model_len"],
+            "max_tokens_per_step": settings["max_tokens_per_step"],
             "ssm_dtype": getattr(torch, settings["ssm_dtype"]),
         }
         options |= settings["ours"]

@@ -72,7 +72,7 @@ def options(settings: dict[str, Any]) -> dict[str, Any]:
         "seed": 0,
         "max_model_len": longest,
         "max_num_seqs": settings["max_requests"],
-        "max_num_batched_tokens": 8192,
+        "max_num_batched_tokens": settings["max_tokens_per_step"],
         "gpu_memory_utilization": 0.5,
         "enable_prefix_caching": True,
         "mamba_cache_mode": "align",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import sys
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
@@ -103,7 +104,7 @@ def serve_checkpoint(args: argparse.Namespace) -> None:
             **engine_options(args),
         )  # fmt: skip
         use_threads(args.threads, engine.model)
-        engine.capture()
+        engine.capture(progress=sys.stderr.isatty())
         run.serve(engine, options, bound)
 
 

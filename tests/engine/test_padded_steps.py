@@ -104,21 +104,25 @@ def test_nothing_is_captured_under_load(
 ) -> None:
     """Every step that somebody decodes in finds its phases captured: greedy or sampled, and with
     prompts of which none ends."""
-    runs = engine(hf, tokenizer, **SIZES | MTP, graphs=True)
-    shown: list[tuple[int, int]] = []
-    runs.runner.capture(runs._accepts, lambda done, total: shown.append((done, total)))
-    assert shown[-1] == (len(shown) - 1, len(shown) - 1)
-    captured, seen = runs.runner._captured, set()
-    assert captured is not None
-    known = set(captured._graphs._captured)
+    seen: set[frozenset[str]] = set()
+    prepared = Phases.prepare
 
     def prepare(phases: Phases, frame: Frame, entries: Tensor, num_rows: int) -> None:
         seen.add(frozenset(frame.graphs))
         prepared(phases, frame, entries, num_rows)
-        assert frame.inputs.cu_seqlens[-1] <= len(frame.inputs.tokens)
+        first, update = frame.inputs.cu_seqlens, frame.batch.num_update_rows
+        assert first[update] == frame.batch.num_update_tokens  # where prompts are looked for
+        assert first[-1] <= len(frame.inputs.tokens)
 
-    prepared = Phases.prepare
     monkeypatch.setattr(Phases, "prepare", prepare)
+    runs = engine(hf, tokenizer, **SIZES | MTP, graphs=True)
+    shown: list[tuple[int, int]] = []
+    runs.runner.capture(runs._accepts, lambda done, total: shown.append((done, total)))
+    assert shown[-1] == (len(shown) - 1, len(shown) - 1)
+    captured = runs.runner._captured
+    assert captured is not None
+    known = set(captured._graphs._captured)
+    seen.clear()
     for temperature in (0.0, 0.8):
         served(runs, prompts, SamplingParams(temperature, max_tokens=9, ignore_eos=True, seed=1))
     assert seen == {
