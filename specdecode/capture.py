@@ -68,7 +68,7 @@ class CapturedSteps:
         if first is None:
             return self._uncaptured(bucket, accept)
         if (bucket, accept) not in self._mixed:
-            self._phases.prepare(first, self._no_entries, 0)
+            self._prepare(first)
             frame = replace(first, accept=accept, graphs=dict(first.graphs))
             self._record("accept", (bucket, accept), self._phases.accept, frame)
             self._mixed[bucket, accept] = frame
