@@ -11,7 +11,7 @@ from fastapi.routing import APIRoute
 from starlette.types import ASGIApp
 
 from hybrid_runtime.engine import AsyncEngine, Engine
-from hybrid_runtime.server import about, completions, embeddings, errors
+from hybrid_runtime.server import about, chat, completions, embeddings, errors
 from hybrid_runtime.server.gate import Gate
 from hybrid_runtime.server.metrics import Metrics
 from hybrid_runtime.server.options import ServerOptions
@@ -29,7 +29,7 @@ def create_app(engine: Engine, options: ServerOptions) -> ASGIApp:
             yield
 
     app = FastAPI(title="hybrid-runtime", lifespan=lifespan, docs_url=None, redoc_url=None)
-    routes = [completions.router, embeddings.router, about.router]
+    routes = [completions.router, chat.router, embeddings.router, about.router]
     for router in routes:
         app.include_router(router)
     errors.install(app)

@@ -99,8 +99,8 @@ def _first(error: RequestValidationError) -> tuple[str, str | None, str | None]:
     first: Mapping[str, Any] = error.errors()[0]
     if first["type"] == "json_invalid":
         return f"the body is not JSON: {first['ctx']['error']}", None, "invalid_json"
-    # The body's own name stands first.
-    names = [str(part) for part in first["loc"][1:]]
+    # The body's own name stands first; pydantic adds those of a union's members, as no field is.
+    names = [str(part) for part in first["loc"][1:] if part != "str" and "[" not in str(part)]
     param = ".".join(names) or None
     if first["type"] == "extra_forbidden":
         return f"Unrecognized request argument supplied: {param}", param, "unknown_parameter"

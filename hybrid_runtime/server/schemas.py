@@ -7,9 +7,18 @@ are refused unless they ask for nothing.
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    model_validator,
+)
 
 Prompts = list[str | list[int]]
 
@@ -26,8 +35,8 @@ def _prompts(value: Any) -> Prompts:
     for prompt in value:
         if not isinstance(prompt, str) and not (_is_list(prompt) and all(map(_is_id, prompt))):
             raise ValueError("each prompt must be a string or an array of token ids")
-        if isinstance(prompt, str) and not _is_unicode(prompt):
-            raise ValueError("a prompt holds a lone surrogate; it must be valid Unicode")
+        if isinstance(prompt, str):
+            _unicode(prompt)
     return list(value)
 
 
@@ -39,12 +48,13 @@ def _is_id(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**31
 
 
-def _is_unicode(text: str) -> bool:
+def _unicode(value: Any) -> Any:
+    """Refuse text that tokenizers cannot take, also inside of other values: JSON may hold it."""
     try:
-        text.encode()
+        (value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)).encode()
     except UnicodeEncodeError:
-        return False
-    return True
+        raise ValueError("holds a lone surrogate; it must be valid Unicode") from None
+    return value
 
 
 def _nothing(value: Any) -> Any:
@@ -57,11 +67,12 @@ def _texts(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
+Text = Annotated[str, AfterValidator(_unicode)]
 Unsupported = Annotated[None, BeforeValidator(_nothing)]
 """A field that would change the answer, and must ask for nothing."""
 Ignored = Any
 """A field that cannot change the answer."""
-Stops = Annotated[list[Annotated[str, Field(min_length=1)]], BeforeValidator(_texts)]
+Stops = Annotated[list[Annotated[Text, Field(min_length=1)]], BeforeValidator(_texts)]
 PromptField = Annotated[
     Prompts, PlainValidator(_prompts, json_schema_input_type=str | list[str | int | list[int]])
 ]
@@ -131,7 +142,7 @@ class TextPart(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
     type: Literal["text"]
-    text: str
+    text: Text
 
 
 class Message(BaseModel):
@@ -140,8 +151,8 @@ class Message(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart]
-    name: str | None = None
+    content: Text | list[TextPart]
+    name: Text | None = None
     refusal: Unsupported = None
     audio: Unsupported = None
     annotations: Unsupported = None
@@ -149,10 +160,10 @@ class Message(BaseModel):
     tool_calls: Unsupported = None
 
     def rendered(self) -> dict[str, str]:
-        """As chat templates take it."""
+        """As chat templates take it; parts of text stand on lines of their own, as vLLM has it."""
         parts = [self.content] if isinstance(self.content, str) else [p.text for p in self.content]
         named = {} if self.name is None else {"name": self.name}
-        return {"role": self.role, "content": "".join(parts)} | named
+        return {"role": self.role, "content": "\n".join(parts)} | named
 
 
 class ChatBody(Sampled):
@@ -162,6 +173,7 @@ class ChatBody(Sampled):
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(_unicode)] | None = None  # vLLM
 
     metadata: Ignored = None
     parallel_tool_calls: Ignored = None
@@ -193,5 +205,5 @@ class EmbeddingBody(Body):
 
     # Of this server; see `Engine.embed`.
     pooling: Literal["last", "mean"] = "last"
-    instruction: str = ""
+    instruction: Text = ""
     normalize: bool = True

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, cast
+from functools import partial
+from typing import Annotated, Any, TypeVar, cast
 
 from fastapi import Depends, Request
 
@@ -14,6 +15,8 @@ from hybrid_runtime.engine.tokenize import Prompt, encode
 from hybrid_runtime.server.errors import ApiError
 from hybrid_runtime.server.metrics import Metrics
 from hybrid_runtime.server.options import ServerOptions
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +48,16 @@ class Service:
             size = engine.model.config.vocab_size
             return [encode(prompt, engine.tokenizer, size) for prompt in prompts]
 
-        try:
-            return await asyncio.to_thread(work)
-        except ValueError as error:
-            raise ApiError(400, str(error), param=param) from error
+        return await _refused(param, work)
+
+    async def chat_prompt(
+        self, messages: Sequence[dict[str, str]], template_options: Mapping[str, Any] | None
+    ) -> list[int]:
+        """Token ids of a conversation, by another thread; `ApiError` for one that cannot run."""
+        make = self.engine.engine.chat_prompt
+        return await _refused(
+            "messages", partial(make, messages, template_options=template_options)
+        )
 
     def text(self, prompt: Prompt) -> str:
         """A prompt as text."""
@@ -78,6 +87,14 @@ class Service:
     def tenant(self, request: Request, salt: str | None = None) -> str:
         """Whose cached prefixes a request may use: those of the same key and salt."""
         return f"{request.scope.get('api_key', '')}/{salt or ''}"
+
+
+async def _refused(param: str, work: Callable[[], T]) -> T:
+    """What `work` returns, in another thread; its `ValueError` is the fault of this field."""
+    try:
+        return await asyncio.to_thread(work)
+    except ValueError as error:
+        raise ApiError(400, str(error), param=param) from error
 
 
 def _service(request: Request) -> Service:

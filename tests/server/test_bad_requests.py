@@ -64,9 +64,9 @@ FIELDS: list[tuple[dict[str, Any], str, str]] = [
     ({"prompt": [-1]}, "prompt", "must be a string"),
     ({"prompt": [True]}, "prompt", "must be a string"),
     ({"prompt": "\ud800"}, "prompt", "lone surrogate"),
-    ({"prompt": "x", "stop": "\ud800"}, "stop.0", "valid string"),
+    ({"prompt": "x", "stop": "\ud800"}, "stop.0", "surrogate"),
     ({"prompt": "x", "stop": [1]}, "stop.0", "valid string"),
-    ({"prompt": "x", "stop": [""]}, "stop.0", "at least 1 character"),
+    ({"prompt": "x", "stop": [""]}, "stop.0", "at least 1 item"),
     ({"prompt": "x", "stop": ["a"] * 17}, "stop", "at most 16"),
     ({"prompt": "x", "stop_token_ids": [-1]}, "stop_token_ids", "stop_token_ids"),
     ({"prompt": "x", "max_tokens": 0}, "max_tokens", "greater than or equal to 1"),
@@ -123,11 +123,15 @@ def test_a_stream_that_cannot_begin_is_an_error_not_a_stream(
         ({"input": ["x"] * 9}, "input", "at most 8"),
         ({"input": ["x", ""]}, "input", "prompt is empty"),
         ({"input": ["x", "y" * 257]}, "input", "context is 256 tokens"),
+        ({"input": "x", "instruction": "\ud800"}, "instruction", "surrogate"),
         ({"input": [[1]], "instruction": "Code: "}, "input", "instruction is a str"),
     ],
 )
 def test_wrong_embedding(served: Running, body: dict[str, Any], param: str, message: str) -> None:
-    found = error(served.post("embeddings", json=body), 400)
+    answer = served.post(
+        "embeddings", content=json.dumps(body), headers={"content-type": "application/json"}
+    )
+    found = error(answer, 400)
     assert (found["param"], message in found["message"]) == (param, True), found
 
 

@@ -1,0 +1,87 @@
+"""`/v1/chat/completions`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+
+from hybrid_runtime.engine import Completion, Delta
+from hybrid_runtime.server.answers import Answer
+from hybrid_runtime.server.errors import ApiError
+from hybrid_runtime.server.generation import Batch, Job
+from hybrid_runtime.server.params import sampling_params
+from hybrid_runtime.server.schemas import ChatBody
+from hybrid_runtime.server.service import Here
+
+router = APIRouter()
+
+
+@dataclass(frozen=True, slots=True)
+class ChatForm:
+    """with_ids: show token ids."""
+
+    with_ids: bool
+    whole: ClassVar[str] = "chat.completion"
+    part: ClassVar[str] = "chat.completion.chunk"
+    prefix: ClassVar[str] = "chatcmpl"
+
+    def choice(self, index: int, completion: Completion) -> dict[str, Any]:
+        message = {"role": "assistant", "content": completion.text, "refusal": None}
+        choice = {
+            "index": index,
+            "message": message,
+            "logprobs": None,
+            "finish_reason": completion.finish_reason,
+        }
+        return choice | ({"token_ids": completion.tokens} if self.with_ids else {})
+
+    def parts(self, index: int, delta: Delta, first: bool) -> Iterator[dict[str, Any]]:
+        """The role stands in a part of its own, as OpenAI sends it."""
+        if first:
+            yield self._part(index, {"role": "assistant", "content": ""}, None, [])
+        if delta.text or (self.with_ids and delta.tokens):
+            yield self._part(index, {"content": delta.text}, None, delta.tokens)
+        if delta.finish_reason:
+            yield self._part(index, {}, delta.finish_reason, [])
+
+    def _part(
+        self, index: int, delta: dict[str, Any], finish_reason: str | None, tokens: list[int]
+    ) -> dict[str, Any]:
+        part = {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
+        return part | ({"token_ids": tokens} if self.with_ids else {})
+
+
+@router.post("/v1/chat/completions")
+async def chat_completions(body: ChatBody, request: Request, service: Here) -> Response:
+    """The next message of a chat."""
+    service.check_model(body.model)
+    service.check_choices(body.n or 1, "n")
+    prompt = await service.chat_prompt(
+        [message.rendered() for message in body.messages], body.chat_template_kwargs
+    )
+    asked = body.max_completion_tokens or body.max_tokens
+    # As OpenAI's: without a word, all that there is room for.
+    max_tokens = max(service.max_model_len - len(prompt), 1) if asked is None else asked
+    service.check_length(len(prompt), max_tokens, "messages")
+    params = sampling_params(body, max_tokens, _logprobs(body))
+    tenant = service.tenant(request, body.cache_salt)
+    jobs = [Job(prompt, each, tenant, body.deadline) for each in params]
+    batch = Batch(service.engine, service.metrics, jobs)
+    form = ChatForm(body.return_token_ids)
+    return await Answer(body, service.options.model_name, batch, form).respond(request)
+
+
+def _logprobs(body: ChatBody) -> int | None:
+    """How many likely tokens to tell beside each; None: nothing of the kind."""
+    if body.logprobs:
+        return body.top_logprobs or 0
+    if body.top_logprobs:
+        raise ApiError(
+            400, f"top_logprobs is {body.top_logprobs}; it must be 0 unless logprobs is true",
+            param="top_logprobs",
+        )  # fmt: skip
+    return None
