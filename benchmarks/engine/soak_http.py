@@ -138,7 +138,7 @@ class Clients:
             if reason != "429":
                 return "error" if reason == "500" else reason
             self._counts["queue full"] += 1
-            await asyncio.sleep(self._random.random() * 0.5)
+            await asyncio.sleep(self._random.random() * 2)
 
     async def _stream(
         self,

@@ -2,8 +2,8 @@
 lead somewhere, and what can be set or run is named.
 
 A ```python block runs as a program of its own, from the repository's root; behind the page's first
-block if that says `# begins every program on this page`. One whose first line is `# needs a GPU` or
-`# needs vLLM` is only compiled.
+block if that says `# begins every program on this page`. One whose first line is `# needs a GPU`,
+`# needs a server` or `# needs vLLM` is only compiled.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def test_program(
     request: pytest.FixtureRequest,
 ) -> None:
     code = compile(program, request.node.name, "exec")
-    if program.startswith(("# needs a GPU\n", "# needs vLLM\n")):
+    if program.startswith(("# needs a GPU\n", "# needs a server\n", "# needs vLLM\n")):
         return
     monkeypatch.chdir(ROOT)
     exec(code, {"__name__": "__main__"})
