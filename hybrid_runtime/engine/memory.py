@@ -92,6 +92,8 @@ class Memory:
         ]
         for tensor in (*parts, *(self.window_cache or ())):
             tensor.untyped_storage().resize_(0)
+        if self.kv.device_table.is_cuda:
+            torch.cuda.empty_cache()  # PyTorch would keep it for itself
 
     def host_tier(self, num_blocks: tuple[int, int]) -> HostTier:
         """Host memory for KV blocks and state blocks."""

@@ -33,6 +33,7 @@ def _chosen(config: EngineConfig, layout: StateLayout, model: Any, plan: MemoryP
     ahead, layers = config.steps_ahead_on(model.device), len(model.state_layers)
     drafts = f"{config.num_draft} a step by {config.drafter}" if config.num_draft else "none"
     blocks, most = plan.num_blocks, layout.block_budget(ahead).most
+    graphs = config.graphs_on(model.device) and model.device.type == "cuda"
     return [
         f"states: layout {layout.kind}, {layout.ssm_dtype}, blocks of {layout.block_size} tokens, "
         f"{gib(layout.bytes_per_request(layers, snapshots=1))} per request with a snapshot, "
@@ -40,7 +41,7 @@ def _chosen(config: EngineConfig, layout: StateLayout, model: Any, plan: MemoryP
         f"memory: {config.max_requests} slots for requests of up to {config.max_model_len} tokens, "
         f"{blocks[0]} KV blocks, {blocks[1]} state blocks ({plan})",
         f"steps: drafts {drafts}, strategy {config.strategy}, {ahead} ahead, "
-        f"{'CUDA' if config.graphs_on(model.device) else 'no'} graphs, retention "
+        f"{'CUDA' if graphs else 'no'} graphs, retention "
         f"{config.retention if config.prefix_caching else 'of nothing (no prefix cache)'}",
     ]
 
