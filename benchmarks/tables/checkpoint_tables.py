@@ -44,7 +44,7 @@ def checkpoints() -> str:
         # As on a GPU, with room for every request at full length.
         options = EngineConfig(
             drafter="mtp" if has_mtp else "ngram", max_requests=1 << 12, max_model_len=LENGTH,
-            steps_ahead=1,
+            steps_ahead=1, graphs=True,
         )  # fmt: skip
         layout = options.layout(sizes, torch.bfloat16)
         planner = Planner(options, layout, model, head, torch.device("cpu"), weights)
