@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 import sys
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 from hybrid_runtime.integrations.vllm import mixer
+from hybrid_runtime.integrations.vllm.replay_checker import ReplayChecker
 from hybrid_runtime.integrations.vllm.replay_layers import ReplayLayers
 from hybrid_runtime.kernels.step.vllm_decide import VllmCounts
 from hybrid_runtime.kernels.step.vllm_rows import BlockTables, place_rows
@@ -114,6 +116,7 @@ class Layers:
             self.caches.append((window, state))
         for layer, cache in zip(self.layers, self.caches, strict=True):
             layer.kv_cache = cache
+        self.checker = ReplayChecker(self.shared, slots, logging.getLogger())
         self.width = ours.tped_intermediate_size + ours.tped_conv_size + ours.tped_dt_size
 
     def first_block(self, slot: int) -> int:

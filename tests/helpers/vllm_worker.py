@@ -275,9 +275,7 @@ class Worker:
 
         computed, block = row.request.computed, self.setting.block
         end = computed + row.scheduled
-        place = get_mamba_prefill_checkpoint_position(
-            end, block, self.setting.eagle, num_hash_lookahead_tokens=0
-        )
+        place = get_mamba_prefill_checkpoint_position(end, block, self.setting.eagle)
         if is_mamba_prefill_checkpoint_valid(computed, end, place, block, block, 1):
             column = -(-end // block) - 2
             value = (after[:place], window(list(after[:place]), self.setting.drafts))

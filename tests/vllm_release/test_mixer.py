@@ -8,6 +8,9 @@ import torch
 from helpers.interpreter import CUDA, elsewhere, kernels, run_in_interpreter
 from helpers.vllm_layers import Layers
 
+from hybrid_runtime.kernels.replay.naive import fold_reference
+from hybrid_runtime.kernels.step.vllm_rows import RUNNING, FlushRows
+
 K, SLOTS = 3, 6
 
 
@@ -43,6 +46,48 @@ def test_decode_rows(
             accepted[slot] = pick(1, length + 1)
     assert pair.spare_blocks_written() == (True, False)
     assert pair.spare_blocks() == (K, 0)
+
+
+@kernels
+@pytest.mark.skipif(CUDA, reason="vLLM's files alone have no CUDA libraries")
+def test_check_mode_of_decode_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It compares the watched slots, finds nothing, and finds a state that is spoiled."""
+    pair = Layers(K, SLOTS, "float32", False, monkeypatch)
+    pair.shared.checker = checker = pair.checker
+    accepted, order = [1] * SLOTS, [5, 1, 0]
+    for counts in ([3, 2, 1], [1, 1, 4], [2, 1, 1]):
+        checker.begin(torch.tensor(order))
+        pair.step(order, [4, 3, 4], accepted, padded=1)
+        for slot, count in zip(order, counts, strict=True):
+            accepted[slot] = count
+        checker.end(torch.tensor(order), torch.tensor(counts))
+    found = checker.statistics()
+    assert (found["checked_states"], found["checked_outputs"]) == (6, 21)
+    assert (found["different_states"], found["different_outputs"]) == (0, 0)
+    assert 0 < found["worst_states"] < 1e-5
+    # A boundary after two accepted guesses of the last step, in a watched slot and in another one.
+    flush = FlushRows.allocate(2, "cpu")
+    flush.slot[:] = torch.tensor([0, 5])
+    flush.positions.fold[:] = torch.tensor([2, 1])
+    flush.positions.turn[:] = pair.shared.rows.whole.turns[[0, 5]]
+    flush.positions.write_column[:] = RUNNING
+    fold_reference(
+        pair.caches[1][1],
+        pair.shared.caches[0],
+        pair.shared.A_log[0],
+        pair.shared.tables[0],
+        *flush,
+    )
+    checker.compare_boundaries(flush, 2)
+    found = checker.statistics()
+    assert (found["checked_boundaries"], found["different_boundaries"]) == (1, 0)
+    assert 0 < found["worst_boundaries"] < 1e-5
+    pair.caches[1][1][pair.first_block(1)] += 1
+    checker.begin(torch.tensor(order))
+    pair.step(order, [4, 3, 4], accepted)
+    found = checker.statistics()
+    assert found["different_states"] >= 1
+    assert found["different_outputs"] >= 3
 
 
 @kernels

@@ -7,8 +7,10 @@ from typing import Any
 
 SWITCH = "HYBRID_RUNTIME_VLLM"
 """Environment variable: 0 turns the plug-in off, `columns` keeps vLLM's layout with our copies,
-`replay` keeps one state per request where that is handled, `check` compares the copies of `columns`
-with vLLM's."""
+`replay` keeps one state per request where that is handled. `check` and `check-columns` are the same
+and compare with vLLM's kernels."""
+
+VALUES = ("columns", "replay", "check", "check-columns")
 
 DEFAULT = "columns"
 
@@ -20,11 +22,19 @@ class Unhandled(Exception):
 
 
 def switch() -> str:
-    """`off`, `columns`, `replay` or `check`."""
+    """`off` or one of `VALUES`."""
     value = os.environ.get(SWITCH, "").strip().lower()
     if value in ("0", "off", "false", "no"):
         return "off"
-    return value if value in ("columns", "replay", "check") else DEFAULT
+    return value if value in VALUES else DEFAULT
+
+
+def replay_wanted() -> bool:
+    return switch() in ("replay", "check")
+
+
+def checks() -> bool:
+    return switch().startswith("check")
 
 
 def left_to_vllm(reason: str) -> None:

@@ -111,13 +111,17 @@ class ReplayMixer(Base):
         )
         x, B, C = self.split_hidden_states_B_C_fn(mixed)
         heads, groups = self.num_heads // self.tp_size, self.n_groups // self.tp_size
-        step = replay.rows.first(blocks.shape[0])
+        x = x.unflatten(-1, (heads, self.head_dim))
+        B = B.unflatten(-1, (groups, self.ssm_state_size))
+        C = C.unflatten(-1, (groups, self.ssm_state_size))
+        step, checker = replay.rows.first(blocks.shape[0]), replay.checker
+        expected = checker.expect(self, x, dt, B, C, step, start) if checker else None
         replay_update(
-            x=x.unflatten(-1, (heads, self.head_dim)),
+            x=x,
             dt=dt,
             A_log=replay.A_log[self.replay_index],
-            B=B.unflatten(-1, (groups, self.ssm_state_size)),
-            C=C.unflatten(-1, (groups, self.ssm_state_size)),
+            B=B,
+            C=C,
             D=self.D,
             dt_bias=self.dt_bias,
             states=states,
@@ -132,6 +136,8 @@ class ReplayMixer(Base):
             max_scheduled=1 + self.num_spec,
             out=output.unflatten(-1, (heads, self.head_dim)),
         )
+        if checker is not None and expected is not None:
+            checker.compare(self, expected, output, start)
 
 
 @functools.cache

@@ -13,7 +13,14 @@ import re
 from typing import Any
 
 from hybrid_runtime.integrations.vllm import hooks, mixer, replay_layers, versions
-from hybrid_runtime.integrations.vllm.config import left_to_vllm, say_once, switch
+from hybrid_runtime.integrations.vllm.config import (
+    checks,
+    left_to_vllm,
+    logger,
+    replay_wanted,
+    say_once,
+)
+from hybrid_runtime.integrations.vllm.replay_checker import ReplayChecker
 
 
 def lazy_name(architecture: str, version: str) -> str:
@@ -47,7 +54,9 @@ def model_class(architecture: str) -> type:
             with mixer.collecting(why_not is None) as layers:
                 super().__init__(*args, **kwargs)
             if layers:
-                self.replay_layers = replay_layers.build(layers, given)
+                self.replay_layers = shared = replay_layers.build(layers, given)
+                if checks():
+                    shared.checker = ReplayChecker(shared, len(shared.rows.whole.slot), logger())
                 # Without this attribute vLLM chooses as if we were not there.
                 self.get_model_state_cls = replay_state_class
             elif why := unhandled(given):
@@ -80,7 +89,7 @@ def unhandled(vllm_config: Any) -> str | None:
 
 def replay_unhandled(vllm_config: Any) -> str | None:
     """Why a model of this configuration does not replay, or None when its Mamba-2 layers do."""
-    if switch() != "replay" or vllm_config is None:
+    if not replay_wanted() or vllm_config is None:
         return "nobody asks for it"
     try:
         why = versions.replay_unhandled(vllm_config) or versions.platform_unhandled()

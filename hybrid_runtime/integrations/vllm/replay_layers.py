@@ -23,7 +23,10 @@ class ReplayLayers:
 
     rows: what is placed in each step. A_log: `[layers, H]`, of vLLM's A. cache: of all layers.
     caches, tables: of each layer: its window cache; its blocks, `[slots, 2]`.
+    checker: of check mode.
     """
+
+    checker: Any = None
 
     def __init__(
         self,

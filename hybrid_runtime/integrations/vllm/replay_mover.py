@@ -68,3 +68,5 @@ class ReplayMover(Mover):
             flush.slot,
             flush.positions,
         )
+        if layers.checker is not None:
+            layers.checker.compare_boundaries(flush, count)

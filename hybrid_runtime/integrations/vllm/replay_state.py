@@ -42,6 +42,8 @@ class ReplayStates(AlignedStates):
         super().add_request(req_index, new_req_data)
         if not self._align_mode:
             self.num_accepted_tokens_gpu[req_index : req_index + 1] = 1
+        if self.layers.checker is not None:
+            self.layers.checker.admit(req_index)
 
     def preprocess_state(
         self,
@@ -71,6 +73,22 @@ class ReplayStates(AlignedStates):
             self.bounds.block_size if self._align_mode else ONE_BLOCK,
         )
         self._placed = input_batch
+        if self.layers.checker is not None:
+            self.layers.checker.begin(input_batch.idx_mapping)
+
+    def postprocess_state(
+        self,
+        idx_mapping: Tensor,
+        num_sampled: Tensor | int,
+        num_computed_tokens: Tensor | None = None,
+    ) -> None:
+        if self.layers.checker is not None:
+            self.layers.checker.end(idx_mapping, num_sampled)
+        super().postprocess_state(idx_mapping, num_sampled, num_computed_tokens)
+
+    def statistics(self) -> dict[str, Any]:
+        checker = self.layers.checker
+        return super().statistics() | (checker.statistics() if checker else {})
 
     def prepare_attn(
         self,

@@ -18,7 +18,7 @@ from torch import Tensor
 from hybrid_runtime.integrations.vllm import versions
 from hybrid_runtime.integrations.vllm.binding import bind
 from hybrid_runtime.integrations.vllm.bounds import Bounds
-from hybrid_runtime.integrations.vllm.config import Unhandled, left_to_vllm, logger, switch
+from hybrid_runtime.integrations.vllm.config import Unhandled, checks, left_to_vllm, logger
 from hybrid_runtime.integrations.vllm.counters import Counters, Reporter
 from hybrid_runtime.integrations.vllm.mover import Mover, StagedStep
 from hybrid_runtime.kernels.step.vllm_decide import POSTCOPY, PRECOPY, VllmCounts
@@ -128,10 +128,10 @@ class AlignedStates(Base):
         else:
             self.mover.run(step, counts, POSTCOPY)
 
-    def statistics(self) -> dict[str, int]:
+    def statistics(self) -> dict[str, Any]:
         """The counters, copies included (waits for the device)."""
         names = ("steps", "skipped", "candidates", "handed_back")
-        found = {name: int(getattr(self.counters, name)) for name in names}
+        found: dict[str, Any] = {name: int(getattr(self.counters, name)) for name in names}
         if self.mover is not None:
             moved = self.mover.totals.tolist()
             found |= {"precopied": moved[PRECOPY], "postcopied": moved[POSTCOPY]}
@@ -180,14 +180,13 @@ class AlignedStates(Base):
         context = self.vllm_config.compilation_config.static_forward_context
         states = bind(kv_cache_config, groups, context, tables, is_conv_state_dim_first())
         copies = versions.copy_context(self, kv_cache_config, groups, block_tables)
-        checks = switch() == "check"
         # Checked against kernels that know nothing of retention.
-        self.bounds.retain(None if checks else versions.retained(kv_cache_config))
+        self.bounds.retain(None if checks() else versions.retained(kv_cache_config))
         mover = Mover(
             states, self.bounds, self.max_num_reqs, self._slot_tables is not None, self._depth + 1
         )
         mover.warm_up(self._counts(self.num_accepted_tokens_gpu))
-        if checks:
+        if checks():
             from hybrid_runtime.integrations.vllm.checker import Checker
 
             self.checker = Checker(mover, copies, logger())

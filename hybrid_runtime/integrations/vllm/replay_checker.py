@@ -1,0 +1,173 @@
+"""Check mode of replay: vLLM's own state update runs beside ours, for a few requests.
+
+They have columns of their own, a state for every guess as in vLLM's layout, which start from our
+state when a prompt has been run. In every step vLLM's kernel gets the inputs that ours gets. What
+is compared are the states after the certain token, the outputs, and every boundary that is
+materialised, each by its largest difference over its largest entry. All of it runs on the device,
+and so in captured graphs too; only counting waits.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hybrid_runtime.kernels.step.vllm_rows import RUNNING, FlushRows, StepRows
+
+if TYPE_CHECKING:
+    from hybrid_runtime.integrations.vllm.replay_layers import ReplayLayers
+
+WATCHED = 4
+"""Request slots that are checked."""
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 8e-3, torch.bfloat16: 5e-2}
+"""Largest difference, by the state's dtype. vLLM rounds a state once per token, replay per step."""
+STATES, OUTPUTS, BOUNDARIES = range(3)
+LOGGED = 10
+
+
+class Expected(NamedTuple):
+    """What vLLM's kernel made of a layer's decode rows.
+
+    out: `[tokens, H, P]`. watched: bool `[rows]`. first: `[rows]`, first column of a row's request
+    in the shadow. block: `[rows]`, of its running column in vLLM's cache.
+    """
+
+    out: Tensor
+    watched: Tensor
+    first: Tensor
+    block: Tensor
+
+
+class ReplayChecker:
+    """layers: of the model. slots: request slots. logger: of vLLM."""
+
+    def __init__(self, layers: ReplayLayers, slots: int, logger: Any) -> None:
+        one, device = layers.layers[0], layers.A_log.device
+        shape = (one.num_heads // one.tp_size, one.head_dim, one.ssm_state_size)
+        self._layers, self._logger, self._logged = layers, logger, 0
+        self._columns, self._watched = 1 + layers.drafts, min(WATCHED, slots)
+        dtype = one.get_state_dtype()[1]
+        self._tolerance = TOLERANCE[dtype]
+        # Block 0 is nobody's, as in vLLM.
+        blocks = 1 + self._watched * self._columns
+        self._shadows = [
+            torch.zeros((blocks, *shape), dtype=dtype, device=device) for _ in layers.layers
+        ]
+
+        def ints(value: int) -> Tensor:
+            # The last one is for rows without a slot.
+            return torch.full((slots + 1,), value, dtype=torch.int32, device=device)
+
+        self._accepted, self._ran, self._verified = ints(1), ints(0), ints(-1)
+        self._fresh = torch.ones(slots + 1, dtype=torch.bool, device=device)
+        self._number = torch.zeros(1, dtype=torch.int32, device=device)
+        self.compared = torch.zeros(3, dtype=torch.int64, device=device)
+        self.different = torch.zeros(3, dtype=torch.int64, device=device)
+        self.worst = torch.zeros(3, dtype=torch.float32, device=device)
+
+    def admit(self, slot: int) -> None:
+        """A request takes the slot."""
+        self._verified[slot : slot + 1] = -1
+
+    def begin(self, slot: Tensor) -> None:
+        """A step of the requests in these slots begins. Whose last one was none of decode rows
+        starts from our state."""
+        at = slot.long()
+        self._fresh[at] = self._verified[at] != self._ran[at]
+        self._number += 1
+        self._ran[at] = self._number
+
+    def end(self, slot: Tensor, sampled: Tensor | int) -> None:
+        """The sampler has accepted so many tokens of each; -1 = no slot."""
+        sampled = torch.as_tensor(sampled, device=slot.device).expand(len(slot))
+        self._accepted[slot.long()] = sampled.clamp(min=1).int()
+        found = self.different.tolist()
+        if any(found) and self._logged < LOGGED:
+            self._logged += 1
+            self._logger.error("hybrid-runtime differs from vLLM's kernel: %s", self.statistics())
+
+    def expect(
+        self, layer: Any, x: Tensor, dt: Tensor, B: Tensor, C: Tensor, step: StepRows, start: Tensor
+    ) -> Expected:
+        """vLLM's update of a layer's decode rows, before ours."""
+        from vllm.model_executor.layers.mamba import mamba_mixer2
+
+        index, states = layer.replay_index, layer.kv_cache[1]
+        shadow, nobody = self._shadows[index], len(self._fresh) - 1
+        watched = (step.slot >= 0) & (step.slot < self._watched)
+        at = torch.where(watched, step.slot, nobody).long()
+        first = torch.where(watched, 1 + at * self._columns, 0)
+        tables = self._layers.tables[index]
+        block = tables[at.clamp(max=len(tables) - 1), RUNNING].long()
+        fresh = watched & self._fresh[at]
+        shadow[torch.where(fresh, first, 0)] = states[torch.where(fresh, block, 0)]
+        self._verified[at] = self._number
+        columns = torch.arange(self._columns, device=at.device)
+        columns = torch.where(watched[:, None], first[:, None] + columns, 0).int()
+        out = torch.zeros_like(x, memory_format=torch.contiguous_format)
+        dim, state = x.shape[2], B.shape[2]
+        mamba_mixer2.selective_state_update(
+            shadow,
+            x,
+            dt[:, :, None].expand(-1, -1, dim),
+            layer.A[:, None, None].expand(-1, dim, state).float(),
+            B,
+            C,
+            layer.D[:, None].expand(-1, dim),
+            layer.dt_bias[:, None].expand(-1, dim),
+            dt_softplus=True,
+            state_batch_indices=columns,
+            dst_state_batch_indices=columns,
+            out=out,
+            num_accepted_tokens=torch.where(fresh, 1, self._accepted[at]).int(),
+            cu_seqlens=start,
+            is_blackwell=layer.is_blackwell,
+        )
+        return Expected(out, watched, first, block)
+
+    def compare(self, layer: Any, expected: Expected, output: Tensor, start: Tensor) -> None:
+        """Our states and outputs with vLLM's, after our update."""
+        shadow = self._shadows[layer.replay_index]
+        runs = expected.watched & (start[1:] > start[:-1])
+        self._count(STATES, layer.kv_cache[1][expected.block], shadow[expected.first], runs)
+        token = torch.arange(len(output), device=start.device, dtype=start.dtype)
+        row = torch.searchsorted(start[1:].contiguous(), token, right=True)
+        runs = runs[row.clamp(max=len(runs) - 1)] & (row < len(runs))
+        self._count(OUTPUTS, output.unflatten(1, expected.out.shape[1:]), expected.out, runs)
+
+    def compare_boundaries(self, flush: FlushRows, count: int) -> None:
+        """Boundaries that have just been materialised with vLLM's states there."""
+        positions = flush.positions
+        slot = flush.slot[:count].long()
+        acts = (slot < self._watched) & (positions.write_column[:count] >= 0)
+        slot = torch.where(acts, slot, 0)
+        column = torch.where(acts, positions.write_column[:count], 0).long()
+        own = torch.where(acts, 1 + slot * self._columns + positions.fold[:count], 0)
+        for index, layer in enumerate(self._layers.layers):
+            block = self._layers.tables[index][slot, column].long()
+            # One that ends on a prompt's last token has not been through vLLM's kernel.
+            known = acts & (self._verified[slot] == self._ran[slot])
+            shadow = self._shadows[index]
+            self._count(BOUNDARIES, layer.kv_cache[1][block], shadow[own], known)
+
+    def statistics(self) -> dict[str, Any]:
+        """Steps; states, outputs and boundaries compared, those beyond the tolerance, and their
+        largest differences. Waits for the device."""
+        found: dict[str, Any] = {"checked_steps": int(self._number)}
+        for index, what in enumerate(("states", "outputs", "boundaries")):
+            found[f"checked_{what}"] = int(self.compared[index])
+            found[f"different_{what}"] = int(self.different[index])
+            found[f"worst_{what}"] = float(self.worst[index])
+        return found
+
+    def _count(self, what: int, ours: Tensor, theirs: Tensor, chosen: Tensor) -> None:
+        ours, theirs = ours.float().flatten(1), theirs.float().flatten(1)
+        largest = theirs.abs().amax(1).clamp(min=torch.finfo(torch.float32).tiny)
+        error = (ours - theirs).abs().amax(1) / largest
+        self.compared[what] += chosen.sum()
+        # What is no number is different too.
+        self.different[what] += (chosen & ~(error <= self._tolerance)).sum()
+        worst = torch.where(chosen, error, 0).nan_to_num(nan=torch.inf).amax()
+        self.worst[what] = torch.maximum(self.worst[what], worst)
