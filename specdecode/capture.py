@@ -88,9 +88,9 @@ class CapturedSteps:
         Raises:
             torch.OutOfMemoryError: a size does not fit; it says which.
         """
-        if self._phases.manager.device.type == "cuda":
-            self._compile(accepts)
         work: list[tuple[str, Callable[[], object]]] = []
+        if self._phases.manager.device.type == "cuda":
+            work.append(("few rows or prompt tokens", partial(self._compile, accepts)))
         for bucket in self.buckets.larger():
             frame = self._uncaptured(bucket, accepts[0])
             work.append((_name(bucket), partial(self._run_once, frame)))
@@ -115,16 +115,17 @@ class CapturedSteps:
     def _compile(self, accepts: Sequence[Acceptance]) -> None:
         """Compile side by side what all sizes launch: kernels depend on how many rows decode and on
         how many prompt tokens there are, but not on both."""
-        buckets = [*self.buckets.captured(), *self.buckets.larger()]
+        buckets = list(self.buckets.captured())
         least = min(bucket.prompt_tokens for bucket in buckets)
         chosen = [b for b in buckets if b.update_rows == 0 or b.prompt_tokens == least]
+        frames = [self._decoding_frame(size, accepts[0]) for size in self._decoding_sizes()]
+        frames += [self._uncaptured(bucket, accepts[0]) for bucket in chosen]
         with compiling():
             self._phases.manager.compile_flush()
-            for accept in accepts:
-                for size in self._decoding_sizes():
-                    self._run_once(self._decoding_frame(size, accept))
-                for bucket in chosen:
-                    self._run_once(self._uncaptured(bucket, accept))
+            for frame in frames:
+                self._run_once(frame)
+                for accept in accepts[1:]:
+                    self._phases.accept(replace(frame, accept=accept))
 
     def _decoding_sizes(self) -> list[int]:
         most = self._max_requests

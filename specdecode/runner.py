@@ -185,8 +185,8 @@ class SpecDecodeRunner:
             torch.OutOfMemoryError: a size does not fit; it says which.
         """
         if self._captured is not None:
-            self.manager.compile_flush()
             self._captured.capture(accepts, progress)
+            self.manager.compile_flush()
 
     # -- launches --------------------------------------------------------------------------------
 

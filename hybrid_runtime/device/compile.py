@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
-from triton.runtime._async_compile import AsyncCompileMode, active_mode
+from triton.runtime._async_compile import AsyncCompileMode, FutureKernel, active_mode
 from triton.runtime.jit import JITFunction
 
 MOST_WORKERS = 16
@@ -25,7 +25,11 @@ def compiling() -> Iterator[None]:
     launch = JITFunction.run
 
     def compile_only(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
-        return launch(kernel, *args, grid=grid, warmup=True, **options)
+        compiled = launch(kernel, *args, grid=grid, warmup=True, **options)
+        if isinstance(compiled, FutureKernel) and compiled.kernel is None:
+            # Triton 3.6 looks for it in vain until it is ready, and takes its source apart again.
+            compiled.finalize_compile(compiled)
+        return compiled
 
     workers = min(os.cpu_count() or 1, MOST_WORKERS)
     try:
