@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -46,3 +47,15 @@ def misdrawn(token: Tensor, probs: Tensor, u: Tensor) -> Tensor:
     above = cumulative.gather(-1, at)[..., 0]
     below = above - probs.double().gather(-1, at)[..., 0]
     return (u < below - 1e-6) | (u > above + 1e-6) | (probs.gather(-1, at)[..., 0] == 0)
+
+
+def excess(observed: Tensor, expected: Tensor) -> float:
+    """Chi-square statistic over its limit at one in 10,000 (Wilson-Hilferty); > 1 is a misfit."""
+    counts = torch.bincount(observed, minlength=len(expected)).double()
+    possible = expected > 0
+    assert counts[~possible].sum() == 0, "a token of probability 0 was emitted"
+    mean = expected[possible].double() * len(observed)
+    statistic = ((counts[possible] - mean) ** 2 / mean).sum().item()
+    freedom = int(possible.sum()) - 1
+    spread = 2 / (9 * freedom)
+    return statistic / (freedom * (1 - spread + 3.719 * math.sqrt(spread)) ** 3)

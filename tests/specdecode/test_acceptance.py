@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 import torch
-from helpers.sampling import assert_emits, rows_of, sampling_tensors
+from helpers.sampling import assert_emits, excess, rows_of, sampling_tensors
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -91,18 +91,6 @@ def generate(
         last = accepted.tokens.gather(1, count[:, None] - 1)[:, 0].long()
         position = position + count
     return text[:, :length].long()
-
-
-def excess(observed: Tensor, expected: Tensor) -> float:
-    """Chi-square statistic over its limit at one in 10,000 (Wilson-Hilferty); > 1 is a misfit."""
-    counts = torch.bincount(observed, minlength=len(expected)).double()
-    possible = expected > 0
-    assert counts[~possible].sum() == 0, "a token of probability 0 was emitted"
-    mean = expected[possible].double() * len(observed)
-    statistic = ((counts[possible] - mean) ** 2 / mean).sum().item()
-    freedom = int(possible.sum()) - 1
-    spread = 2 / (9 * freedom)
-    return statistic / (freedom * (1 - spread + 3.719 * math.sqrt(spread)) ** 3)
 
 
 def misfit(text: Tensor, logits: Tensor, params: SamplingParams) -> float:
