@@ -88,8 +88,7 @@ def run(
     runs = [len(load.turns()) + len(load.profile_turns()) for load in wanted]
     with RunProgress(sum(runs)) as progress:
         for load, count in zip(wanted, runs, strict=True):
-            what = " ".join(f"{name}={value}" for name, value in load.key.items())
-            progress.begin(what, count)
+            progress.begin(_name(load, wanted), count)
             try:
                 rows += measure(model, head, load, bandwidth, progress.ran)
             except (ValueError, torch.OutOfMemoryError) as error:
@@ -103,6 +102,13 @@ def run(
     if not rows:
         raise ValueError("none of the loads could be run")
     return rows
+
+
+def _name(load: Load, among: list[Load]) -> str:
+    """What tells a load apart."""
+    keys = [other.key for other in among]
+    apart = [name for name in load.key if len({str(key[name]) for key in keys}) > 1]
+    return " ".join(f"{name}={load.key[name]}" for name in apart or ["batch"])
 
 
 def _ints(text: str) -> list[int]:

@@ -56,7 +56,7 @@ def _given_up(
             f"{config.max_model_len} (max_model_len); a smaller block_size would let them"
         )
     full = config.max_requests * -(-longest(config, device) // block)
-    if plan.num_blocks[0] < full:
+    if config.num_blocks is None and plan.num_blocks[0] < full:
         fit = plan.num_blocks[0] * config.max_requests // full
         yield (
             f"not all {config.max_requests} requests fit at full length, about {fit} do: "
