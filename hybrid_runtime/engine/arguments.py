@@ -33,11 +33,9 @@ def check_params(params: SamplingParams, vocabulary: int) -> None:
 
 
 def each_params(
-    params: SamplingParams | Sequence[SamplingParams] | None, count: int
+    params: SamplingParams | Sequence[SamplingParams], count: int
 ) -> Sequence[SamplingParams]:
     """The parameters of each of `count` prompts."""
-    if params is None:
-        params = SamplingParams()
     if isinstance(params, SamplingParams):
         return [params] * count
     if not isinstance(params, list | tuple):

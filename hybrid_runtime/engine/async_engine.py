@@ -18,7 +18,7 @@ from torch import Tensor
 from hybrid_runtime.engine.engine import Engine, QueueFull
 from hybrid_runtime.engine.logprobs import TokenLogprobs
 from hybrid_runtime.engine.owner import EngineClosed
-from hybrid_runtime.engine.pooler import Pooling
+from hybrid_runtime.engine.pooler import Pooling, stacked
 from hybrid_runtime.engine.request import Completion, FinishReason, Request
 from hybrid_runtime.engine.tokenize import Prompt, prompt_list
 from hybrid_runtime.specdecode.sampling import SamplingParams
@@ -196,7 +196,7 @@ class AsyncEngine:
                 self._leave(client)
         if any(request.finish_reason == "abort" for request in requests):
             raise EngineClosed("the engine was closed before all prompts were embedded")
-        return self.engine.vectors(requests, normalize)
+        return stacked(requests, self.engine.model.config.hidden_size, normalize)
 
     async def close(self, drain: bool = True) -> None:
         """Take no more requests, and stop when those that are there have ended (`drain`), or end

@@ -131,6 +131,7 @@ def scheduler(
         config.max_model_len,
         config.steps_ahead_on(manager.device),
         cache if config.prefix_caching else None,
+        config.max_waiting,
     )
 
 

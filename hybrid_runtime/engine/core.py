@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from heapq import heapify, heappop, heappush
@@ -56,7 +56,7 @@ class EngineCore:
 
     eos: tokens that end a text. greedy, sampling: how drafts are judged in steps in which no row
     samples, and in the others. steps_ahead: steps that stay queued when `step` returns. pooler:
-    None until somebody wants an embedding.
+    None until somebody wants an embedding, and then what `make_pooler` gives.
     """
 
     def __init__(
@@ -68,9 +68,11 @@ class EngineCore:
         greedy: Acceptance,
         sampling: Acceptance,
         steps_ahead: int,
+        make_pooler: Callable[[], Pooler],
     ) -> None:
         self.steps_ahead = steps_ahead
         self.pooler: Pooler | None = None
+        self._make_pooler = make_pooler
         self.counts = Counts()
         self._scheduler, self._runner = scheduler, runner
         self._tokenizer, self._eos = tokenizer, frozenset(eos)
@@ -90,7 +92,11 @@ class EngineCore:
         return not (self._live or self._queue or self._torn)
 
     def add(self, request: Request) -> None:
-        """Let a request wait for its turn."""
+        """Let a request wait for its turn; `ValueError` if it has done so before."""
+        if request.submitted:
+            raise ValueError(f"request {request.id} was queued before; it must be a new one")
+        if request.pooled_from is not None and self.pooler is None:
+            self.pooler = self._make_pooler()
         torn, self._torn = self._torn, True
         request.submitted = time.perf_counter()
         if request.due is not None:
@@ -112,6 +118,22 @@ class EngineCore:
             self._retire(self._leaving.pop())
         self._torn = False
         return changed
+
+    def serve(self, requests: Sequence[Request], shown: Callable[[], None]) -> None:
+        """Queue prepared requests as there is room, and run until all have ended; none is left
+        behind by an exception. shown: called after each step."""
+        still, queued = set(requests), 0
+        try:
+            while still:
+                while queued < len(requests) and not self._scheduler.full:
+                    self.add(requests[queued])
+                    queued += 1
+                still.difference_update([r for r in self.step() if r.finish_reason is not None])
+                shown()
+        except BaseException:
+            for request in requests:
+                self.finish(request, "abort")
+            raise
 
     def finish(
         self, request: Request, reason: FinishReason, error: Exception | None = None

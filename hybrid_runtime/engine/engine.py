@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import count
 from pathlib import Path
 from threading import Thread
@@ -55,19 +55,22 @@ class Engine:
         eos_token_ids: Collection[int] | None = None,
         head: Any = None,
         chat_template: ChatTemplate | None = None,
+        default_params: SamplingParams | None = None,
     ) -> None:
         """Take memory for a model whose weights are loaded.
 
         tokenizer: None = prompts are token ids, and there is no text. eos_token_ids: tokens that
         end a text; None = those of the model's config. head: the network of drafter "mtp" or
-        "eagle". chat_template: makes a prompt of a conversation. Raises `ValueError` for a config
-        that does not go with the model, the head or the device's memory.
+        "eagle". chat_template: makes a prompt of a conversation. default_params: of requests that
+        come without; None = greedy. Raises `ValueError` for a config that does not go with the
+        model, the head or the device's memory.
         """
         config = config.resolved(head)
         layout = config.layout(model.config, model.dtype)
         plan = build.memory_plan(config, layout, model, head)
         self.model, self.config, self.tokenizer = model, config, tokenizer
         self.chat_template = chat_template
+        self.default_params = default_params or SamplingParams()
         self.waits = Waits()
         self.manager = build.state_manager(config, layout, model.device)
         self.sequences = build.token_buffers(config, model, head)
@@ -80,7 +83,10 @@ class Engine:
         self._accepts = tuple(dict.fromkeys((greedy, sampling)))
         eos = model.config.eos_token_id if eos_token_ids is None else eos_token_ids
         ahead = config.steps_ahead_on(model.device)
-        self.core = EngineCore(self.scheduler, self.runner, tokenizer, eos, greedy, sampling, ahead)
+        self.core = EngineCore(
+            self.scheduler, self.runner, tokenizer, eos, greedy, sampling, ahead,
+            lambda: build.pooler(config, model, self.waits),
+        )  # fmt: skip
         log_engine(config, layout, model, plan)
         self._ids = count()
         self._owner, self._memory = Owner(), memory
@@ -105,7 +111,8 @@ class Engine:
         loaded = load(path, EngineConfig(**options), device, dtype, eagle_path)
         return cls(
             loaded.model, loaded.config, tokenizer=loaded.tokenizer, head=loaded.head,
-            chat_template=loaded.chat_template,
+            chat_template=loaded.chat_template, eos_token_ids=loaded.generation.eos_token_ids,
+            default_params=loaded.generation.params,
         )  # fmt: skip
 
     # -- requests --------------------------------------------------------------------------------
@@ -152,7 +159,7 @@ class Engine:
         nothing, so any thread may call it."""
         check_service(tenant, deadline)
         tokens = encode(prompt, self.tokenizer, self.model.config.vocab_size)
-        params = SamplingParams() if params is None else params
+        params = self.default_params if params is None else params
         check_params(params, self.model.config.vocab_size)
         seed = params.seed
         if seed is None:
@@ -189,16 +196,12 @@ class Engine:
         """Queue a prepared request, once; `QueueFull` if too many wait."""
         self._owner.check()
         self.check_queue()
-        if request.submitted:
-            raise ValueError(f"request {request.id} was queued before; it must be a new one")
-        if request.pooled_from is not None and self.core.pooler is None:
-            self.core.pooler = build.pooler(self.config, self.model, self.waits)
         self.core.add(request)
         return request
 
     def check_queue(self) -> None:
         """Raises `QueueFull` if as many requests wait as may. Any thread may call it."""
-        if not self._has_room():
+        if self.scheduler.full:
             waiting = len(self.scheduler.waiting)
             raise QueueFull(f"{waiting} requests wait; max_waiting is {self.config.max_waiting}")
 
@@ -280,11 +283,13 @@ class Engine:
         it stands in that prompt's `Completion`, whose `finish_reason` is "error".
         """
         prompts = prompt_list(prompts)
-        each = zip(prompts, each_params(params, len(prompts)), strict=True)
-        requests = [self.prepare(prompt, one) for prompt, given in each for one in given.each()]
+        given = each_params(self.default_params if params is None else params, len(prompts))
+        each = zip(prompts, given, strict=True)
+        requests = [self.prepare(prompt, one) for prompt, many in each for one in many.each()]
         most = sum(r.max_tokens for r in requests)
+        self._owner.check()
         with progress_bar(progress, "tokens") as bar:
-            self._serve(requests, lambda: bar(sum(len(r.output) for r in requests), most))
+            self.core.serve(requests, lambda: bar(sum(len(r.output) for r in requests), most))
         if raise_errors:
             raise_first(requests)
         return [Completion.of(r) for r in requests]
@@ -341,14 +346,11 @@ class Engine:
         """
         requests = [self.prepare_embedding(p, pooling, instruction) for p in prompt_list(prompts)]
         most = len(requests)
+        self._owner.check()
         with progress_bar(progress, "embedded") as bar:
-            self._serve(requests, lambda: bar(sum(r.embedding is not None for r in requests), most))
-        return self.vectors(requests, normalize)
-
-    def vectors(self, requests: Sequence[Request], normalize: bool = True) -> Tensor:
-        """Embeddings of requests that have ended, `[requests, hidden]`. Raises what the step of one
-        of them has raised."""
-        raise_first(requests)
+            self.core.serve(
+                requests, lambda: bar(sum(r.embedding is not None for r in requests), most)
+            )
         return stacked(requests, self.model.config.hidden_size, normalize)
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[str]:
@@ -374,26 +376,3 @@ class Engine:
             done.steps, done.emitted, done.mean_acceptance_length, self.manager.stats(),
             self.scheduler.preemptions, self.prefix_cache.stats(),
         )  # fmt: skip
-
-    def _serve(self, requests: Sequence[Request], shown: Callable[[], None] | None = None) -> None:
-        """Queue prepared requests as there is room, and run until all have ended; none is left
-        behind by an exception."""
-        still = set(requests)
-        queued = 0
-        try:
-            while still:
-                while queued < len(requests) and (self._has_room() or self.idle):
-                    self.add(requests[queued])
-                    queued += 1
-                still.difference_update([r for r in self.step() if r.finish_reason is not None])
-                if shown is not None:
-                    shown()
-        except BaseException:
-            for request in requests:
-                self.abort(request)
-            raise
-
-    def _has_room(self) -> bool:
-        """Whether another request may wait."""
-        most = self.config.max_waiting
-        return most is None or len(self.scheduler.waiting) < most

@@ -16,6 +16,7 @@ from hybrid_runtime.device.select import select_device
 from hybrid_runtime.engine.chat import ChatTemplate
 from hybrid_runtime.engine.checks import DTYPES, resolve_dtype
 from hybrid_runtime.engine.config import EngineConfig
+from hybrid_runtime.engine.generation import Generation
 from hybrid_runtime.engine.memory_plan import Planner, gib
 from hybrid_runtime.models.checkpoint import (
     TensorFiles,
@@ -43,6 +44,7 @@ class Loaded:
     tokenizer: Tokenizer
     head: Any
     chat_template: ChatTemplate | None
+    generation: Generation
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +89,7 @@ def load(
     weights = _weight_dtype(dtype, model_config, where)
     layout = config.layout(model_config, weights)
     tokenizer, chat_template = _tokenizer(directory), ChatTemplate.of(directory)
+    generation = Generation.of(directory, model_config, tokenizer)
     draft = _draft(config, model_config, directory, eagle_path)
     # The networks without storage: their shapes are checked, and their bytes known.
     shape = NemotronH(model_config, "meta", weights)
@@ -97,7 +100,7 @@ def load(
 
     start = time.perf_counter()
     model = load_nemotron_h(directory, where, weights)
-    loaded = Loaded(model, config, tokenizer, draft.load(model), chat_template)
+    loaded = Loaded(model, config, tokenizer, draft.load(model), chat_template, generation)
     took, size = time.perf_counter() - start, gib(count)
     logger.info("loaded %s: %s of %s to %s in %.1f s", directory, size, weights, where, took)
     return loaded

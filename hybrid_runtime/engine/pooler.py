@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hybrid_runtime.device.sync import Waits
 from hybrid_runtime.device.transfer import Readback, Staging
-from hybrid_runtime.engine.request import Request
+from hybrid_runtime.engine.request import Request, raise_first
 from hybrid_runtime.engine.scheduler import Schedule
 from hybrid_runtime.kernels.layers.pooling import ENTRY_FIELDS, pooling
 from hybrid_runtime.state.step import Step
@@ -32,7 +32,9 @@ def pooled_from(pooling: Pooling, tokens: int, instruction: int) -> int:
 
 
 def stacked(requests: Sequence[Request], size: int, normalize: bool) -> Tensor:
-    """Embeddings of requests that have ended, `[requests, size]`."""
+    """Embeddings of requests that have ended, `[requests, size]`. Raises what a step of theirs has
+    raised."""
+    raise_first(requests)
     vectors = torch.empty(len(requests), size)
     for line, request in zip(vectors, requests, strict=True):
         assert request.embedding is not None

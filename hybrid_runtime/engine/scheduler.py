@@ -66,6 +66,7 @@ class Scheduler:
         max_length: int,
         steps_ahead: int,
         cache: PrefixCache | None,
+        max_waiting: int | None,
     ) -> None:
         self.manager, self.kv, self.state = manager, kv, state
         self.block_size = manager.layout.block_size
@@ -75,6 +76,7 @@ class Scheduler:
         self.preemptions = 0
         self.max_tokens_per_step, self.max_length = max_tokens_per_step, max_length
         self.max_prompt_tokens = max_prompt_tokens
+        self._max_waiting = max_waiting
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self._slots = list(range(max_requests - 1, -1, -1))
@@ -98,6 +100,11 @@ class Scheduler:
         longest = min(prompt_tokens + max_tokens, self.max_length)
         longest += overshoot(self.num_draft, self.steps_ahead)
         return -(-longest // self.block_size), self._state_budget.most
+
+    @property
+    def full(self) -> bool:
+        """As many requests wait as may."""
+        return self._max_waiting is not None and len(self.waiting) >= self._max_waiting
 
     def check(self, request: Request) -> None:
         """Raises `ValueError` for a request that can never run."""

@@ -278,7 +278,13 @@ class NemotronHConfig:
             )
         if "eos_token_id" in known:
             eos = known["eos_token_id"]
-            known["eos_token_id"] = tuple(eos) if isinstance(eos, list) else (eos,)
+            eos = eos if isinstance(eos, list) else [] if eos is None else [eos]
+            if any(type(token) is not int for token in eos):
+                raise ValueError(
+                    f"config field eos_token_id is {known['eos_token_id']!r}; supported: a token "
+                    "id, a list of them, or null"
+                )
+            known["eos_token_id"] = tuple(eos)
         if "time_step_limit" in known:
             low, high = known["time_step_limit"]
             known["time_step_limit"] = (float(low), float(high))

@@ -47,13 +47,23 @@ def broken_token(runs: Engine, value: float) -> Iterator[None]:
         weight[ODD] = before
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
+PARAMS: list[dict[str, Any]] = [
+    {},
+    {"temperature": 0.8, "top_k": 20},
+    {"presence_penalty": 0.5, "logprobs": 2},
+]
+
+
+@pytest.mark.parametrize("asked", PARAMS, ids=str)
 @pytest.mark.parametrize("options", DRAFTERS, ids=str)
 def test_broken_logits_end_a_request_and_no_other(
-    hf: NemotronHForCausalLM, tokenizer: Tokenizer, options: dict[str, Any], temperature: float
+    hf: NemotronHForCausalLM,
+    tokenizer: Tokenizer,
+    options: dict[str, Any],
+    asked: dict[str, Any],
 ) -> None:
     runs = engine(hf, tokenizer, block_size=8, max_tokens_per_step=24, **options)
-    params = SamplingParams(max_tokens=8, temperature=temperature, top_k=20, seed=3)
+    params = SamplingParams(max_tokens=8, seed=3, **asked)
     good = [[t for t in text(n, n) if t != ODD] for n in (5, 30, 45)]
     bad = [[ODD], [*good[2], ODD, 4], [*good[1][:20], ODD, *good[1][20:]]]
     with broken_token(runs, float("nan")):
