@@ -49,7 +49,7 @@ class Generation:
 
 def _tokens(eos: object) -> list[int]:
     """The field `eos_token_id`: null, a token, or a list of them."""
-    tokens = [] if eos is None else eos if isinstance(eos, list) else [eos]
+    tokens: list[Any] = [] if eos is None else eos if isinstance(eos, list) else [eos]
     if any(type(token) is not int for token in tokens):
         raise ValueError(f"eos_token_id in {FILE} is {eos!r}; it must be a token id or a list")
     return tokens
