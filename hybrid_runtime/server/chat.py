@@ -10,6 +10,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from hybrid_runtime.engine import Completion, Delta
+from hybrid_runtime.server import logprobs
 from hybrid_runtime.server.answers import Answer
 from hybrid_runtime.server.errors import ApiError
 from hybrid_runtime.server.generation import Batch, Job
@@ -22,9 +23,10 @@ router = APIRouter()
 
 @dataclass(frozen=True, slots=True)
 class ChatForm:
-    """with_ids: show token ids."""
+    """with_ids: show token ids. spell: the text of one token."""
 
     with_ids: bool
+    spell: logprobs.Spell
     whole: ClassVar[str] = "chat.completion"
     part: ClassVar[str] = "chat.completion.chunk"
     prefix: ClassVar[str] = "chatcmpl"
@@ -34,25 +36,31 @@ class ChatForm:
         choice = {
             "index": index,
             "message": message,
-            "logprobs": None,
+            "logprobs": self._told(completion),
             "finish_reason": completion.finish_reason,
         }
         return choice | ({"token_ids": completion.tokens} if self.with_ids else {})
 
     def parts(self, index: int, delta: Delta, first: bool) -> Iterator[dict[str, Any]]:
-        """The role stands in a part of its own, as OpenAI sends it."""
+        """The role and the end stand in parts of their own, as OpenAI sends them."""
+        empty = Delta("", [])
         if first:
-            yield self._part(index, {"role": "assistant", "content": ""}, None, [])
-        if delta.text or (self.with_ids and delta.tokens):
-            yield self._part(index, {"content": delta.text}, None, delta.tokens)
+            yield self._part(index, {"role": "assistant", "content": ""}, empty)
+        if delta.text or delta.logprobs or (self.with_ids and delta.tokens):
+            yield self._part(index, {"content": delta.text}, delta)
         if delta.finish_reason:
-            yield self._part(index, {}, delta.finish_reason, [])
+            yield self._part(index, {}, empty) | {"finish_reason": delta.finish_reason}
 
-    def _part(
-        self, index: int, delta: dict[str, Any], finish_reason: str | None, tokens: list[int]
-    ) -> dict[str, Any]:
-        part = {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
-        return part | ({"token_ids": tokens} if self.with_ids else {})
+    def _part(self, index: int, shown: dict[str, Any], delta: Delta) -> dict[str, Any]:
+        part = {
+            "index": index, "delta": shown, "logprobs": self._told(delta), "finish_reason": None,
+        }  # fmt: skip
+        return part | ({"token_ids": delta.tokens} if self.with_ids else {})
+
+    def _told(self, piece: Completion | Delta) -> dict[str, Any] | None:
+        if piece.logprobs is None:
+            return None
+        return logprobs.of_chat(piece.tokens, piece.logprobs, self.spell)
 
 
 @router.post("/v1/chat/completions")
@@ -71,7 +79,7 @@ async def chat_completions(body: ChatBody, request: Request, service: Here) -> R
     tenant = service.tenant(request, body.cache_salt)
     jobs = [Job(prompt, each, tenant, body.deadline) for each in params]
     batch = Batch(service.engine, service.metrics, jobs)
-    form = ChatForm(body.return_token_ids)
+    form = ChatForm(body.return_token_ids, service.spell)
     return await Answer(body, service.options.model_name, batch, form).respond(request)
 
 

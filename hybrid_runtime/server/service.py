@@ -59,6 +59,10 @@ class Service:
             "messages", partial(make, messages, template_options=template_options)
         )
 
+    def spell(self, token: int) -> str:
+        """The text of one token; where it is only part of a character, a sign for that."""
+        return self.text([token])
+
     def text(self, prompt: Prompt) -> str:
         """A prompt as text."""
         if isinstance(prompt, str):

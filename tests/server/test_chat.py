@@ -75,6 +75,20 @@ def test_stream(client: openai.OpenAI, want: str) -> None:
     assert last.usage.total_tokens == len(PROMPT) + 20
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_logprobs(client: openai.OpenAI, want: str, stream: bool) -> None:
+    asked = ASKED | {"logprobs": True, "top_logprobs": 2, "stream": stream}
+    answer = client.chat.completions.create(**asked)
+    parts: list[Any] = [each.choices[0].logprobs for each in (answer if stream else [answer])]
+    told = [each for part in parts if part for each in part.content or ()]
+    assert "".join(each.token for each in told) == want
+    for each in told:
+        assert bytes(each.bytes or ()).decode() == each.token
+        likeliest, second = each.top_logprobs
+        assert (likeliest.token, likeliest.logprob) == (each.token, each.logprob)  # it is greedy
+        assert second.logprob <= likeliest.logprob <= 0
+
+
 def test_an_answer_can_be_sent_back(client: openai.OpenAI) -> None:
     answer = client.chat.completions.create(**ASKED)
     message: Any = answer.choices[0].message.model_dump()
@@ -83,7 +97,7 @@ def test_an_answer_can_be_sent_back(client: openai.OpenAI) -> None:
 
 
 def test_as_many_tokens_as_there_is_room_for(served: Running) -> None:
-    body = {"messages": [{"role": "user", "content": "x"}], "ignore_eos": True}
+    body = {"messages": [{"role": "user", "content": "x" * 220}], "ignore_eos": True}
     usage = served.post("chat/completions", json=body).json()["usage"]
     assert usage["total_tokens"] == 256
 

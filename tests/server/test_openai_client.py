@@ -116,6 +116,43 @@ def test_ends_and_extensions(client: openai.OpenAI, alone: Engine) -> None:
     assert short.text == text(alone, "import ", max_tokens=16)  # OpenAI's own default
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_logprobs(client: openai.OpenAI, alone: Engine, stream: bool) -> None:
+    params = SamplingParams(max_tokens=12, logprobs=2)
+    (want,) = alone.generate([PROMPTS[2]], params)
+    assert want.logprobs is not None
+    asked: dict[str, Any] = {
+        "model": MODEL, "prompt": PROMPTS[2], "max_tokens": 12, "temperature": 0, "logprobs": 2,
+    }  # fmt: skip
+    answer: Any = client.completions.create(**asked, stream=stream)
+    parts = [each.choices[0].logprobs for each in (answer if stream else [answer])]
+    tokens = [token for part in parts if part for token in part.tokens or ()]
+    assert tokens == [chr(token) for token in want.tokens]
+    told = [value for part in parts if part for value in part.token_logprobs or ()]
+    assert told == pytest.approx([each.logprob for each in want.logprobs], abs=1e-3)
+    top = [likely for part in parts if part for likely in part.top_logprobs or ()]
+    assert [set(likely) for likely in top] == [
+        {chr(token) for token, _ in each.top} for each in want.logprobs
+    ]
+    assert [at for part in parts if part for at in part.text_offset or ()] == list(range(12))
+
+
+def test_what_shifts_the_choice(client: openai.OpenAI, alone: Engine) -> None:
+    """Each field reaches the engine."""
+    for name, value, here in (
+        ("presence_penalty", 2.0, 2.0), ("frequency_penalty", 2.0, 2.0), ("min_p", 0.9, 0.9),
+        ("repetition_penalty", 1.5, 1.5), ("top_k", 2, 2), ("top_p", 0.5, 0.5),
+        ("logit_bias", {"97": 100}, {97: 100.0}), ("stop_token_ids", [32], (32,)),
+    ):  # fmt: skip
+        how: dict[str, Any] = {"temperature": 0.9, "seed": 3, "max_tokens": 5}
+        (want,) = alone.generate([PROMPTS[0]], SamplingParams(**how | {name: here}))
+        answer = client.completions.create(
+            model=MODEL, prompt=PROMPTS[0], **how, extra_body={name: value}
+        )
+        assert answer.choices[0].text == want.text, name
+        assert answer.choices[0].finish_reason == want.finish_reason
+
+
 def test_a_prefix_is_found_by_the_same_salt_only(client: openai.OpenAI) -> None:
     def cached(salt: str) -> int | None:
         answer = client.completions.create(
