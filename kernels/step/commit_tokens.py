@@ -21,7 +21,7 @@ class DraftInputs(NamedTuple):
     """Inputs of the drafter's passes, int32 throughout.
 
     tokens: `[T]`, the token after each of the step's tokens.
-    last: `[rows]`, index of the row's last accepted token.
+    last: `[rows]`, index of the row's last accepted token; 0 in padded rows.
     slot: `[rows]`, -1 in rows that emitted nothing: those in the middle of their prompt have no
         token to go on from.
     computed: `[passes, rows]`, position of the one token that a row runs in pass 1, 2, ...
@@ -92,7 +92,7 @@ def commit_tokens_reference(
     out.tokens.copy_(torch.where(inside, following.clamp(min=0), 0))
     final = inputs.certain.long() + count.clamp(min=1) - 1
     last = start[:-1] + final - 1 - inputs.computed
-    out.last.copy_(torch.where(inputs.slot >= 0, last, start[:-1]).clamp(min=0))
+    out.last.copy_(torch.where(inputs.slot >= 0, last, 0).clamp(min=0))
     out.slot.copy_(torch.where(emits, inputs.slot, -1))
     ahead = torch.arange(out.computed.shape[0], device=tokens.device)
     out.computed.copy_(torch.where(inputs.slot >= 0, final + ahead[:, None], 0))
@@ -151,7 +151,7 @@ def _commit_tokens_kernel(
         b_emitted = tl.where(o_out == NUM_DRAFT + 1, count, b_accepted)
         p_emitted = emitted + i_row * (NUM_DRAFT + 2)
         tl.store(p_emitted + o_out, b_emitted, mask=o_out < NUM_DRAFT + 2)
-        tl.store(last + i_row, tl.where(live, tl.maximum(start + end - 1 - n, 0), start))
+        tl.store(last + i_row, tl.where(live, tl.maximum(start + end - 1 - n, 0), 0))
         tl.store(draft_slot + i_row, tl.where(samples, i_slot, -1))
         if NUM_DRAFT > 1:
             position = tl.where(live, end + o_out, 0)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.small_engine import engine, hf, prompts, same_text, tokenizer, wanted
+from helpers.small_engine import engine, hf, prompts, same_text, text, tokenizer, wanted
 from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import NemotronHForCausalLM
@@ -69,6 +69,26 @@ def test_padding_changes_no_text_and_no_byte(
         assert torch.allclose(one, other, rtol=1e-3, atol=1e-4, equal_nan=True)
 
 
+def test_a_step_may_fill_its_size(hf: NemotronHForCausalLM, tokenizer: Tokenizer) -> None:
+    """No token is left behind the last row, so that padded rows own none that is there."""
+    params = SamplingParams(max_tokens=5, ignore_eos=True)
+    found = []
+    for graphs in (False, True):
+        runs = engine(
+            hf, tokenizer, **MTP, max_tokens_per_step=64, steps_ahead=1, prefix_caching=False,
+            graphs=graphs,
+        )  # fmt: skip
+        runs.capture()
+        requests = [runs.submit(text(length, seed=length), params) for length in (48, 30)]
+        runs.step()
+        assert sum(scheduled for r in requests for scheduled, _ in r.queued) == 64
+        while not runs.idle:
+            runs.step()
+        assert all(r.error is None for r in requests)
+        found.append([r.output for r in requests])
+    assert found[0] == found[1]
+
+
 def test_embeddings_are_those_of_steps_without_padding(
     hf: NemotronHForCausalLM, tokenizer: Tokenizer, prompts: list[list[int]]
 ) -> None:
@@ -77,10 +97,10 @@ def test_embeddings_are_those_of_steps_without_padding(
     for graphs in (False, True):
         runs = engine(hf, tokenizer, **SIZES | MTP, graphs=graphs)
         runs.capture()
-        text = runs.submit(prompts[3], SamplingParams(max_tokens=40, ignore_eos=True))
+        beside = runs.submit(prompts[3], SamplingParams(max_tokens=40, ignore_eos=True))
         runs.step()
         found.append(runs.embed(prompts, pooling="mean"))
-        assert text.error is None
+        assert beside.error is None
     assert torch.allclose(*found, atol=1e-5)
 
 
