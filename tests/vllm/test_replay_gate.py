@@ -82,6 +82,25 @@ def test_without_drafts_there_is_nothing_to_say(caplog: pytest.LogCaptureFixture
     assert not caplog.records
 
 
+@pytest.mark.parametrize(("size", "why"), [(256, "256 columns"), (8, "differ in size")])
+def test_layers_of_another_size(
+    size: int, why: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    kind = sys.modules[MIXER].MambaMixer2
+    own = kind.__init__
+
+    def built(self: Any, prefix: str = "") -> None:
+        own(self, prefix)
+        self.ssm_state_size = size if size > 128 or prefix == "l1" else 4
+
+    monkeypatch.setattr(kind, "__init__", built)
+    model = build()
+    assert spare_blocks(model) == [K, K]
+    assert not hasattr(model, "replay_layers")
+    (record,) = caplog.records
+    assert why in record.getMessage()
+
+
 @pytest.mark.parametrize("value", ["VLLM_BATCH_INVARIANT", "VLLM_USE_HW_AGNOSTIC"])
 def test_environment(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(value, "1")

@@ -42,6 +42,11 @@ def left_to_vllm(reason: str) -> None:
     say_once("warning", "hybrid-runtime leaves Mamba states to vLLM: %s.", reason)
 
 
+def does_not_replay(reason: str) -> None:
+    """Say once per process that a model keeps vLLM's layout, and why."""
+    say_once("warning", "hybrid-runtime does not replay: %s.", reason)
+
+
 def say_once(level: str, message: str, *values: Any) -> None:
     """Write a line of the log that other models of this process need not repeat."""
     if message % values not in _said:

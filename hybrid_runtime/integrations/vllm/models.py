@@ -15,10 +15,10 @@ from typing import Any
 from hybrid_runtime.integrations.vllm import hooks, mixer, replay_layers, versions
 from hybrid_runtime.integrations.vllm.config import (
     checks,
+    does_not_replay,
     left_to_vllm,
     logger,
     replay_wanted,
-    say_once,
 )
 from hybrid_runtime.integrations.vllm.replay_checker import ReplayChecker
 
@@ -53,6 +53,9 @@ def model_class(architecture: str) -> type:
             why_not = replay_unhandled(given)
             with mixer.collecting(why_not is None) as layers:
                 super().__init__(*args, **kwargs)
+            if layers and (why := replay_layers.unhandled(layers)):
+                does_not_replay(why)
+                layers = []
             if layers:
                 self.replay_layers = shared = replay_layers.build(layers, given)
                 if checks():
@@ -97,7 +100,7 @@ def replay_unhandled(vllm_config: Any) -> str | None:
     except (AttributeError, ImportError) as error:
         why = f"its configuration is not as known ({error})"
     if why and vllm_config.num_speculative_tokens:
-        say_once("warning", "hybrid-runtime does not replay: %s.", why)
+        does_not_replay(why)
     return why
 
 

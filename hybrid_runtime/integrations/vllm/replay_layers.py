@@ -66,6 +66,19 @@ class ReplayLayers:
         self.take_weights()
 
 
+MOST_COLUMNS = 128
+"""Columns of a head's state: with 256 the kernel compiles for minutes, into one that is not tuned."""
+
+
+def unhandled(layers: list[Any]) -> str | None:
+    """Why a model with these layers does not replay."""
+    one = layers[0]
+    if one.ssm_state_size > MOST_COLUMNS:
+        return f"its states have {one.ssm_state_size} columns, the kernel takes {MOST_COLUMNS}"
+    sizes = {(x.num_heads, x.head_dim, x.ssm_state_size, x.n_groups) for x in layers}
+    return "its Mamba layers differ in size" if len(sizes) > 1 else None
+
+
 def build(layers: list[Any], vllm_config: Any) -> ReplayLayers:
     """For the layers of a model that has just been built."""
     shared = ReplayLayers(
