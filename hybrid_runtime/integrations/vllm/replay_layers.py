@@ -67,7 +67,7 @@ class ReplayLayers:
 
 
 MOST_COLUMNS = 128
-"""Columns of a head's state: with 256 the kernel compiles for minutes, into one that is not tuned."""
+"""Columns of a head's state; with 256 the kernel compiles for minutes, and is not tuned."""
 
 
 def unhandled(layers: list[Any]) -> str | None:
