@@ -145,6 +145,9 @@ def search(
     searching = True
     while searching:
         a = _between(low, high, trip, 1, SHIFT)
+        if not BY_MASS:
+            # At low temperatures fewer tokens than wanted may matter at all.
+            a = tl.where(trip == 0, low, a)
         b = _between(low, high, trip, 2, SHIFT)
         c = _between(low, high, trip, 3, SHIFT)
         n_a, n_b, n_c, n_low, whole = _measure(
@@ -166,7 +169,7 @@ def search(
             few = n_low <= FEW
         else:
             n_low = tl.where(n_c >= enough, n_c, tl.where(n_b >= enough, n_b, n_a))
-            few = (n_low <= FEW) & (n_a >= enough)
+            few = (n_low <= FEW) & ((n_a >= enough) | (trip == 0))
         trip += 1
         searching = (high - low > 1) & (few == 0) & (trip < _MOST_PASSES)
     return low.to(tl.int32), above, enough, few

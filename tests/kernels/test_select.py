@@ -39,6 +39,8 @@ PARAMS = [
     SamplingParams(temperature=1.0, top_k=60, top_p=0.903, min_p=0.05),
     SamplingParams(temperature=1e-30, top_p=0.903),
     SamplingParams(temperature=1e30, top_k=40),
+    SamplingParams(temperature=0.1, top_k=90, top_p=0.951),
+    SamplingParams(temperature=0.02, top_k=50),
 ]
 
 
