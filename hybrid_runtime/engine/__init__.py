@@ -1,6 +1,7 @@
 """A small real engine around the state manager: requests, blocks, scheduler, step by step."""
 
-from hybrid_runtime.engine.async_engine import AsyncEngine, Delta
+from hybrid_runtime.engine.async_engine import AsyncEngine
+from hybrid_runtime.engine.client import Delta
 from hybrid_runtime.engine.config import EngineConfig
 from hybrid_runtime.engine.engine import Engine, QueueFull
 from hybrid_runtime.engine.logprobs import TokenLogprobs

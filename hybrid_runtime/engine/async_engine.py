@@ -7,7 +7,6 @@ import logging
 import threading
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Self
@@ -15,79 +14,15 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from hybrid_runtime.engine.client import Client, Delta, deliver
 from hybrid_runtime.engine.engine import Engine, QueueFull
-from hybrid_runtime.engine.logprobs import TokenLogprobs
 from hybrid_runtime.engine.owner import EngineClosed
 from hybrid_runtime.engine.pooler import Pooling, stacked
-from hybrid_runtime.engine.request import Completion, FinishReason, Request
+from hybrid_runtime.engine.request import Completion, Request
 from hybrid_runtime.engine.tokenize import Prompt, prompt_list
 from hybrid_runtime.specdecode.sampling import SamplingParams
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Delta:
-    """What a request has got since its last delta.
-
-    text: characters that no stop string can cut off any more. tokens: ids, those of a stop string
-    included. finish_reason: why it ended, None until then. completion: the whole answer, with the
-    last delta. logprobs: of each of the tokens, if asked for.
-    """
-
-    text: str
-    tokens: list[int]
-    finish_reason: FinishReason | None = None
-    completion: Completion | None = None
-    logprobs: list[TokenLogprobs] | None = None
-
-
-class _Client:
-    """Who waits for a request. The engine's thread calls `news`, the event loop the others."""
-
-    def __init__(self, request: Request) -> None:
-        self.request = request
-        self._tokens = self._text = 0
-        self._pending: list[Delta] = []
-        self._arrived = asyncio.Event()
-        self.ended = False
-
-    def news(self) -> Delta:
-        """What the request has got since the last call."""
-        request = self.request
-        tokens, ready = request.output[self._tokens :], request.settled
-        told = request.told
-        told = None if told is None else told[self._tokens :]
-        text = request.text[self._text : ready]
-        self._tokens, self._text = len(request.output), max(self._text, ready)
-        reason = request.finish_reason
-        return Delta(text, tokens, reason, Completion.of(request) if reason else None, told)
-
-    def deliver(self, delta: Delta) -> None:
-        self._pending.append(delta)
-        self._arrived.set()
-
-    async def next(self) -> Delta:
-        """All that has arrived since the last call, as one; waits until something has."""
-        await self._arrived.wait()
-        self._arrived.clear()
-        pending, self._pending = self._pending, []
-        last = pending[-1]
-        self.ended = last.finish_reason is not None
-        return Delta(
-            "".join(delta.text for delta in pending),
-            [token for delta in pending for token in delta.tokens],
-            last.finish_reason,
-            last.completion,
-            None
-            if last.logprobs is None
-            else [told for delta in pending for told in delta.logprobs or ()],
-        )
-
-    async def end(self) -> None:
-        """Wait until the request has ended."""
-        while not self.ended:
-            await self.next()
 
 
 class AsyncEngine:
@@ -103,11 +38,11 @@ class AsyncEngine:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
-        self._clients: dict[Request, _Client] = {}
+        self._clients: dict[Request, Client] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._closed = self._stopping = self._over = False
-        self._broken: Exception | None = None
+        self._broken: EngineClosed | None = None
 
     @property
     def closed(self) -> bool:
@@ -185,7 +120,7 @@ class AsyncEngine:
             await self._prepared(partial(make, prompt, pooling, instruction, tenant=tenant))
             for prompt in prompt_list(prompts)
         ]
-        clients: list[_Client] = []
+        clients: list[Client] = []
         try:
             for request in requests:
                 clients.append(await self._open_in_turn(request, clients))
@@ -223,16 +158,16 @@ class AsyncEngine:
 
     def _check_open(self) -> None:
         if self._broken is not None:
-            raise EngineClosed("the engine has failed and is closed") from self._broken
+            raise self._broken
         if self._thread is None:
             raise EngineClosed("the engine does not run yet; use `async with`")
         if self._closed:
             raise EngineClosed("the engine is closed")
 
-    async def _open(self, request: Request) -> _Client:
+    async def _open(self, request: Request) -> Client:
         """Queue a request; who gets its deltas."""
         self._check_open()
-        client = _Client(request)
+        client = Client(request)
         queued: Future[None] = Future()
 
         def add() -> None:
@@ -258,7 +193,7 @@ class AsyncEngine:
             raise
         return client
 
-    async def _open_in_turn(self, request: Request, before: Sequence[_Client]) -> _Client:
+    async def _open_in_turn(self, request: Request, before: Sequence[Client]) -> Client:
         """Queue a request, if need be when others of the same call have ended."""
         while True:
             try:
@@ -269,7 +204,7 @@ class AsyncEngine:
                     raise
                 await running.end()
 
-    def _leave(self, client: _Client) -> None:
+    def _leave(self, client: Client) -> None:
         """Nobody waits for this request any more."""
         if not client.ended:
             self._inbox.put(partial(self._abort, client.request))
@@ -287,10 +222,10 @@ class AsyncEngine:
                 self._obey()
                 if not self.engine.idle:
                     self._step()
-        except Exception as error:
+        except BaseException as error:
             logger.exception("the engine has failed and takes no more requests")
-            self._broken = error
-            self._fail_all(error)
+            self._broken = EngineClosed(f"the engine has failed: {error!r}")
+            self._fail_all(error if isinstance(error, Exception) else self._broken)
         finally:
             self._closed = self._over = True
             self._obey()
@@ -331,7 +266,7 @@ class AsyncEngine:
         if news:
             assert self._loop is not None
             try:
-                self._loop.call_soon_threadsafe(_deliver, news)
+                self._loop.call_soon_threadsafe(deliver, news)
             except RuntimeError:  # the loop is closed: nobody waits any more
                 self._stop()
                 self._abort_all()
@@ -351,13 +286,11 @@ class AsyncEngine:
         """End all requests by an error."""
         requests = list(self._clients)
         for request in requests:
-            self.engine.fail(request, error)
+            try:
+                self.engine.fail(request, error)
+            except Exception:  # nothing works any more, but nobody may wait for ever
+                request.error, request.finish_reason = error, "error"
         self._publish(requests)
 
     def _stop(self) -> None:
         self._stopping = True
-
-
-def _deliver(news: list[tuple[_Client, Delta]]) -> None:
-    for client, delta in news:
-        client.deliver(delta)

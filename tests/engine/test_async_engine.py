@@ -22,7 +22,7 @@ from tokenizers import Tokenizer
 from transformers import NemotronHForCausalLM
 
 from hybrid_runtime.engine import AsyncEngine, Engine, EngineClosed, QueueFull, SamplingParams
-from hybrid_runtime.engine.async_engine import Delta
+from hybrid_runtime.engine.client import Delta
 
 __all__ = ["hf", "prompts", "tokenizer", "wanted"]  # fixtures
 
@@ -238,6 +238,27 @@ def test_an_engine_that_always_fails_tells_everybody(
             )
             assert {type(a) for a in answers} <= {ZeroDivisionError, EngineClosed}
             with pytest.raises((ZeroDivisionError, EngineClosed)):
+                await serving.generate(prompts[5], LONG)
+
+    run(main())
+
+
+def test_an_engine_whose_thread_dies_leaves_nobody_waiting(runs: Engine, prompts: Any) -> None:
+    calls = iter(range(1000))
+
+    def die(*_: Any) -> None:
+        if next(calls) == 4:
+            raise SystemExit
+
+    runs.model.register_forward_pre_hook(die)
+
+    async def main() -> None:
+        async with AsyncEngine(runs) as serving:
+            answers = await asyncio.gather(
+                *(serving.generate(p, LONG) for p in prompts[:3]), return_exceptions=True
+            )
+            assert [type(a) for a in answers] == [EngineClosed] * 3
+            with pytest.raises(EngineClosed, match="the engine has failed: SystemExit"):
                 await serving.generate(prompts[5], LONG)
 
     run(main())
