@@ -17,6 +17,8 @@ from hybrid_runtime.specdecode.buckets import Bucket, Buckets, graph_size
 from hybrid_runtime.specdecode.frame import Frame
 from hybrid_runtime.specdecode.phases import Phases
 
+Work = tuple[str, Callable[[], object]]
+"""A size, and what captures it."""
 Progress = Callable[[int, int], None]
 """Called as capturing goes on, with how many sizes are done and how many there are."""
 
@@ -28,10 +30,10 @@ class CapturedSteps:
     Verify pass and drafter of a step with prompts are captured once, acceptance for each kind.
 
     phases: what is launched.
-    buckets: sizes of steps with prompts.
+    buckets: sizes of steps with prompts; None: these are not padded, and launched one by one.
     """
 
-    def __init__(self, phases: Phases, buckets: Buckets) -> None:
+    def __init__(self, phases: Phases, buckets: Buckets | None) -> None:
         manager = phases.manager
         self.buckets = buckets
         self._phases, self._max_requests = phases, manager.max_requests
@@ -40,7 +42,8 @@ class CapturedSteps:
         # A padded row, with the tokens of one that decodes.
         line = torch.zeros(ENTRY_FIELDS, dtype=torch.int32, device=manager.device)
         line[SLOT : SLOT + 1] = -1
-        line[SCHEDULED : SCHEDULED + 1] = buckets.width
+        self._width = phases.sequences.num_draft + 1
+        line[SCHEDULED : SCHEDULED + 1] = self._width
         self._padded = line.expand(manager.max_rows, -1).contiguous()
         self._decoding: dict[tuple[int, Acceptance], Frame] = {}
         self._mixed: dict[tuple[Bucket, Acceptance | None], Frame] = {}
@@ -88,14 +91,10 @@ class CapturedSteps:
         Raises:
             torch.OutOfMemoryError: a size does not fit; it says which.
         """
-        work: list[tuple[str, Callable[[], object]]] = []
-        if self._phases.manager.device.type == "cuda":
-            work.append(("few rows or prompt tokens", partial(self._compile, accepts)))
-        for bucket in self.buckets.larger():
-            frame = self._uncaptured(bucket, accepts[0])
-            work.append((_name(bucket), partial(self._run_once, frame)))
-        for bucket in self.buckets.captured():
-            work.append((_name(bucket), partial(self._capture_mixed, bucket, accepts)))
+        if self.buckets is None:
+            work = self._single_prompts(accepts[0])
+        else:
+            work = self._padded_prompts(self.buckets, accepts)
         for size in reversed(self._decoding_sizes()):
             for accept in accepts:
                 work.append((f"{size} decoding rows", partial(self.decoding, size, accept)))
@@ -112,10 +111,31 @@ class CapturedSteps:
         if progress is not None:
             progress(len(work), len(work))
 
-    def _compile(self, accepts: Sequence[Acceptance]) -> None:
+    def _single_prompts(self, accept: Acceptance) -> list[Work]:
+        """What steps with prompts compile, where they are not padded."""
+        work: list[Work] = []
+        for length in (1, 8, 64, self._phases.buffers.inputs.tokens.shape[0]):
+            frame = self._phases.buffers.frame(1, length, 0, length, length, accept, pad=length)
+            work.append((f"{length} prompt tokens", partial(self._run_once, frame)))
+        return work
+
+    def _padded_prompts(self, buckets: Buckets, accepts: Sequence[Acceptance]) -> list[Work]:
+        """All sizes of steps with prompts."""
+        work: list[Work] = []
+        if self._phases.manager.device.type == "cuda":
+            compile_all = partial(self._compile, list(buckets.captured()), accepts)
+            work.append(("few rows or prompt tokens", compile_all))
+        for bucket in buckets.larger():
+            frame = self._uncaptured(bucket, accepts[0])
+            work.append((_name(bucket), partial(self._run_once, frame)))
+        for bucket in buckets.captured():
+            act = partial(self._capture_mixed, bucket, accepts, buckets.most_tokens)
+            work.append((_name(bucket), act))
+        return work
+
+    def _compile(self, buckets: list[Bucket], accepts: Sequence[Acceptance]) -> None:
         """Compile side by side what all sizes launch: kernels depend on how many rows decode and on
         how many prompt tokens there are, but not on both."""
-        buckets = list(self.buckets.captured())
         least = min(bucket.prompt_tokens for bucket in buckets)
         chosen = [b for b in buckets if b.update_rows == 0 or b.prompt_tokens == least]
         frames = [self._decoding_frame(size, accepts[0]) for size in self._decoding_sizes()]
@@ -131,8 +151,11 @@ class CapturedSteps:
         most = self._max_requests
         return sorted({graph_size(n, most) for n in range(1, most + 1)})
 
-    def _capture_mixed(self, bucket: Bucket, accepts: Sequence[Acceptance]) -> None:
-        """Capture a bucket; its frame for `None`, steps that emit nothing, is the first one's."""
+    def _capture_mixed(
+        self, bucket: Bucket, accepts: Sequence[Acceptance], most_tokens: int
+    ) -> None:
+        """Capture a bucket; its frame for `None`, steps that emit nothing, is the first one's.
+        most_tokens: of any bucket."""
         if (bucket, accepts[0]) in self._mixed:
             return
         first = self._uncaptured(bucket, accepts[0])
@@ -141,7 +164,7 @@ class CapturedSteps:
             self._phases.verify(first)
             assert first.verify_output is not None
             like = first.verify_output.hidden
-            self._hidden = like.new_empty((self.buckets.most_tokens, *like.shape[1:]))
+            self._hidden = like.new_empty((most_tokens, *like.shape[1:]))
         # One memory for all buckets: a pass's hidden states outlive its graph, until they are used.
         first.hidden = self._hidden[: first.inputs.tokens.shape[0]]
         self._record("verify", bucket, self._phases.verify, first)
@@ -177,7 +200,7 @@ class CapturedSteps:
             self._phases.draft(frame)
 
     def _decoding_frame(self, size: int, accept: Acceptance) -> Frame:
-        width = self.buckets.width
+        width = self._width
         return self._phases.buffers.frame(
             rows=size, tokens=size * width, num_update_rows=size, max_scheduled=width,
             max_context=self._max_context, accept=accept, pad=width,
@@ -185,7 +208,7 @@ class CapturedSteps:
 
     def _uncaptured(self, bucket: Bucket, accept: Acceptance | None) -> Frame:
         """A frame of the bucket, for any context."""
-        width = self.buckets.width
+        width = self._width
         return self._phases.buffers.frame(
             rows=bucket.rows,
             tokens=bucket.update_rows * width + bucket.prompt_tokens,

@@ -41,13 +41,14 @@ class SpecDecodeRunner:
     drafter: None for plain decoding.
     max_tokens: most tokens of one step.
     steps_ahead: steps that may be queued before the results of the first are read.
-    graphs: pad steps to few sizes and replay CUDA graphs of them; on a CPU only pad them. Steps in
-        which all rows decode are captured when first needed, those with prompts by `capture`.
-    max_prompt_tokens: most prompt tokens of a step in which other rows decode; None: `max_tokens`.
+    graphs: pad steps in which all rows decode to few sizes and replay CUDA graphs of them, captured
+        when first needed; on a CPU only pad them.
+    captured_prompt_tokens: with `graphs`, do so for steps with prompts, too, which `capture`
+        captures: up to so many prompt tokens beside rows that decode. 0: launch them one by one.
     stochastic_rounding: verify passes round narrow states stochastically (replay layout).
 
     Raises:
-        ValueError: with `graphs`, the manager's steps have no room for padding.
+        ValueError: the manager's steps have no room for padding.
     """
 
     def __init__(
@@ -60,20 +61,22 @@ class SpecDecodeRunner:
         max_tokens: int,
         steps_ahead: int = 0,
         graphs: bool = False,
-        max_prompt_tokens: int | None = None,
+        captured_prompt_tokens: int = 0,
         stochastic_rounding: bool = False,
     ) -> None:
         self.manager, self.sequences, self.caches = manager, sequences, caches
         device, slots, num_draft = manager.device, manager.max_requests, sequences.num_draft
         self.width = num_draft + 1
         rounding = Rounding(sequences.rounding_seed, layer=0) if stochastic_rounding else None
-        buckets = Buckets(slots, self.width, max_tokens, max_prompt_tokens or max_tokens)
-        if graphs and manager.max_rows < most_rows(slots):
-            raise ValueError(
-                f"manager.max_rows is {manager.max_rows}; with graphs it must be at least "
-                f"{most_rows(slots)}, for steps are padded"
-            )
-        most_tokens = max(max_tokens, slots * self.width, buckets.most_tokens if graphs else 0)
+        buckets, most_tokens = None, max(max_tokens, slots * self.width)
+        if graphs and captured_prompt_tokens:
+            buckets = Buckets(slots, self.width, max_tokens, captured_prompt_tokens)
+            most_tokens = max(most_tokens, buckets.most_tokens)
+            if manager.max_rows < most_rows(slots):
+                raise ValueError(
+                    f"manager.max_rows is {manager.max_rows}; with captured_prompt_tokens it must "
+                    f"be at least {most_rows(slots)}, for steps are padded"
+                )
         self._buffers = StepBuffers(manager, most_tokens, num_draft, rounding)
         self._phases = Phases(target, manager, sequences, caches, drafter, self._buffers)
         self._captured = CapturedSteps(self._phases, buckets) if graphs else None
@@ -208,6 +211,8 @@ class SpecDecodeRunner:
         """The size that a step with prompts is padded to."""
         if self._captured is None or len(rows) == num_update_rows:
             return None
+        if self._captured.buckets is None:
+            return None
         tokens = int(rows.scheduled[num_update_rows:].sum())
         return self._captured.buckets.of(num_update_rows, len(rows) - num_update_rows, tokens)
 
@@ -221,7 +226,7 @@ class SpecDecodeRunner:
         if bucket is not None:
             assert self._captured is not None
             return self._captured.mixed(bucket, accept)
-        if self._captured is not None:
+        if self._captured is not None and len(rows) == num_update_rows:
             assert accept is not None  # a row that decodes emits
             return self._captured.decoding(len(rows), accept)
         return self._buffers.frame(
