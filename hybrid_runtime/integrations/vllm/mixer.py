@@ -30,6 +30,8 @@ else:
 NAME = "MambaMixer2"
 """Class of vLLM in whose place ours is built; vLLM looks it up by the class's name."""
 
+OURS = "HybridRuntimeMixer2"
+
 _collected: ContextVar[list[Any] | None] = ContextVar("_collected", default=None)
 
 
@@ -145,7 +147,14 @@ def mixer_class() -> type:
     """The class for vLLM to build: its own with replay."""
     from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
 
-    return type("HybridRuntimeMixer2", (ReplayMixer, MambaMixer2), {})
+    return type(OURS, (ReplayMixer, MambaMixer2), {"__module__": __name__})
+
+
+def __getattr__(name: str) -> Any:
+    # Caches of compiled code name classes by their module.
+    if name == OURS:
+        return mixer_class()
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def register() -> str | None:
