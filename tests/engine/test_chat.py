@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
 from hybrid_runtime.demo import SHIPPED
@@ -86,6 +88,19 @@ def test_a_chat_is_a_completion_of_its_prompt(tmp_path: Path) -> None:
     assert len(answer.tokens) == 12
     with pytest.raises(ValueError, match="n is 2; it must be 1 in a chat"):
         engine.chat(MESSAGES, SamplingParams(n=2))
+
+
+def test_a_template_s_special_tokens_are_not_put_in_front_again(tmp_path: Path) -> None:
+    directory = with_template(tmp_path, CHATML)
+    file = str(directory / "tokenizer.json")
+    tokenizer = Tokenizer.from_file(file)
+    tokenizer.post_processor = TemplateProcessing(
+        single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 256)]
+    )
+    tokenizer.save(file)
+    engine = Engine.from_pretrained(directory)
+    assert engine.prepare("x").prompt == [256, ord("x")]
+    assert engine.chat_prompt(MESSAGES)[:2] == [256, ord("<")]
 
 
 def test_templates_by_name_and_in_files_of_their_own(tmp_path: Path) -> None:
