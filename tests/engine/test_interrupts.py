@@ -104,7 +104,7 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("stride", [53, *slow(1)])
+@pytest.mark.parametrize("stride", [53, *slow(7)])
 @pytest.mark.parametrize("options", OPTIONS, ids=["replay", "columns"])
 def test_a_step_interrupted_at_any_line_loses_nothing(options: dict[str, Any], stride: int) -> None:
     draw = random.Random(3)
@@ -158,6 +158,31 @@ def test_ctrl_c_ends_what_it_hits_and_nothing_else(
     while not runs.idle:
         runs.step()
     assert (other.finish_reason, other.output) == ("length", wanted[5])
+    nothing_leaked(runs)
+
+
+def test_what_the_device_counts_is_counted_again(
+    hf: NemotronHForCausalLM, tokenizer: Tokenizer, prompts: Any
+) -> None:
+    """Penalties look at the tokens so far, and log-probabilities come with them."""
+    runs, draw = engine(hf, tokenizer, **N_GRAM), random.Random(2)
+    params = SamplingParams(max_tokens=16, presence_penalty=1.0, frequency_penalty=1.5, logprobs=1)
+    alone = [runs.generate([prompt], params)[0] for prompt in prompts[2:5]]
+    requests = [runs.submit(prompt, params) for prompt in prompts[2:5]]
+    hits = 0
+    while not runs.idle:
+        with interrupted(draw.randint(1, 4000)) as interrupt:
+            runs.step()
+        hits += interrupt.left <= 0
+        for _ in range(3):
+            runs.step()
+    assert hits >= 2
+    for request, want in zip(requests, alone, strict=True):
+        assert request.output == want.tokens
+        assert request.told is not None
+        assert want.logprobs is not None
+        for got, told in zip(request.told, want.logprobs, strict=True):
+            assert got.logprob == pytest.approx(told.logprob, abs=1e-4)
     nothing_leaked(runs)
 
 
