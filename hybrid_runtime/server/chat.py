@@ -75,7 +75,7 @@ async def chat_completions(body: ChatBody, request: Request, service: Here) -> R
     # As OpenAI's: without a word, all that there is room for.
     max_tokens = max(service.max_model_len - len(prompt), 1) if asked is None else asked
     service.check_length(len(prompt), max_tokens, "messages")
-    params = sampling_params(body, max_tokens, _logprobs(body))
+    params = sampling_params(body, service.default_params, max_tokens, _logprobs(body))
     tenant = service.tenant(request, body.cache_salt)
     jobs = [Job(prompt, each, tenant, body.deadline) for each in params]
     batch = Batch(service.engine, service.metrics, jobs)

@@ -70,7 +70,7 @@ async def completions(body: CompletionBody, request: Request, service: Here) -> 
     max_tokens = DEFAULT_TOKENS if body.max_tokens is None else body.max_tokens
     for prompt in prompts:
         service.check_length(len(prompt), max_tokens, "prompt")
-    params = sampling_params(body, max_tokens, body.logprobs)
+    params = sampling_params(body, service.default_params, max_tokens, body.logprobs)
     tenant = service.tenant(request, body.cache_salt)
     jobs = [Job(prompt, each, tenant, body.deadline) for prompt in prompts for each in params]
     echoes = [service.text(prompt) if body.echo else "" for prompt in body.prompt for _ in params]

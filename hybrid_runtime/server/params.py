@@ -2,24 +2,35 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hybrid_runtime.engine import SamplingParams
 from hybrid_runtime.server.errors import ApiError
 from hybrid_runtime.server.schemas import Sampled
 
+_OFTEN_LEFT_OUT = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
-def sampling_params(body: Sampled, max_tokens: int, logprobs: int | None) -> list[SamplingParams]:
+
+def sampling_params(
+    body: Sampled, default: SamplingParams, max_tokens: int, logprobs: int | None
+) -> list[SamplingParams]:
     """Parameters of each choice of a prompt; `ApiError` for values that the engine refuses.
 
-    logprobs: how many likely tokens to tell beside each, None = none. A negative seed, which OpenAI
-    allows, is one of the upper half of ours.
+    default: the checkpoint's own, for what the body does not say; where that would be greedy,
+    OpenAI's, which samples. logprobs: how many likely tokens to tell beside each, None = none.
+    A negative seed, which OpenAI allows, is one of the upper half of ours; a negative `top_k`,
+    which vLLM allows, is none.
     """
+    if default.temperature == 0:
+        default = SamplingParams(temperature=1.0)
+    given = {name: getattr(body, name) for name in _OFTEN_LEFT_OUT}
+    given = {name: value for name, value in given.items() if value is not None}
+    if "top_k" in given:
+        given["top_k"] = max(given["top_k"], 0)
     try:
-        return SamplingParams(
-            temperature=1.0 if body.temperature is None else body.temperature,
-            top_k=max(body.top_k or 0, 0),
-            top_p=1.0 if body.top_p is None else body.top_p,
-            min_p=body.min_p or 0.0,
-            repetition_penalty=body.repetition_penalty or 1.0,
+        return replace(
+            default,
+            **given,
             presence_penalty=body.presence_penalty or 0.0,
             frequency_penalty=body.frequency_penalty or 0.0,
             logit_bias=_logit_bias(body),

@@ -10,7 +10,7 @@ from typing import Annotated, Any, TypeVar, cast
 
 from fastapi import Depends, Request
 
-from hybrid_runtime.engine import AsyncEngine
+from hybrid_runtime.engine import AsyncEngine, SamplingParams
 from hybrid_runtime.engine.tokenize import Prompt, encode
 from hybrid_runtime.server.errors import ApiError
 from hybrid_runtime.server.metrics import Metrics
@@ -31,6 +31,11 @@ class Service:
     @property
     def max_model_len(self) -> int:
         return self.engine.engine.config.max_model_len
+
+    @property
+    def default_params(self) -> SamplingParams:
+        """The checkpoint's own, of `generation_config.json`."""
+        return self.engine.engine.default_params
 
     def check_model(self, name: str | None) -> None:
         """`ApiError` for a model that is not the one served; None means that one."""

@@ -10,7 +10,7 @@ from typing import Any
 import openai
 import pytest
 import torch
-from helpers.http_server import MODEL, Running, running, shipped
+from helpers.http_server import MODEL, Running, completed, running, shipped
 
 from hybrid_runtime.engine import Engine, SamplingParams
 
@@ -151,6 +151,21 @@ def test_what_shifts_the_choice(client: openai.OpenAI, alone: Engine) -> None:
         )
         assert answer.choices[0].text == want.text, name
         assert answer.choices[0].finish_reason == want.finish_reason
+
+
+def test_what_is_left_out_is_the_checkpoints(alone: Engine) -> None:
+    """Its `generation_config.json`, where that samples; else OpenAI's temperature of 1."""
+    engine = shipped(drafter=None)
+    body = {"prompt": PROMPTS[1], "seed": 1, "max_tokens": 8}
+    with running(engine) as server:
+        for default, here in (
+            (SamplingParams(), {"temperature": 1.0}),
+            (SamplingParams(temperature=0.7, top_k=5), {"temperature": 0.7, "top_k": 5}),
+        ):
+            engine.default_params = default
+            for given in ({}, {"temperature": 0.4}, {"top_k": 2}):
+                want = text(alone, PROMPTS[1], seed=1, max_tokens=8, **here | given)
+                assert completed(server.post("completions", json=body | given)) == want
 
 
 def test_a_prefix_is_found_by_the_same_salt_only(client: openai.OpenAI) -> None:
