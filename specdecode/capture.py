@@ -114,7 +114,8 @@ class CapturedSteps:
     def _single_prompts(self, accept: Acceptance) -> list[Work]:
         """What steps with prompts compile, where they are not padded."""
         work: list[Work] = []
-        for length in (1, 8, 64, self._phases.buffers.inputs.tokens.shape[0]):
+        most = self._phases.buffers.inputs.tokens.shape[0]
+        for length in sorted({min(length, most) for length in (1, 8, 64, most)}):
             frame = self._phases.buffers.frame(1, length, 0, length, length, accept, pad=length)
             work.append((f"{length} prompt tokens", partial(self._run_once, frame)))
         return work
