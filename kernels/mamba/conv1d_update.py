@@ -15,7 +15,7 @@ from hybrid_runtime.kernels.common.zero_fill import zero_unowned
 from hybrid_runtime.kernels.mamba.naive import check_conv_shapes, conv1d_reference
 from hybrid_runtime.kernels.mamba.strides import ChannelStrides, WindowStrides
 
-MAX_TOKENS = 8
+MAX_TOKENS = 16
 """Tokens per row that the kernel unrolls; longer rows go to the reference."""
 
 
@@ -104,10 +104,10 @@ def _conv1d_update_kernel(
 
         if snapshot_column is not None:
             kept = tl.load(snapshot_column + row)
-            behind = tl.load(snapshot_after + row)
             if kept >= 0:
                 saved = windows + tl.load(table + kept).to(tl.int64) * window_stride.block + across
                 known = tl.where(reads, offset, 0)  # inputs that the old window has before ours
+                behind = known + tl.load(snapshot_after + row)
                 for j in tl.static_range(history):
                     before = inside & (behind + j < known)
                     from_old = taken + (behind + j).to(tl.int64) * window_stride.position

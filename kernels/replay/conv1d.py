@@ -1,7 +1,8 @@
 """Causal convolution of the replay layout: one window per request, rolled by what was accepted.
 
-`conv1d_update` can do that as it is: it reads the window at an offset and writes it to offset
-0 of the same block. Only a snapshot needs more: it must be taken before the window rolls.
+Every step writes it, whether or not it writes the SSM state. `conv1d_update` can do that as it is:
+it reads the window at an offset and writes it to offset 0 of the same block. Only a snapshot needs
+more: it must be taken before the window rolls.
 """
 
 from __future__ import annotations
@@ -26,19 +27,19 @@ def replay_conv1d_reference(
 ) -> Tensor:
     """Save the windows that belong to snapshots, then :func:`conv1d_reference`.
 
-    The window after `snapshot_after` tokens is the W - 1 inputs from there on in the old window
-    followed by the row's tokens. It goes to offset 0 of the snapshot's block, which no row of the
-    call may read or write otherwise.
+    The window of a snapshot is the W - 1 inputs from `offset + snapshot_after` on, in the old
+    window followed by the row's tokens. It goes to offset 0 of the snapshot's block, which no row
+    of the call may read or write otherwise.
 
     Args:
-        rows: as in `replay_update_reference`; `fold` is the read offset, `turn` is not used.
+        rows: as in `replay_update_reference`; what becomes of the SSM state is not used.
 
     Returns:
         [tokens, C], as `conv1d_reference`, whose arguments the others are.
     """
     positions = rows.positions
     reads = (rows.slot >= 0) & (positions.read_column >= 0)
-    offset = torch.where(reads, positions.fold, 0)
+    offset = torch.where(reads, positions.offset, 0)
     if weight.shape[1] > 1:
         _store_snapshots(x, weight.shape[1] - 1, windows, rows, reads, offset)
     return conv1d_reference(x, weight, bias, windows, _state_rows(rows, offset), max_scheduled)
@@ -72,7 +73,7 @@ def _store_snapshots(
     source = physical_blocks(table, rows.slot, positions.read_column, reads)[row]
     target = physical_blocks(table, rows.slot, positions.snapshot_column, saves)[row]
     tap = torch.arange(history, device=x.device)
-    at = positions.snapshot_after[row, None].long() + tap
+    at = (offset + positions.snapshot_after)[row, None].long() + tap
     beyond = at - history - offset[row, None]  # index among the row's tokens
     old = windows[source[:, None], at.clamp(max=windows.shape[1] - 1)]
     old = torch.where(reads[row, None, None], old, zero)
@@ -102,7 +103,7 @@ def replay_conv1d_update(
         weight,
         bias,
         windows,
-        _state_rows(rows, positions.fold),
+        _state_rows(rows, positions.offset),
         max_scheduled,
         snapshot_column=positions.snapshot_column,
         snapshot_after=positions.snapshot_after,

@@ -1,8 +1,9 @@
 """The replay layout's state update in plain torch.
 
-The live state of a request holds every token that was certain when it was last written. The guesses
-of that step are not in it: their inputs are in the window cache. The next step folds the accepted
-ones (a - 1 of them) and its own certain tokens into the state, and writes the state once.
+The state of a request in memory may lack the last tokens before a step, the pending ones: their
+inputs are in the window cache. A step reads the state, folds them in, goes on over its own tokens,
+and stores the state after its last certain token only if `ReplayPositions.writes` says so; the
+inputs of tokens that no state holds then go to the window cache.
 """
 
 from __future__ import annotations
@@ -46,12 +47,14 @@ def replay_update_reference(
     dt_min: float = 0.0,
     dt_max: float = math.inf,
 ) -> Tensor:
-    """Fold what became certain into every row's state, and step the row's tokens from there.
+    """Bring every row's state up to date, and step the row's tokens from there.
 
-    A row with s tokens of which d are drafts folds `fold` guesses of its last step and its first
-    s - d tokens, in this order, and stores the state after them; its last d tokens only give
-    outputs, and their inputs go to the window cache. Everything is read before anything is written.
-    A padded row and a row without tokens leave everything as it is.
+    A row with s tokens of which d are drafts folds its `pending` tokens of the window cache into
+    the state that it reads, then its own s tokens, which give outputs. If it writes, it stores the
+    state after its first s - d tokens, and the inputs of the last d go to the window cache; if not,
+    those of all s do. A snapshot is stored `snapshot_after` tokens behind the pending ones, or
+    before their end if that is negative. Everything is read before anything is written. A padded
+    row and a row without tokens leave everything as it is.
 
     Args:
         x: [tokens, H, P].
@@ -62,7 +65,8 @@ def replay_update_reference(
         D: [H].
         dt_bias: [H].
         states: [blocks, H, P, N] in the state's own dtype, any block stride, changed in place.
-        window_cache: of this layer; its K bounds `draft` and `fold`. Changed in place.
+        window_cache: of this layer, changed in place. The ring is long enough for a row's pending
+            tokens and those that it stores not to overlap.
         rows: whose tokens these are, and where each row reads and writes.
         max_scheduled: upper bound of tokens per row.
         rounding: states are rounded stochastically; None: to nearest.
@@ -82,6 +86,7 @@ def replay_update_reference(
     scheduled = rows.cu_seqlens[1:] - rows.cu_seqlens[:-1]
     certain = (scheduled - rows.draft).long()
     active = (rows.slot >= 0) & (positions.write_column >= 0) & (scheduled > 0)
+    writes = active & (positions.writes > 0)
     index, valid = row_tokens(rows.cu_seqlens, max_scheduled, x.shape[0], active)
     xs = gather_rows(x, index, valid)
     Bs = gather_rows(B, index, valid)
@@ -92,35 +97,37 @@ def replay_update_reference(
         states, rows.block_table, rows.slot, positions.read_column, torch.zeros_like(rows.slot),
         active, acc,
     )  # fmt: skip
-    fold = torch.where(active & (positions.read_column >= 0), positions.fold, 0).long()
-    past = gather_window_cache(window_cache, rows.slot, positions.turn, fold, acc)
+    pending = torch.where(active & (positions.read_column >= 0), positions.pending, 0).long()
+    past = gather_pending(window_cache, rows.slot, positions.cursor, pending, acc)
 
     def store(passed: Tensor, here: Tensor) -> None:
-        """Store what the rows `here` have after `passed` folded tokens, if it is to be stored."""
-        key = _key(rounding, rows.slot, positions.certain - (fold + certain - passed))
-        for column, after in (
-            (positions.snapshot_column, positions.snapshot_after),
-            (positions.write_column, fold + certain),
+        """Store what the rows `here` have after `passed` tokens from the first pending one on."""
+        key = _key(rounding, rows.slot, positions.certain - certain - pending + passed)
+        snapshot = here & (positions.snapshot_column >= 0)
+        snapshot &= pending + positions.snapshot_after == passed
+        written = here & writes & (pending + certain == passed)
+        for column, chosen in (
+            (positions.snapshot_column, snapshot),
+            (positions.write_column, written),
         ):
-            chosen = here & (column >= 0) & (after == passed)
             _store(states, state, rows.block_table, rows.slot, column, chosen, key)
 
-    store(torch.zeros_like(fold), active)
     for j in range(past.x.shape[1]):
         state = advance_state(state, past.x[:, j], past.B[:, j], past.dt[:, j], rate)
-        store(fold.clamp(max=j + 1), active & (j < fold))
+        store(torch.full_like(pending, j + 1), active & (j < pending))
     y = torch.zeros(xs.shape, dtype=acc, device=x.device)
     for i in range(max_scheduled):
         state = advance_state(state, xs[:, i].to(acc), Bs[:, i].to(acc), steps[:, i], rate)
         y[:, i] = einsum(state, Cs[:, i], "r h p n, r h n -> r h p")
         y[:, i] += D.to(acc)[:, None] * xs[:, i].to(acc)
-        store(fold + i + 1, active & (i < certain))
+        store(pending + i + 1, active & (i < certain))
 
-    guess = valid & (torch.arange(max_scheduled, device=x.device) >= certain[:, None])
-    row, token = guess.nonzero(as_tuple=True)
-    at = (1 - positions.turn[row].long(), rows.slot[row].long(), token - certain[row])
+    first = torch.where(writes, certain, 0)
+    keeps = valid & (torch.arange(max_scheduled, device=x.device) >= first[:, None])
+    row, token = keeps.nonzero(as_tuple=True)
+    at = (positions.cursor[row] + pending[row] + token) % window_cache.length
     for cache, value in zip(window_cache, (xs, Bs, steps), strict=True):
-        cache[at] = value[row, token].to(cache.dtype)
+        cache[rows.slot[row].long(), :, at] = value[row, token].to(cache.dtype)
     return scatter_rows(y.to(x.dtype), index, valid, x.shape[0])
 
 
@@ -133,7 +140,8 @@ def fold_reference(
     positions: ReplayPositions,
     rounding: Rounding | None = None,
 ) -> None:
-    """Write each row's state after `positions.fold` guesses of its last step to its write column.
+    """Write each row's state after `positions.pending` tokens of the window cache to its write
+    column.
 
     Arguments as in `replay_update_reference`; snapshots are not stored, and a write column of -1
     leaves the row out.
@@ -143,8 +151,8 @@ def fold_reference(
     state = _initial_states(
         states, block_table, slot, positions.read_column, torch.zeros_like(slot), active, acc
     )
-    fold = torch.where(active & (positions.read_column >= 0), positions.fold, 0).long()
-    past = gather_window_cache(window_cache, slot, positions.turn, fold, acc)
+    pending = torch.where(active & (positions.read_column >= 0), positions.pending, 0).long()
+    past = gather_pending(window_cache, slot, positions.cursor, pending, acc)
     rate = -torch.exp(A_log.to(acc))
     for j in range(past.x.shape[1]):
         state = advance_state(state, past.x[:, j], past.B[:, j], past.dt[:, j], rate)
@@ -152,18 +160,21 @@ def fold_reference(
     _store(states, state, block_table, slot, positions.write_column, active, key)
 
 
-def gather_window_cache(
-    window_cache: WindowCache, slot: Tensor, turn: Tensor, fold: Tensor, acc: torch.dtype
+def gather_pending(
+    window_cache: WindowCache, slot: Tensor, cursor: Tensor, pending: Tensor, acc: torch.dtype
 ) -> WindowCache:
-    """x, B and dt as `[rows, K, ...]` in `acc`; 0 from guess `fold` on."""
-    within = torch.arange(window_cache.dt.shape[2], device=slot.device) < fold[:, None]
-    at = (torch.where(fold > 0, turn, 0).long(), torch.where(fold > 0, slot, 0).long())
-    zero = torch.zeros((), dtype=acc)
-    return WindowCache(
-        x=torch.where(within[:, :, None, None], window_cache.x[at].to(acc), zero),
-        B=torch.where(within[:, :, None, None], window_cache.B[at].to(acc), zero),
-        dt=torch.where(within[:, :, None], window_cache.dt[at].to(acc), zero),
-    )
+    """Each row's pending tokens from the first on, as `[rows, tokens, H or G, ...]` in `acc`; 0
+    behind them. `tokens` is the most that any row has."""
+    token = torch.arange(int(pending.max()) if len(pending) else 0, device=slot.device)
+    within = token < pending[:, None]
+    at = torch.where(within, (cursor[:, None] + token) % window_cache.length, 0).long()
+    row = torch.where(pending > 0, slot, 0).long()[:, None]
+    parts = []
+    for cache in window_cache:
+        taken = cache[row, :, at].to(acc)
+        mask = within.reshape(*within.shape, *([1] * (taken.dim() - 2)))
+        parts.append(torch.where(mask, taken, torch.zeros((), dtype=acc)))
+    return WindowCache(*parts)
 
 
 def advance_state(state: Tensor, x: Tensor, B: Tensor, step: Tensor, rate: Tensor) -> Tensor:

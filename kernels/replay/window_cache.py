@@ -1,4 +1,4 @@
-"""Inputs of the last step's guesses, which the next step folds into the state if accepted."""
+"""The window of the replay layout: inputs of the last tokens, which the state may not hold yet."""
 
 from __future__ import annotations
 
@@ -9,21 +9,43 @@ from torch import Tensor
 
 from hybrid_runtime.kernels.mamba.naive import check_ssm_shapes
 
+MAX_WINDOW = 16
+"""Longest window, in tokens, that the kernels take; a step has at most as many tokens."""
+
+
+def ring_length(num_speculative_tokens: int, window: int) -> int:
+    """Tokens (L) of a slot's ring: those that may be pending before a step, and the step's own.
+
+    A step stores its inputs while other programs of the same row still read the pending ones, so
+    the two must not overlap.
+    """
+    return max(window, num_speculative_tokens) + num_speculative_tokens + 1
+
 
 class WindowCache(NamedTuple):
-    """Inputs of the guesses of each slot's last step, of one layer; or of all, layers first.
+    """Inputs of each slot's last tokens, of one layer; or of all, layers first.
 
-    The first dimension is the turn: a step reads one half of a slot and writes the other, because
-    several programs of a row read what one of them stores.
+    A ring for each slot and head, or group: the token at position t (the first of a request is 0)
+    lies at index t % L. `ring_length` is L.
 
-    x: `[2, slots, K, H, P]` in the dtype of the activations.
-    B: `[2, slots, K, G, N]` in the dtype of the activations.
-    dt: `[2, slots, K, H]` in fp32 (fp64 beside fp64), after bias, softplus and clamp.
+    x: `[slots, H, L, P]` in the dtype of the activations.
+    B: `[slots, G, L, N]` in the dtype of the activations.
+    dt: `[slots, H, L]` in fp32 (fp64 beside fp64), after bias, softplus and clamp.
     """
 
     x: Tensor
     B: Tensor
     dt: Tensor
+
+    @property
+    def slots(self) -> int:
+        """Of one layer's cache."""
+        return self.dt.shape[0]
+
+    @property
+    def length(self) -> int:
+        """L."""
+        return self.dt.shape[-1]
 
     @classmethod
     def allocate(
@@ -31,6 +53,7 @@ class WindowCache(NamedTuple):
         layers: int,
         slots: int,
         num_speculative_tokens: int,
+        window: int,
         ssm_shape: tuple[int, int, int],
         groups: int,
         dtype: torch.dtype,
@@ -38,12 +61,12 @@ class WindowCache(NamedTuple):
     ) -> WindowCache:
         """The caches of all layers in one; `ssm_shape` is (H, P, N), `dtype` the activations'."""
         heads, dim, state = ssm_shape
-        lead = (layers, 2, slots, num_speculative_tokens)
+        length = ring_length(num_speculative_tokens, window)
         fine = torch.promote_types(dtype, torch.float32)
         return cls(
-            x=torch.zeros(*lead, heads, dim, dtype=dtype, device=device),
-            B=torch.zeros(*lead, groups, state, dtype=dtype, device=device),
-            dt=torch.zeros(*lead, heads, dtype=fine, device=device),
+            x=torch.zeros(layers, slots, heads, length, dim, dtype=dtype, device=device),
+            B=torch.zeros(layers, slots, groups, length, state, dtype=dtype, device=device),
+            dt=torch.zeros(layers, slots, heads, length, dtype=fine, device=device),
         )
 
     def layer(self, index: int) -> WindowCache:
@@ -61,13 +84,14 @@ def check_window_cache(x: Tensor, B: Tensor, states: Tensor, cache: WindowCache)
     """
     heads_per_group = check_ssm_shapes(x, B, states)
     (heads, dim), (groups, state) = x.shape[-2:], B.shape[-2:]
-    lead = tuple(cache.x.shape[:3])
-    own = ((heads, dim), (groups, state), (heads,))
+    slots, length = cache.x.shape[0], cache.x.shape[2]
+    own = ((heads, length, dim), (groups, length, state), (heads, length))
     for name, part, shape in zip(cache._fields, cache, own, strict=True):
-        if lead[0] != 2 or tuple(part.shape) != (*lead, *shape):
-            must = ", ".join(map(str, shape))
+        if length < 1 or tuple(part.shape) != (slots, *shape):
+            must = ", ".join(["slots", str(shape[0]), "length", *map(str, shape[2:])])
             raise ValueError(
-                f"window_cache.{name} is {tuple(part.shape)}, must be [2, slots, drafts, {must}]"
+                f"window_cache.{name} is {tuple(part.shape)}, must be [{must}], with the same "
+                "slots and length in all"
             )
     return heads_per_group
 

@@ -1,8 +1,8 @@
 """`advance` for the replay layout: finish the previous step's counts, place the new one.
 
 A request has one live state, in the last column of its block table, and snapshots in the columns
-below. The guesses of its last step are kept as inputs in the window cache; the next step folds in
-those that were accepted.
+below. The state is written only now and then: the inputs of the tokens that it does not hold yet
+are in the window cache, and every step folds them in on reading.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from torch import Tensor
 from hybrid_runtime.kernels.common.backend import runs_triton
 from hybrid_runtime.kernels.step.boundary import keeps, keeps_reference, load_rule
 from hybrid_runtime.kernels.step.entry import (
+    ADMIT,
+    ADMIT_COMPUTED,
     CERTAIN,
     COLUMN,
     DEAD,
@@ -29,43 +31,68 @@ from hybrid_runtime.kernels.step.entry import (
 from hybrid_runtime.kernels.step.previous_step import LINES, finish, finish_reference
 
 
+class ReplayPlace(NamedTuple):
+    """Where the states of a manager lie, the same in all its steps.
+
+    block_size: tokens of a block; retained boundaries are multiples of it.
+    live_column: column of the live states.
+    window: most tokens (W) that a state may lack; 0: every step writes.
+    ring: tokens of a slot's ring in the window cache (L).
+    """
+
+    block_size: int
+    live_column: int
+    window: int
+    ring: int
+
+
 class ReplaySlots(NamedTuple):
     """Exact device state per slot, int32 `[max_requests]`.
 
-    computed: tokens computed.
+    computed: tokens computed before the step begun last (n).
     held: column of the state, -1 = none (zero state); `DEAD`.
-    fold: accepted guesses that the state does not hold yet.
-    turn: half of the window cache that holds their inputs.
+    fold: accepted guesses of the step before that (a - 1), so n - fold were certain after it.
+    written: tokens in the state after the step begun last (b).
     """
 
     computed: Tensor
     held: Tensor
     fold: Tensor
-    turn: Tensor
+    written: Tensor
 
 
 class ReplayPositions(NamedTuple):
     """What a step does to the state of each row, int32 `[rows]`; columns are -1 and all else is 0
     in rows that don't run.
 
-    read_column: column of the state that the fold starts from; -1 = zero state, nothing is read and
-        nothing folded.
-    fold: how many guesses of the row's last step are folded in, the accepted ones: `a - 1`.
-    turn: half of the window cache that holds their inputs, 0 or 1; this step's guesses go to the
-        other one.
-    write_column: column that gets the state after all certain tokens; -1 = padded row. Usually
-        `read_column`; another one after a prefix hit.
-    snapshot_column: column that also gets the state after the first `snapshot_after` of the
-        `fold + s - d` tokens that are folded in; -1 = no snapshot.
-    snapshot_after: `0 .. fold + s - d`.
-    certain: tokens in the state that goes to the write column; enters the key of stochastic
-        rounding.
+    The row has s tokens of which d are guesses, n tokens were computed before it, b of them are in
+    the state.
+
+    read_column: column of the state that is read; -1 = zero state, nothing is read, nothing is
+        pending.
+    offset: accepted guesses of the row's last step (a - 1): where in the old convolution window
+        the inputs start.
+    pending: tokens of the window cache that are folded in on reading, n - b.
+    cursor: index in the ring of the first of them, b % L. The row's own token i goes to
+        `(cursor + pending + i) % L`.
+    write_column: column that gets the convolution's window in every step, and the state if
+        `writes`; -1 = padded row. Usually `read_column`; another one after a prefix hit.
+    writes: 1: the state after R = n + s - d tokens is stored, and the inputs of the d guesses. 0:
+        the state stays as it is in `read_column`, which is `write_column`, and the inputs of all s
+        tokens are stored.
+    snapshot_column: column that also gets the state and window after `n + snapshot_after` tokens;
+        -1 = no snapshot. Only in a row that writes.
+    snapshot_after: `-offset + 1 .. s - d`.
+    certain: R; enters the key of stochastic rounding of the state that is written, and
+        `R - (s - d) + snapshot_after` that of a snapshot.
     """
 
     read_column: Tensor
-    fold: Tensor
-    turn: Tensor
+    offset: Tensor
+    pending: Tensor
+    cursor: Tensor
     write_column: Tensor
+    writes: Tensor
     snapshot_column: Tensor
     snapshot_after: Tensor
     certain: Tensor
@@ -84,8 +111,7 @@ def advance_replay_reference(
     accepted: Tensor,
     placed: Tensor,
     positions: ReplayPositions,
-    block_size: int,
-    live_column: int,
+    place: ReplayPlace,
 ) -> None:
     """Finish the previous step and place this one.
 
@@ -99,12 +125,12 @@ def advance_replay_reference(
             drafts.
         placed: int32 `[4, rows]`, written for this step's rows.
         positions: written whole.
-        block_size: tokens of a block; retained boundaries are multiples of it.
-        live_column: column of the live states.
+        place: of all steps.
 
-    The state that is read covers n - fold tokens, the one that is written R = n + s - d. A retained
-    boundary in (n - fold, n] or at R goes to its own column: as a snapshot, or, at R in a row
-    without guesses, as the state itself.
+    A retained boundary in (n - fold, n] or at R goes to its own column: as a snapshot, or, at R in
+    a row without guesses, as the state itself. A row writes its state if it has no guesses, if it
+    stores a snapshot, if the state is not in the live column, or if its tokens would not fit the
+    window: then the state holds R tokens, else as many as before.
     """
     for out, idle in zip(positions, IDLE, strict=True):
         out.fill_(idle)
@@ -114,27 +140,34 @@ def advance_replay_reference(
     computed, held, fold = finish_reference(
         line, slots.computed, slots.held, slots.fold, previous, accepted, resets_offset=False
     )
-    turn = slots.turn[slot.clamp(min=0)].long()
+    written = slots.written[slot.clamp(min=0)].long()
+    written = torch.where(line[:, ADMIT] > 0, line[:, ADMIT_COMPUTED], written)
     runs = valid & (line[:, SCHEDULED] > 0) & (held != DEAD)
-    after = computed, held, fold, torch.where(runs, 1 - turn, turn)
-    for field, value in zip(slots, after, strict=True):
-        field[slot[valid]] = value[valid].int()
 
-    draft = line[:, DRAFT]
-    covered, certain = computed - fold, computed + line[:, SCHEDULED] - draft
-    passed = (covered // block_size + 1) * block_size
+    draft, scheduled, block_size = line[:, DRAFT], line[:, SCHEDULED], place.block_size
+    settled, certain = computed - fold, computed + scheduled - draft
+    passed = (settled // block_size + 1) * block_size
     passes = (passed <= computed) & keeps_reference(passed, line)
     ends = keeps_reference(certain, line)
     boundary = torch.where(passes, passed, certain)
     stores = passes | (ends & (draft > 0))
-    write = torch.where(ends & (draft == 0), certain // block_size - 1, live_column)
+    write = torch.where(ends & (draft == 0), certain // block_size - 1, place.live_column)
+    pending = torch.where(held >= 0, computed - written, 0)
+    full = computed - written + scheduled > place.window
+    writes = (draft == 0) | stores | (held != place.live_column) | full
+
+    after = computed, held, fold, torch.where(runs & writes, certain, written)
+    for field, value in zip(slots, after, strict=True):
+        field[slot[valid]] = value[valid].int()
     values = ReplayPositions(
         read_column=held,
-        fold=fold,
-        turn=turn,
+        offset=fold,
+        pending=pending,
+        cursor=written % place.ring,
         write_column=write,
+        writes=writes,
         snapshot_column=torch.where(stores, boundary // block_size - 1, -1),
-        snapshot_after=torch.where(stores, boundary - covered, 0),
+        snapshot_after=torch.where(stores, boundary - computed, 0),
         certain=certain,
     )
     n = num_rows
@@ -149,6 +182,7 @@ def advance_replay_reference(
 @triton.jit(
     do_not_specialize=[
         "num_entries", "num_rows", "previous_stride", "placed_stride", "max_rows", "live_column",
+        "window", "ring",
     ],
     do_not_specialize_on_alignment=["accepted"],
 )  # fmt: skip
@@ -159,21 +193,25 @@ def _advance_replay_kernel(
     slot_computed,
     slot_held,
     slot_fold,
-    slot_turn,
+    slot_written,
     previous,
     previous_stride,
     accepted,
     placed,
     placed_stride,
     read_column,
-    fold_count,
-    turn_half,
+    offset,
+    pending_tokens,
+    cursor,
     write_column,
+    writes_state,
     snapshot_column,
     snapshot_after,
     certain_tokens,
     max_rows,
     live_column,
+    window,
+    ring,
     BLOCK_SIZE: tl.constexpr,
 ):
     i_line = tl.program_id(0) * LINES + tl.arange(0, LINES)
@@ -187,39 +225,47 @@ def _advance_replay_kernel(
         p_entry, here, slot, slot_computed, slot_held, slot_fold, previous, previous_stride,
         accepted, RESETS_OFFSET=False,
     )  # fmt: skip
-    turn = tl.load(slot_turn + slot, mask=valid, other=0)
+    admitted = tl.load(p_entry + ADMIT, mask=here, other=0) > 0
+    written = tl.load(slot_written + slot, mask=valid, other=0)
+    given = tl.load(p_entry + ADMIT_COMPUTED, mask=here, other=0)
+    written = tl.where(admitted, given, written)
     runs = valid & (scheduled > 0) & (held != DEAD)
-    tl.store(slot_computed + slot, computed, mask=valid)
-    tl.store(slot_held + slot, held, mask=valid)
-    tl.store(slot_fold + slot, fold, mask=valid)
-    tl.store(slot_turn + slot, tl.where(runs, 1 - turn, turn), mask=valid)
 
     every, first, second = load_rule(p_entry, here)
-    covered = computed - fold
     certain = computed + scheduled - draft
-    passed = (covered // BLOCK_SIZE + 1) * BLOCK_SIZE
+    passed = ((computed - fold) // BLOCK_SIZE + 1) * BLOCK_SIZE
     passes = (passed <= computed) & keeps(passed, every, first, second)
     ends = keeps(certain, every, first, second)
     boundary = tl.where(passes, passed, certain)
-    stores = runs & (passes | (ends & (draft > 0)))
+    stores = passes | (ends & (draft > 0))
     write = tl.where(ends & (draft == 0), certain // BLOCK_SIZE - 1, live_column)
     write = tl.where(runs, write, -1)
-    certain = tl.where(runs, certain, 0)
+    full = computed - written + scheduled > window
+    writes = (draft == 0) | stores | (held != live_column) | full
+
+    tl.store(slot_computed + slot, computed, mask=valid)
+    tl.store(slot_held + slot, held, mask=valid)
+    tl.store(slot_fold + slot, fold, mask=valid)
+    tl.store(slot_written + slot, tl.where(runs & writes, certain, written), mask=valid)
 
     is_row = i_line < num_rows
+    certain = tl.where(runs, certain, 0)
     tl.store(placed + CERTAIN * placed_stride + i_line, certain, mask=is_row)
     tl.store(placed + COLUMN * placed_stride + i_line, write, mask=is_row)
     tl.store(placed + PLACED_DRAFT * placed_stride + i_line, draft, mask=is_row)
     inside = i_line < max_rows
     runs = runs & is_row
-    stores = stores & is_row
+    stores = stores & runs
     tl.store(read_column + i_line, tl.where(runs, held, -1), mask=inside)
-    tl.store(fold_count + i_line, tl.where(runs, fold, 0), mask=inside)
-    tl.store(turn_half + i_line, tl.where(runs, turn, 0), mask=inside)
+    tl.store(offset + i_line, tl.where(runs, fold, 0), mask=inside)
+    pending = tl.where(runs & (held >= 0), computed - written, 0)
+    tl.store(pending_tokens + i_line, pending, mask=inside)
+    tl.store(cursor + i_line, tl.where(runs, written % ring, 0), mask=inside)
     tl.store(write_column + i_line, tl.where(runs, write, -1), mask=inside)
+    tl.store(writes_state + i_line, (runs & writes).to(tl.int32), mask=inside)
     column = tl.where(stores, boundary // BLOCK_SIZE - 1, -1)
     tl.store(snapshot_column + i_line, column, mask=inside)
-    tl.store(snapshot_after + i_line, tl.where(stores, boundary - covered, 0), mask=inside)
+    tl.store(snapshot_after + i_line, tl.where(stores, boundary - computed, 0), mask=inside)
     tl.store(certain_tokens + i_line, tl.where(runs, certain, 0), mask=inside)
 
 
@@ -232,15 +278,13 @@ def advance_replay(
     accepted: Tensor,
     placed: Tensor,
     positions: ReplayPositions,
-    block_size: int,
-    live_column: int,
+    place: ReplayPlace,
 ) -> None:
     """`advance_replay_reference` by one launch where Triton runs."""
     if not runs_triton(entries):
         advance_replay_reference(
-            entries, num_entries, num_rows, slots, previous, accepted, placed, positions,
-            block_size, live_column,
-        )  # fmt: skip
+            entries, num_entries, num_rows, slots, previous, accepted, placed, positions, place
+        )
         return
     max_rows = positions.read_column.shape[0]
     grid = (triton.cdiv(max(max_rows, num_entries), LINES), 1, 1)
@@ -257,10 +301,12 @@ def advance_replay(
         placed.stride(0),
         *positions,
         max_rows,
-        live_column,
-        block_size,
+        place.live_column,
+        place.window,
+        place.ring,
+        place.block_size,
     )
-    key = (entries.device, block_size)
+    key = (entries.device, place.block_size)
     compiled = _compiled.get(key)
     if compiled is None:
         compiled = _advance_replay_kernel[grid](*arguments)

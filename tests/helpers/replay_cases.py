@@ -4,7 +4,7 @@ and many steps of it beside the columns layout."""
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 from hybrid_runtime.kernels.common.varlen import StateRows
 from hybrid_runtime.kernels.mamba.naive import selective_state_update_reference
 from hybrid_runtime.kernels.replay.rows import ReplayRows
-from hybrid_runtime.kernels.replay.window_cache import WindowCache
+from hybrid_runtime.kernels.replay.window_cache import WindowCache, ring_length
 from hybrid_runtime.kernels.step.advance_replay import ReplayPositions
 
 plain = pytest.mark.skipif(INTERPRETED, reason="runs no kernel")
@@ -32,6 +32,7 @@ class Ssm:
     states: torch.dtype = torch.float32
     drafts: int = 3
     tokens: int = 4
+    window: int = 16
     heads: int = 2
     groups: int = 2
     dim: int = 8
@@ -70,7 +71,7 @@ class Ssm:
     def window_cache(self, generator: torch.Generator, slots: int) -> WindowCache:
         shape = (self.heads, self.dim, self.state)
         window_cache = WindowCache.allocate(
-            1, slots, self.drafts, shape, self.groups, self.x, DEVICE
+            1, slots, self.drafts, self.window, shape, self.groups, self.x, DEVICE
         )
         for part in window_cache[:2]:
             part.copy_(noise(generator, *part.shape, dtype=self.x))
@@ -78,53 +79,93 @@ class Ssm:
         return window_cache.layer(0)
 
 
+class Case(NamedTuple):
+    """A row of `Rows`: its fields of `ReplayRows` and `ReplayPositions`."""
+
+    scheduled: int
+    draft: int
+    pending: int = 0
+    read: int = 0
+    write: int = 0
+    writes: int = 1
+    snapshot: int = -1
+    after: int = 0
+    offset: int = 0
+    cursor: int = 0
+    slot: int = -1
+
+    @property
+    def active(self) -> bool:
+        return self.scheduled > 0 and self.write >= 0 and self.slot >= 0
+
+
 class Rows:
-    """Rows with every number of folded, certain and guessed tokens and every place of a snapshot,
-    reading the block they write, another, or none. Behind them padded rows of both kinds with and
-    without tokens, an empty row, and tokens that belong to no row. Slots are not in row order.
+    """Rows with few and many pending, certain and guessed tokens and every place of a snapshot,
+    that write or don't, reading the block they write, another, or none. Behind them padded rows of
+    both kinds with and without tokens, an empty row, and tokens that belong to no row. Slots are
+    not in row order.
     """
 
-    def __init__(self, drafts: int, tokens: int, seed: int) -> None:
+    def __init__(self, drafts: int, tokens: int, seed: int, window: int = 16) -> None:
         generator = torch.Generator().manual_seed(seed)
 
         def pick(low: int, high: int) -> int:
             return int(torch.randint(low, high + 1, (1,), generator=generator))
 
-        # scheduled, draft, read, fold, turn, write, snapshot, after
-        spec: list[list[int]] = []
-        for fold in range(drafts + 1):
-            draft = min((fold + 3) % (drafts + 1), tokens - 1)
-            spec.append([draft + 1, draft, 0, fold, pick(0, 1), 0, -1, pick(0, 9)])
-            draft = pick(0, min(drafts, tokens - 1))
-            scheduled = min(draft + pick(1, 2), tokens)
-            certain = scheduled - draft
-            for after in (pick(0, fold), pick(fold + 1, fold + certain)):
-                spec.append([scheduled, draft, 0, fold, pick(0, 1), 0, 2, after])
+        most, self.ring = max(window, drafts), ring_length(drafts, window)
         draft = min(drafts, tokens - 1)
-        spec.append([draft + 1, draft, 1, 0, 1, 0, -1, 0])
-        spec.append([draft + 1, draft, -1, drafts, 0, 0, -1, 0])
-        spec.append([tokens, draft, -1, drafts, 0, 0, 2, 1])
-        spec.append([tokens, 0, 0, min(1, drafts), 0, 0, 2, tokens])
-        spec.append([tokens, draft, 0, drafts, 1, 0, -1, 0])
-        spec.append([1, 0, 0, 0, 0, 0, -1, 0])
+        spec: list[Case] = []
+        for pending in sorted(
+            {0, 1, drafts, max(window - draft - 1, 0), most} & {*range(most + 1)}
+        ):
+            fits = draft > 0 and pending + draft + 1 <= window
+            offset = pick(0, min(pending, drafts))
+            spec.append(Case(draft + 1, draft, pending, writes=not fits, offset=offset))
+            few = pick(0, draft)
+            scheduled = min(few + pick(1, 2), tokens, self.ring - pending)
+            few = min(few, scheduled - 1)
+            for after in {pick(min(1 - offset, 0), 0), pick(1, scheduled - few)}:
+                if after + offset > 0:
+                    spec.append(
+                        Case(scheduled, few, pending, snapshot=2, after=after, offset=offset)
+                    )
+        several = min(tokens, max(window, 1))
+        several_writes = several > window or min(draft, several - 1) == 0
+        spec.append(Case(several, min(draft, several - 1), writes=several_writes))
+        spec.append(Case(draft + 1, draft, read=1))
+        spec.append(Case(draft + 1, draft, read=-1))
+        spec.append(Case(tokens, draft, read=-1, snapshot=2, after=1))
+        spec.append(Case(tokens, 0, min(1, most), snapshot=2, after=tokens))
+        spec.append(Case(1, 0, most, offset=min(drafts, most)))
+        spec.append(Case(1, 0))
         slots = len(spec)
         table = torch.randperm(3 * slots, generator=generator).int() + 1
-        rows = [[*row, slot] for slot, row in enumerate(spec)]
-        rows[1:1] = [[tokens, 0, 0, 0, 0, 0, 2, 1, -1], [0, 0, -1, 0, 0, -1, -1, 0, -1]]
-        rows += [[1, 0, 0, 0, 0, -1, 2, 0, 0], [0, 0, 0, 0, 0, 0, 2, 0, 1]]
-        order = torch.randperm(len(rows), generator=generator).tolist()
-        rows = [rows[i] for i in order]
-        columns = torch.tensor(rows).int().T.contiguous().to(DEVICE)
-        start = torch.cat([ints(0), columns[0].cumsum(0).int()])
+        cases = [
+            case._replace(slot=slot, cursor=pick(0, self.ring - 1))
+            for slot, case in enumerate(spec)
+        ]
+        cases[1:1] = [Case(tokens, 0, snapshot=2, after=1), Case(0, 0, read=-1, write=-1)]
+        cases += [Case(1, 0, write=-1, snapshot=2, slot=0), Case(0, 0, snapshot=2, slot=1)]
+        order = torch.randperm(len(cases), generator=generator).tolist()
+        cases = [cases[i] for i in order]
+        numbers = torch.tensor([[int(value) for value in case] for case in cases])
+        fields = dict(zip(Case._fields, numbers.int().T.contiguous().to(DEVICE), strict=True))
+        scheduled_ = fields["scheduled"]
+        start = torch.cat([ints(0), scheduled_.cumsum(0).int()])
         self.slots, self.blocks, self.tokens = slots, 3 * slots + 1, int(start[-1]) + 3
         self.table = table.view(slots, 3).to(DEVICE)
-        positions = ReplayPositions(*columns[2:8], certain=columns[0] * 7 + 100)
-        self.rows = ReplayRows(self.table, columns[8], start, columns[1], positions)
+        positions = ReplayPositions(
+            read_column=fields["read"], offset=fields["offset"], pending=fields["pending"],
+            cursor=fields["cursor"], write_column=fields["write"], writes=fields["writes"],
+            snapshot_column=fields["snapshot"], snapshot_after=fields["after"],
+            certain=scheduled_ * 7 + 100,
+        )  # fmt: skip
+        self.rows = ReplayRows(self.table, fields["slot"], start, fields["draft"], positions)
         self.arguments: dict[str, Any] = {"rows": self.rows, "max_scheduled": tokens}
-        live = (columns[8] >= 0) & (positions.write_column >= 0)
-        owner = torch.repeat_interleave(torch.arange(len(rows), device=DEVICE), columns[0].long())
+        live = (fields["slot"] >= 0) & (positions.write_column >= 0)
+        owner = torch.repeat_interleave(torch.arange(len(cases), device=DEVICE), scheduled_.long())
         self.owned = torch.cat([live[owner], torch.zeros(3, dtype=torch.bool, device=DEVICE)])
-        self.active = [r for r in rows if r[0] > 0 and r[5] >= 0 and r[8] >= 0]
+        self.active = [case for case in cases if case.active]
 
 
 # In the interpreter time goes by programs and the operations of each: small models, heads least.
@@ -151,9 +192,11 @@ class History:
         self.window_cache = shape.window_cache(self.generator, slots)
         fine = torch.promote_types(shape.x, torch.float32)
         self.vectors = shape.vectors(self.generator, fine)
-        self.fold, self.turn = [0] * slots, [0] * slots
-        self.certain = [0] * slots  # tokens in the live state
+        self.fold = [0] * slots  # guesses accepted in the last step
+        self.certain = [0] * slots  # tokens that were certain before them
+        self.written = [0] * slots  # tokens in the live state
         self.snapshots: dict[int, tuple[int, Tensor]] = {}
+        self.kept: dict[int, Tensor] = {}  # what the columns layout had when the state was written
 
     def below(self, high: int) -> int:
         return int(torch.randint(high, (1,), generator=self.pick))
@@ -166,28 +209,34 @@ class History:
         draft = [self.below(min(shape.drafts, shape.tokens - 1) + 1) for _ in slots]
         # A row has one certain token, or several if no boundary lies inside them.
         scheduled = [d + 1 + self.below(shape.tokens - d) for d in draft]
-        reads, snapshot, after = [], [], []
+        length = self.window_cache.length
+        reads, snapshot, after, pending, cursor, writes = [], [], [], [], [], []
         for i, slot in enumerate(slots):
             final = self.certain[slot] + self.fold[slot]
             running = final + scheduled[i] - draft[i]
             boundary = running // self.block * self.block
             crosses = boundary > self.certain[slot]
             snapshot.append(1 if crosses else -1)
-            after.append(boundary - self.certain[slot])
-            reads.append(0 if self.certain[slot] else -1)
+            after.append(boundary - final if crosses else 0)
+            reads.append(0 if self.written[slot] else -1)
+            pending.append(final - self.written[slot])
+            cursor.append(self.written[slot] % length)
+            full = pending[i] + scheduled[i] > shape.window
+            writes.append(not draft[i] or crosses or reads[i] < 0 or full)
         starts = torch.tensor([0, *scheduled]).cumsum(0).int().to(DEVICE)
         slot, drafts, zero = ints(*slots), ints(*draft), ints(*[0] * len(slots))
         fold = ints(*(self.fold[s] for s in slots))
-        turn = ints(*(self.turn[s] for s in slots))
         inputs = shape.inputs(self.generator, int(starts[-1])) | self.vectors
         before = self.columns.clone()
-        wide_rows = StateRows(self.wide_table, slot, starts, drafts, ints(*reads), fold, zero)
+        begun = ints(*(0 if self.certain[s] else -1 for s in slots))
+        wide_rows = StateRows(self.wide_table, slot, starts, drafts, begun, fold, zero)
         wide = selective_state_update_reference(
             **inputs, states=self.columns, rows=wide_rows, max_scheduled=shape.tokens
         )
         positions = ReplayPositions(
-            read_column=ints(*reads), fold=fold, turn=turn, write_column=zero,
-            snapshot_column=ints(*snapshot), snapshot_after=ints(*after), certain=zero,
+            read_column=ints(*reads), offset=fold, pending=ints(*pending), cursor=ints(*cursor),
+            write_column=zero, writes=ints(*map(int, writes)), snapshot_column=ints(*snapshot),
+            snapshot_after=ints(*after), certain=zero,
         )  # fmt: skip
         y = update(
             **inputs,
@@ -198,18 +247,20 @@ class History:
         )
         for i, slot_ in enumerate(slots):
             if snapshot[i] > 0:
-                passed = after[i] - self.fold[slot_]
-                if passed <= 0:  # one of the guesses that were accepted
-                    state = before[self.wide_table[slot_, after[i]].long()]
-                    self.snapshots[slot_] = (after[i] + self.certain[slot_], state)
-                elif passed == scheduled[i] - draft[i]:
+                boundary = self.certain[slot_] + self.fold[slot_] + after[i]
+                if after[i] <= 0:  # one of the guesses that were accepted
+                    state = before[self.wide_table[slot_, after[i] + self.fold[slot_]].long()]
+                    self.snapshots[slot_] = (boundary, state)
+                elif after[i] == scheduled[i] - draft[i]:
                     state = self.columns[self.wide_table[slot_, 0].long()].clone()
-                    self.snapshots[slot_] = (after[i] + self.certain[slot_], state)
+                    self.snapshots[slot_] = (boundary, state)
                 else:
                     self.snapshots.pop(slot_, None)
             self.certain[slot_] += self.fold[slot_] + scheduled[i] - draft[i]
             self.fold[slot_] = self.below(draft[i] + 1)
-            self.turn[slot_] ^= 1
+            if writes[i]:
+                self.written[slot_] = self.certain[slot_]
+                self.kept[slot_] = self.columns[self.wide_table[slot_, 0].long()].clone()
         return y, wide
 
     def live(self, which: int = 0) -> Tensor:
@@ -218,12 +269,11 @@ class History:
     def check(self, tolerance: float) -> int:
         """Live states and snapshots against the columns layout; how many snapshots."""
         for slot in range(self.slots):
-            pairs = [(0, self.columns[self.wide_table[slot, 0].long()])]
+            pairs = [(0, self.kept[slot])] if self.written[slot] else []
             if slot in self.snapshots:
                 pairs.append((1, self.snapshots[slot][1]))
             for which, want in pairs:
-                if self.certain[slot]:
-                    got = self.live(which)[slot]
-                    error = (got.double() - want.double()).abs().max()
-                    assert error <= tolerance * want.double().abs().max()
+                got = self.live(which)[slot]
+                error = (got.double() - want.double()).abs().max()
+                assert error <= tolerance * want.double().abs().max()
         return len(self.snapshots)

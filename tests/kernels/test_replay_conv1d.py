@@ -46,6 +46,7 @@ WINDOWS = [
     Window(drafts=0, tokens=1),
     Window(drafts=5, tokens=6),
     Window(tokens=8),
+    Window(drafts=15, tokens=16),
     Window(taps=2),
     Window(taps=1),
     Window(channels=300, layout="DS"),
@@ -64,10 +65,11 @@ def test_replay_window(shape: Window) -> None:
         windows = windows.to(shape.window)
         if shape.layout == "DS":
             windows = windows.mT.contiguous().mT
-        for _, _, read, fold, _, _, _, _, slot in rows.active:
-            if read >= 0:
-                old = noise(generator, history + fold, channels, dtype=shape.window)
-                windows[rows.table[slot, read], : history + fold] = old
+        for row in rows.active:
+            if row.read >= 0:
+                known = history + row.offset
+                old = noise(generator, known, channels, dtype=shape.window)
+                windows[rows.table[row.slot, row.read], :known] = old
         x = noise(generator, rows.tokens, channels + 8, dtype=shape.x)[:, 8:]
         weight = noise(generator, channels, shape.taps, dtype=shape.x)
         before = windows.clone()
@@ -108,9 +110,10 @@ def test_window_reference_keeps_the_last_inputs(drafts: int) -> None:
         crosses = boundary > certain
         x = torch.rand(count + draft, channels, generator=pick).double()
         positions = ReplayPositions(
-            read_column=cpu(0 if certain else -1), fold=cpu(fold), turn=cpu(0), write_column=cpu(0),
-            snapshot_column=cpu(1 if crosses else -1), snapshot_after=cpu(boundary - certain),
-            certain=cpu(running),
+            read_column=cpu(0 if certain else -1), offset=cpu(fold), pending=cpu(fold),
+            cursor=cpu(0), write_column=cpu(0), writes=cpu(int(crosses)),
+            snapshot_column=cpu(1 if crosses else -1),
+            snapshot_after=cpu(boundary - certain - fold), certain=cpu(running),
         )  # fmt: skip
         rows = ReplayRows(table, cpu(0), cpu(0, count + draft), cpu(draft), positions)
         history = inputs[: taps - 1 + certain + fold]

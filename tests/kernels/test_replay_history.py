@@ -18,17 +18,34 @@ def test_kernels_in_the_interpreter() -> None:
 
 
 @plain
-@pytest.mark.parametrize("drafts", range(6))
-def test_reference_follows_the_columns_layout(drafts: int) -> None:
-    shape = Ssm(x=torch.float64, states=torch.float64, drafts=drafts, tokens=drafts + 2)
+@pytest.mark.parametrize("window", ["0", "tightest", "longest"])
+@pytest.mark.parametrize("drafts", [0, 1, 2, 3, 5, 15])
+def test_reference_follows_the_columns_layout(drafts: int, window: str) -> None:
+    """With the states in memory as old as the window allows."""
+    longest = {"0": 0, "tightest": drafts + 1, "longest": 16}[window]
+    shape = Ssm(
+        x=torch.float64, states=torch.float64, drafts=drafts, tokens=drafts + 1, window=longest
+    )
     snapshots = 0
-    for seed in range(4):
+    for seed in range(3):
         history = History(shape, slots=4, seed=seed, block=drafts + 3)
         for _ in range(25):
             y, wide = history.step(replay_update_reference)
             torch.testing.assert_close(y, wide, rtol=1e-11, atol=1e-11)
             snapshots += history.check(1e-12)
     assert snapshots > 20
+
+
+@plain
+def test_the_longest_window_is_used_whole() -> None:
+    shape = Ssm(x=torch.float64, states=torch.float64)
+    history = History(shape, slots=1, seed=0, block=1 << 30)
+    lacks = []
+    for _ in range(60):
+        y, wide = history.step(replay_update_reference)
+        torch.testing.assert_close(y, wide, rtol=1e-11, atol=1e-11)
+        lacks.append(history.certain[0] + history.fold[0] - history.written[0])
+    assert max(lacks) == 16
 
 
 @plain
@@ -42,9 +59,11 @@ def test_error_of_fp32_stays_small_over_many_tokens() -> None:
 
 
 @kernels
-@pytest.mark.parametrize("drafts", [0, 1, 3, 5])
-def test_kernel_follows_the_columns_layout(drafts: int) -> None:
-    shape = Ssm(x=torch.float32, drafts=drafts, tokens=drafts + 1, heads=1, groups=1)
+@pytest.mark.parametrize(
+    ("drafts", "window"), [(0, 16), (1, 16), (3, 0), (3, 4), (3, 16), (5, 16), (15, 0), (15, 16)]
+)
+def test_kernel_follows_the_columns_layout(drafts: int, window: int) -> None:
+    shape = Ssm(x=torch.float32, drafts=drafts, tokens=drafts + 1, heads=1, groups=1, window=window)
     history = History(shape, slots=4, seed=drafts, block=drafts + 2)
     snapshots = 0
     for _ in range(40 if CUDA else 15):

@@ -24,13 +24,17 @@ from hybrid_runtime.kernels.replay.rounding import (
 from hybrid_runtime.kernels.replay.rows import ReplayRows
 from hybrid_runtime.kernels.replay.update import replay_update
 from hybrid_runtime.kernels.replay.window_cache import WindowCache
-from hybrid_runtime.kernels.step.advance_replay import ReplayPositions
+from hybrid_runtime.kernels.step.advance_replay import IDLE, ReplayPositions
 
 SSMS = [
     Ssm(),
     Ssm(x=torch.float32),
     *(Ssm(x=torch.float32, drafts=d, tokens=d + 1) for d in (0, 2, 4)),
     Ssm(drafts=7, tokens=8, heads=1, groups=1),
+    Ssm(drafts=15, tokens=16, heads=1, groups=1),
+    Ssm(drafts=15, tokens=16, window=0, heads=1, groups=1, states=torch.float16),
+    Ssm(window=0),
+    Ssm(window=4),
     Ssm(drafts=1, tokens=6),
     Ssm(drafts=5, tokens=2),
     Ssm(groups=1, pad=3),
@@ -82,7 +86,7 @@ def test_kernels_in_the_interpreter(tests: str) -> None:
 @pytest.mark.parametrize("shape", SSMS, ids=str)
 def test_replay_update(shape: Ssm) -> None:
     for seed in SEEDS:
-        rows = Rows(shape.drafts, shape.tokens, seed)
+        rows = Rows(shape.drafts, shape.tokens, seed, shape.window)
         generator = torch.Generator(DEVICE).manual_seed(seed)
         size = shape.heads * shape.dim * shape.state
         flat = torch.full(
@@ -94,13 +98,14 @@ def test_replay_update(shape: Ssm) -> None:
         pages = flat[shape.skew :].view(rows.blocks, -1)
         states = pages[:, :size].unflatten(1, (shape.heads, shape.dim, shape.state))
         window_cache = shape.window_cache(generator, rows.slots)
-        for _, _, read, fold, turn, _, _, _, slot in rows.active:
-            used = fold if read >= 0 else 0
-            for part in window_cache:  # what no accepted guess has written is never looked at
-                part[turn, slot, used:] = float("nan")
-                part[1 - turn, slot] = float("nan")
-            if read >= 0:
-                states[rows.table[slot, read]] = noise(
+        for row in rows.active:
+            past = (row.cursor + torch.arange(row.pending)) % rows.ring
+            for part in window_cache:  # what no pending token has written is never looked at
+                spoilt = torch.ones(rows.ring, dtype=torch.bool)
+                spoilt[past] = False
+                part[row.slot, :, spoilt.to(DEVICE)] = float("nan")
+            if row.read >= 0:
+                states[rows.table[row.slot, row.read]] = noise(
                     generator, shape.heads, shape.dim, shape.state, dtype=shape.states
                 )
         before = flat.clone(), WindowCache(*(part.clone() for part in window_cache))
@@ -123,8 +128,9 @@ def test_replay_update(shape: Ssm) -> None:
         error = (y.float() - y_reference.float()).abs().max() / y_reference.float().abs().max()
         assert error <= ROUNDS[shape.x]
         tolerance = ROUNDS[shape.states] * (2 if shape.rounding else 1)
-        written = {int(rows.table[r[8], r[5]]) for r in rows.active}
-        written |= {int(rows.table[r[8], r[6]]) for r in rows.active if r[6] >= 0}
+        active = rows.active
+        written = {int(rows.table[row.slot, row.write]) for row in active if row.writes}
+        written |= {int(rows.table[row.slot, row.snapshot]) for row in active if row.snapshot >= 0}
         got = after[shape.skew :].view(rows.blocks, -1)[:, :size].unflatten(1, states.shape[1:])
         for block in written:
             want = states[block].float()
@@ -142,11 +148,9 @@ def test_replay_update(shape: Ssm) -> None:
 
 @pytest.mark.skipif(not INTERPRETED, reason="only the interpreter tells who writes")
 @pytest.mark.parametrize("shape", SHARED, ids=str)
-def test_one_program_of_a_group_records_the_guesses_B(
-    shape: Ssm, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_program_of_a_group_records_B(shape: Ssm, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of all heads, tiles and chunks that share it: none would write anything else, only often."""
-    rows = Rows(shape.drafts, shape.tokens, seed=0)
+    rows = Rows(shape.drafts, shape.tokens, 0, shape.window)
     generator = torch.Generator(DEVICE).manual_seed(0)
     window_cache = shape.window_cache(generator, rows.slots)
     size = rows.blocks, shape.heads, shape.dim, shape.state
@@ -163,9 +167,9 @@ def test_one_program_of_a_group_records_the_guesses_B(
     plainly = InterpreterBuilder.create_masked_store
     monkeypatch.setattr(InterpreterBuilder, "create_masked_store", store)
     replay_update(states=states, window_cache=window_cache, **arguments, **rows.arguments)
-    guesses = sum(row[1] for row in rows.active)
-    assert guesses
-    assert list(writes.values()) == [1] * (guesses * shape.groups * shape.state)
+    kept = sum(row.draft if row.writes else row.scheduled for row in rows.active)
+    assert kept
+    assert list(writes.values()) == [1] * (kept * shape.groups * shape.state)
 
 
 @kernels
@@ -174,7 +178,7 @@ def test_queries_of_any_size(states: torch.dtype) -> None:
     """Outputs without D are linear in C, so a power of two passes through, far from fp16's range
     too, where products with an fp16 state have to bring C first."""
     shape = Ssm(states=states, state=32, heads=1, groups=1, drafts=2, tokens=3)
-    rows = Rows(shape.drafts, shape.tokens, 0)
+    rows = Rows(shape.drafts, shape.tokens, 0, shape.window)
     generator = torch.Generator(DEVICE).manual_seed(0)
     arguments = shape.inputs(generator, rows.tokens) | shape.vectors(generator, torch.float32)
     arguments |= rows.arguments | {"D": torch.zeros(shape.heads, device=DEVICE)}
@@ -215,6 +219,7 @@ def test_few_rows_are_spread_over_more_programs() -> None:
 def test_guesses_that_are_not_finite_leave_the_state_alone(states: torch.dtype) -> None:
     shape = Ssm(states=states, drafts=2)
     rows = Rows(2, 3, 0)
+    assert any(row.draft and row.writes for row in rows.active)
     generator = torch.Generator(DEVICE).manual_seed(0)
     inputs = shape.inputs(generator, rows.tokens)
     rest = shape.vectors(generator, torch.float32) | rows.arguments
@@ -286,7 +291,7 @@ def test_no_rows(tokens: int) -> None:
         **shape.vectors(generator, torch.float32),
         states=torch.zeros(1, 2, 8, 16, device=DEVICE),
         window_cache=shape.window_cache(generator, 2),
-        rows=ReplayRows(none.view(0, 1), none, ints(0), none, ReplayPositions(*[none] * 7)),
+        rows=ReplayRows(none.view(0, 1), none, ints(0), none, ReplayPositions(*[none] * len(IDLE))),
         max_scheduled=4,
     )
     assert y.shape == (tokens, 2, 8)
@@ -345,8 +350,8 @@ def test_block_strides_beyond_32_bits() -> None:
     states.copy_(noise(generator, 4, 2, 8, 16, dtype=torch.float16))
     near, window_cache = states.clone(), shape.window_cache(generator, 1)
     positions = ReplayPositions(
-        read_column=ints(0), fold=ints(2), turn=ints(1), write_column=ints(0),
-        snapshot_column=ints(2), snapshot_after=ints(1), certain=ints(4),
+        read_column=ints(0), offset=ints(2), pending=ints(2), cursor=ints(15), write_column=ints(0),
+        writes=ints(1), snapshot_column=ints(2), snapshot_after=ints(-1), certain=ints(4),
     )  # fmt: skip
     rows: dict[str, Any] = {
         "rows": ReplayRows(ints([3, 1, 2, 0]), ints(0), ints(0, 4), ints(2), positions),
