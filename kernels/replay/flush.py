@@ -1,11 +1,14 @@
 """Flush: the exact state of chosen rows of the replay layout, in all layers at once.
 
-Between steps a live state lacks the accepted guesses of the last step. Whoever needs it whole (a
-request ends or is preempted, a boundary is to be shared) has them folded in here.
+A live state may lack the last tokens of its request. Whoever needs it whole (a request ends or is
+preempted, a boundary is to be shared) has them folded in here.
 """
 
 # mypy: disable-error-code="assignment"
 from __future__ import annotations
+
+import functools
+from typing import NamedTuple
 
 import torch
 import triton
@@ -14,12 +17,14 @@ from torch import Tensor
 
 from hybrid_runtime.kernels.common.backend import runs_triton
 from hybrid_runtime.kernels.common.types import FLOAT_TYPES, WORD_TYPES
-from hybrid_runtime.kernels.replay.launch import ReplayTiling, replay_shape
 from hybrid_runtime.kernels.replay.naive import fold_reference
-from hybrid_runtime.kernels.replay.program import Guesses
-from hybrid_runtime.kernels.replay.rounding import LAST_PLACE, Rounding, last_place, rounding_key
-from hybrid_runtime.kernels.replay.tile import fold_part, guesses_of, load_guesses, store_part
-from hybrid_runtime.kernels.replay.update import MAX_CACHED
+from hybrid_runtime.kernels.replay.rounding import (
+    LAST_PLACE,
+    Rounding,
+    last_place,
+    round_state,
+    rounding_key,
+)
 from hybrid_runtime.kernels.replay.window_cache import (
     WindowCache,
     check_contiguous,
@@ -47,21 +52,21 @@ def replay_flush_reference(
     positions: ReplayPositions,
     rounding: Rounding | None = None,
 ) -> None:
-    """Write window and state of the listed rows, with what was accepted, to their write columns.
+    """Write window and state of the listed rows, with what they lack, to their write columns.
 
-    The state of the read column after `fold` guesses goes to the write column, the window's W - 1
-    inputs at offset `fold` to offset 0 there. If that is the live block, the row's `fold` is 0 from
-    then on, which is for the caller to note. A read column of -1 gives zeros. No listed row may
-    read a block that another one writes.
+    The state of the read column after `pending` tokens of the window cache goes to the write
+    column, the convolution window's inputs at `offset` to offset 0 there. If that is the live
+    block, the row must not run on from there, unless the caller notes it. A read column of -1 gives
+    zeros. No listed row may read a block that another one writes.
 
     Args:
         table: states of all layers, changed in place.
-        window_cache: of all layers, `[layers, 2, slots, K, ...]`.
+        window_cache: of all layers.
         A_log: [layers, H].
         listed: int32 [count], rows to flush; -1 = none. It indexes the arguments below.
         slot: int32 [rows]; -1 = padded row. With row i for slot i, rows are slots.
-        positions: int32 [rows] each; a write column of -1 leaves the row out. Snapshots are not
-            stored.
+        positions: int32 [rows] each; a write column of -1 leaves the row out. `writes` and the
+            snapshots' are not used.
         rounding: seed by slot; its layer is the number of the first layer. None: to nearest.
     """
     picked = listed[listed >= 0].long()
@@ -78,19 +83,61 @@ def replay_flush_reference(
         fold_reference(states, cache, A_log[layer], blocks, slot, positions, own)
         column = torch.where(reads, positions.read_column[at], 0).long()
         source = blocks[slot[at].long(), column].long()
-        offset = torch.where(reads, positions.fold[at], 0).long()
+        offset = torch.where(reads, positions.offset[at], 0).long()
         inputs = windows[source[:, None], offset[:, None] + tap]
         inputs = torch.where(reads[:, None, None], inputs, torch.zeros((), dtype=inputs.dtype))
         target = blocks[slot[at].long(), positions.write_column[at].long()].long()
         windows[target[:, None], tap] = inputs
 
 
+class FlushShape(NamedTuple):
+    """What the kernel is compiled for.
+
+    HEADS, HEADS_PER_GROUP, DIM, STATE: H, H // G, P and N.
+    RING: L, tokens of a slot's ring.
+    TILE: rows of P per program.
+    PART: columns of N at a time, in registers.
+    """
+
+    HEADS: tl.constexpr
+    HEADS_PER_GROUP: tl.constexpr
+    DIM: tl.constexpr
+    STATE: tl.constexpr
+    RING: tl.constexpr
+    TILE: tl.constexpr
+    PART: tl.constexpr
+
+
+@functools.cache
+def flush_shape(heads: int, groups: int, dim: int, state: int, ring: int) -> FlushShape:
+    """Kept, because Triton finds a compiled kernel by the hash of its constants."""
+    sizes = (heads, heads // groups, dim, state, ring)
+    tile = min(TILE, triton.next_power_of_2(dim))
+    part = min(PART, triton.next_power_of_2(state))
+    return FlushShape(*(tl.constexpr(size) for size in (*sizes, tile, part)))
+
+
+@triton.jit
+def fold_pending(b_h, p_x, p_B, p_dt, first, count, rate, in_dim, in_state, shape):
+    """Part of a state `[TILE, PART]` after `count` tokens of the ring, from index `first` on."""
+    at = first
+    left = count
+    while left > 0:
+        step = tl.load(p_dt + at)
+        b_x = tl.load(p_x + at * shape.DIM, mask=in_dim, other=0.0).to(tl.float32)
+        b_B = tl.load(p_B + at * shape.STATE, mask=in_state, other=0.0).to(tl.float32)
+        b_h = b_h * tl.exp(step * rate) + (step * b_x)[:, None] * b_B[None, :]
+        at = tl.where(at + 1 == shape.RING, 0, at + 1)
+        left -= 1
+    return b_h
+
+
 # Pointers to rows are arguments of their own: a tuple's would be specialised on their alignment.
 @triton.jit(
     do_not_specialize=["slots", "layer"],
     do_not_specialize_on_alignment=[
-        "A_log", "dt_cache", "listed", "slot", "read_column", "fold", "turn", "write_column",
-        "certain", "seed",
+        "A_log", "dt_cache", "listed", "slot", "read_column", "offset", "pending", "cursor",
+        "write_column", "certain", "seed",
     ],
 )  # fmt: skip
 def _flush_kernel(
@@ -102,8 +149,9 @@ def _flush_kernel(
     listed,
     slot,
     read_column,
-    fold,
-    turn,
+    offset,
+    pending,
+    cursor,
     write_column,
     certain,
     seed,
@@ -123,7 +171,10 @@ def _flush_kernel(
     VECTOR: tl.constexpr,
 ):
     STATE: tl.constexpr = shape.STATE
-    tiles: tl.constexpr = (shape.DIM + shape.TILE - 1) // shape.TILE
+    DIM: tl.constexpr = shape.DIM
+    RING: tl.constexpr = shape.RING
+    groups: tl.constexpr = shape.HEADS // shape.HEADS_PER_GROUP
+    tiles: tl.constexpr = (DIM + shape.TILE - 1) // shape.TILE
     i_item = tl.program_id(0)
     i_row = tl.load(listed + tl.program_id(1))
     row_slot = tl.load(slot + i_row, mask=i_row >= 0, other=-1)
@@ -131,15 +182,16 @@ def _flush_kernel(
     if target >= 0:
         source = tl.load(read_column + i_row)
         reads = source >= 0
-        count = tl.where(reads, tl.load(fold + i_row), 0)
+        count = tl.where(reads, tl.load(pending + i_row), 0)
+        shift = tl.where(reads, tl.load(offset + i_row), 0)
         i_layer = tl.program_id(2)
         p_layer = addresses + i_layer * ADDRESS_FIELDS
         table = tl.load(p_layer + BASE_TABLE).to(tl.pointer_type(tl.int32))
         table += row_slot.to(tl.int64) * tl.load(p_layer + STRIDE_TABLE)
         block = tl.load(table + source, mask=reads, other=0).to(tl.int64)
         to = tl.load(table + target).to(tl.int64)
-        moves = (block != to) | (count > 0) | (source < 0)
-        if (i_item < shape.HEADS * tiles) & moves:
+        moves = (block != to) | (source < 0)
+        if (i_item < shape.HEADS * tiles) & (moves | (count > 0)):
             state_pointer: tl.constexpr = tl.pointer_type(state_type)
             base = tl.load(p_layer + BASE_SSM)
             read = (base + block * tl.load(p_layer + STRIDE_SSM)).to(state_pointer)
@@ -150,28 +202,32 @@ def _flush_kernel(
             i_head = i_item // tiles
             o_p = i_item % tiles * shape.TILE + tl.arange(0, shape.TILE)
             o_n = tl.arange(0, shape.PART)
-            in_dim = o_p < shape.DIM
-            across = i_head * shape.DIM + o_p
-            half = tl.load(turn + i_row)
-            past = guesses_of(
-                x_cache, B_cache, dt_cache, i_layer * 2 + half, slots, row_slot,
-                i_head // shape.HEADS_PER_GROUP, shape,
-            )  # fmt: skip
-            past = Guesses(past.x + across, past.B, past.dt + i_head)
-            xs, Bs, steps = load_guesses(past, count, o_n, in_dim, shape)
+            in_dim = o_p < DIM
+            index = i_layer.to(tl.int64) * slots + row_slot
+            i_ring = index * shape.HEADS + i_head
+            i_group = index * groups + i_head // shape.HEADS_PER_GROUP
+            p_x = x_cache + i_ring * (RING * DIM) + o_p
+            p_B = B_cache + i_group * (RING * STATE) + o_n
+            p_dt = dt_cache + i_ring * RING
+            first = tl.load(cursor + i_row)
             rate = -tl.exp(tl.load(A_log + i_layer * A_layer + i_head * A_head).to(tl.float32))
             key = row_slot.to(tl.uint32)
             if place is not None:
                 position = tl.load(certain + i_row)
                 key = rounding_key(tl.load(seed + row_slot), layer + i_layer, position)
-            for s in tl.static_range(shape.PARTS):
-                part = o_n + s * shape.PART
-                element = across[:, None] * STATE + part[None, :]
-                inside = in_dim[:, None] & (part < STATE)[None, :]
-                b_h = tl.load(read + element, mask=inside & reads, other=0.0)
-                b_h = fold_part(b_h, xs, Bs, steps, rate, s)
-                store_part(write, b_h, element, inside, key, place)
-        if (i_item >= shape.HEADS * tiles) & moves:
+            for s in tl.static_range((STATE + shape.PART - 1) // shape.PART):
+                in_state = o_n + s * shape.PART < STATE
+                element = (i_head * DIM + o_p)[:, None] * STATE + (o_n + s * shape.PART)[None, :]
+                inside = in_dim[:, None] & in_state[None, :]
+                b_h = tl.load(read + element, mask=inside & reads, other=0.0).to(tl.float32)
+                b_h = fold_pending(
+                    b_h, p_x, p_B + s * shape.PART, p_dt, first, count, rate, in_dim, in_state,
+                    shape,
+                )  # fmt: skip
+                if place is not None:
+                    b_h = round_state(b_h, element, key, place)
+                tl.store(write + element, b_h.to(state_type), mask=inside)
+        if (i_item >= shape.HEADS * tiles) & (moves | (shift > 0)):
             i_tile = i_item - shape.HEADS * tiles
             channel = i_tile * WINDOW_TILE + tl.arange(0, WINDOW_TILE)
             inner = channel < window_channels
@@ -183,7 +239,7 @@ def _flush_kernel(
             new += channel.to(tl.int64) * window_channel_stride
             inputs = ()
             for tap in tl.static_range(TAPS):
-                at = (count + tap).to(tl.int64) * window_position_stride
+                at = (shift + tap).to(tl.int64) * window_position_stride
                 inputs += (tl.load(old + at, mask=inner & reads, other=0),)
             # Source and target may be the same window, shifted.
             tl.debug_barrier()
@@ -191,9 +247,9 @@ def _flush_kernel(
                 tl.store(new + tap * window_position_stride, inputs[tap], mask=inner)
 
 
-TILING = ReplayTiling(tile=16, part=32, run=1, chunk=16, stages=1, programs=0, least=16)
-WINDOW_TILE, WARPS = 1024, 4
-"""Shares of states, channels of windows per program, warps per program. Not swept."""
+TILE, PART, WINDOW_TILE, WARPS = 16, 32, 1024, 4
+"""Rows and columns of a share of a state, channels of windows per program, warps per program. Not
+swept."""
 
 
 def replay_flush(
@@ -205,32 +261,28 @@ def replay_flush(
     positions: ReplayPositions,
     rounding: Rounding | None = None,
 ) -> None:
-    """`replay_flush_reference` by one launch where Triton runs.
-
-    fp64 states, and a cache of more than `MAX_CACHED` guesses, go to the reference.
+    """`replay_flush_reference` by one launch where Triton runs; fp64 states go to the reference.
 
     Raises:
         ValueError: states and window cache don't fit, or the cache is not contiguous.
     """
-    states, drafts = table.ssm[0], window_cache.dt.shape[3]
-    if not runs_triton(listed) or drafts > MAX_CACHED or states.dtype == torch.float64:
+    states = table.ssm[0]
+    if not runs_triton(listed) or states.dtype == torch.float64:
         replay_flush_reference(table, window_cache, A_log, listed, slot, positions, rounding)
         return
     if len(listed) == 0:
         return
-    check_window_cache(window_cache.x, window_cache.B, states, window_cache.layer(0))
-    check_contiguous(states, window_cache, window_cache.x.dtype)
-    (heads, dim), (groups, state) = window_cache.x.shape[4:], window_cache.B.shape[4:]
+    x, B = window_cache.x.transpose(2, 3), window_cache.B.transpose(2, 3)
+    check_window_cache(x, B, states, window_cache.layer(0))
+    check_contiguous(states, window_cache, x.dtype)
+    (heads, dim), (groups, state) = x.shape[3:], B.shape[3:]
     windows = table.windows[0]
-    tiling = TILING._replace(
-        tile=min(TILING.tile, triton.next_power_of_2(dim)),
-        part=min(TILING.part, triton.next_power_of_2(state)),
-    )
     if rounding is None or states.dtype not in LAST_PLACE:
         seed, layer, place = None, 0, None
     else:
         seed, layer, place = *rounding, last_place(states.dtype)
-    items = heads * triton.cdiv(dim, tiling.tile) + triton.cdiv(windows.shape[2], WINDOW_TILE)
+    items = heads * triton.cdiv(dim, min(TILE, triton.next_power_of_2(dim)))
+    items += triton.cdiv(windows.shape[2], WINDOW_TILE)
     _flush_kernel[(items, len(listed), len(table.ssm))](
         addresses=table.addresses,
         x_cache=window_cache.x,
@@ -240,19 +292,20 @@ def replay_flush(
         listed=listed,
         slot=slot,
         read_column=positions.read_column,
-        fold=positions.fold,
-        turn=positions.turn,
+        offset=positions.offset,
+        pending=positions.pending,
+        cursor=positions.cursor,
         write_column=positions.write_column,
         certain=positions.certain,
         seed=seed,
         layer=layer,
-        slots=window_cache.dt.shape[2],
+        slots=window_cache.dt.shape[1],
         A_layer=A_log.stride(0),
         A_head=A_log.stride(1),
         window_channels=windows.shape[2],
         window_position_stride=windows.stride(1),
         window_channel_stride=windows.stride(2),
-        shape=replay_shape(heads, groups, dim, state, 0, drafts, tiling),
+        shape=flush_shape(heads, groups, dim, state, window_cache.length),
         place=place,
         state_type=FLOAT_TYPES[states.dtype],
         tap_type=WORD_TYPES[windows.element_size()],

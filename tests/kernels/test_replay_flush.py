@@ -31,9 +31,10 @@ def test_kernels_in_the_interpreter() -> None:
 def flush_case(
     shape: Ssm, layers: int, seed: int
 ) -> tuple[StateTable, WindowCache, Tensor, dict[str, Any]]:
-    """States, window cache and rows of a flush; rows 0, 1, .. fold 0, 1, .. guesses."""
+    """States, window cache and rows of a flush; rows lack 0, 1, .. tokens, from anywhere on."""
     generator = torch.Generator(DEVICE).manual_seed(seed)
-    slots, taps = shape.drafts + 5, 3
+    most = max(shape.drafts, shape.window)
+    slots, taps = most + 5, 3
     table = torch.randperm(2 * slots, generator=torch.Generator().manual_seed(seed))
     table = table.view(slots, 2).int().to(DEVICE)
     inner = (shape.heads, shape.dim, shape.state)
@@ -42,18 +43,21 @@ def flush_case(
     every = [shape.window_cache(generator, slots) for _ in states]
     window_cache = WindowCache(*(torch.stack(parts) for parts in zip(*every, strict=True)))
     order = torch.randperm(slots, generator=torch.Generator().manual_seed(seed)).int().to(DEVICE)
-    fold = torch.arange(slots, device=DEVICE).int() % (shape.drafts + 1)
-    for i in range(slots):
-        for part in window_cache:
-            part[:, i % 2, order[i].long(), int(fold[i]) :] = float("nan")
-            part[:, 1 - i % 2, order[i].long()] = float("nan")
-    ones = torch.ones(slots, dtype=torch.int32, device=DEVICE)
-    read, write = ones * 0, torch.arange(slots, device=DEVICE).int() % 2
-    read[-1], write[-2] = -1, -1
     number = torch.arange(slots, device=DEVICE).int()
+    pending, ring = number % (most + 1), window_cache.length
+    offset, cursor = pending.clamp(max=shape.drafts), (number * 5) % ring
+    for i in range(slots):
+        past = (torch.arange(int(pending[i]), device=DEVICE) + cursor[i]) % ring
+        unused = torch.ones(ring, dtype=torch.bool, device=DEVICE)
+        unused[past] = False
+        for part in window_cache:
+            part[:, order[i].long(), :, unused] = float("nan")
+    ones = torch.ones(slots, dtype=torch.int32, device=DEVICE)
+    read, write = ones * 0, number % 2
+    read[-1], write[-2] = -1, -1
     positions = ReplayPositions(
-        read_column=read, fold=fold, turn=number % 2, write_column=write,
-        snapshot_column=ones, snapshot_after=ones, certain=number + 70,
+        read_column=read, offset=offset, pending=pending, cursor=cursor, write_column=write,
+        writes=ones, snapshot_column=ones, snapshot_after=ones, certain=number + 70,
     )  # fmt: skip
     order[-3] = -1
     A_log = torch.rand(layers, shape.heads, generator=generator, device=DEVICE)
@@ -66,7 +70,8 @@ FLUSHED = [
     Ssm(states=torch.float16),
     Ssm(states=torch.bfloat16, dim=5, state=12),
     Ssm(drafts=0),
-    Ssm(drafts=7, heads=1, groups=1, dim=40),
+    Ssm(window=0),
+    Ssm(drafts=15, heads=1, groups=1, dim=40),
     Ssm(states=torch.float16, rounding=True),
 ]
 if CUDA:
@@ -127,10 +132,13 @@ def test_flush_reference_is_the_next_fold() -> None:
     for _ in range(30):
         history.step(replay_update_reference)
         everyone = torch.arange(4, dtype=torch.int32, device=DEVICE)
-        held = ints(*(0 if n else -1 for n in history.certain))
+        held = ints(*(0 if n else -1 for n in history.written))
+        final = ints(*history.certain) + ints(*history.fold)
+        written = ints(*history.written)
         positions = ReplayPositions(
-            read_column=held, fold=ints(*history.fold), turn=ints(*history.turn),
-            write_column=everyone * 0 + 1, snapshot_column=held, snapshot_after=held, certain=held,
+            read_column=held, offset=ints(*history.fold), pending=final - written,
+            cursor=written % history.window_cache.length, write_column=everyone * 0 + 1,
+            writes=held, snapshot_column=held, snapshot_after=held, certain=held,
         )  # fmt: skip
         window = torch.zeros(8, 3 + shape.drafts, 2, device=DEVICE)
         table = StateTable.build([window], [history.states], [history.table], 3)
