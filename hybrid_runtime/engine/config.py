@@ -18,6 +18,7 @@ from hybrid_runtime.engine.checks import (
     check_number,
     resolve_dtype,
 )
+from hybrid_runtime.kernels.replay.window_cache import MAX_WINDOW
 from hybrid_runtime.models.config import NemotronHConfig
 from hybrid_runtime.models.mtp import MTPHead
 from hybrid_runtime.specdecode.drafter import DrafterName
@@ -51,6 +52,7 @@ class EngineOptions(TypedDict, total=False):
     prompt_graphs: bool
     strategy: Strategy
     state_layout: LayoutKind
+    window: int
     ssm_dtype: torch.dtype | DTypeName
     stochastic_rounding: bool
     conv_layout: ConvLayout
@@ -113,8 +115,12 @@ class EngineConfig:
     """Who decides when states are saved; see `HybridStateManager`."""
 
     state_layout: LayoutKind = "replay"
-    """What a request holds: one state, into which the next step folds what was accepted ("replay"),
-    or one for every guess ("columns"). Without drafts there are no guesses: "columns"."""
+    """What a request holds: one state, into which later steps fold what was accepted ("replay"), or
+    one for every guess ("columns"). Without drafts there are no guesses: "columns"."""
+
+    window: int = MAX_WINDOW
+    """Replay layout: tokens whose inputs are kept before a state is written, K + 1 to 16; 0: every
+    step writes the states. A longer window saves memory traffic and costs memory."""
 
     ssm_dtype: torch.dtype | DTypeName = "auto"
     """Of the SSM states: float32, bfloat16 or float16, or such a name. "auto": the checkpoint's own
@@ -202,6 +208,7 @@ class EngineConfig:
             conv_dtype=dtype,
             block_size=self.block_size,
             kind=self.state_layout if self.num_draft else "columns",
+            window=self.window,
         )
         if self.stochastic_rounding and not layout.rounds_stochastically:
             raise ValueError(

@@ -144,7 +144,7 @@ class Caches:
             ssm [blocks, H, P, N]).
         kv_block_table: int32 [slots, columns] of physical blocks of kv.
         state_block_table: int32 [slots, columns] of physical blocks of states.
-        window_cache: layer index to the inputs of the last step's guesses; empty in the columns
+        window_cache: layer index to the inputs of the last tokens; empty in the columns
             layout.
     """
 

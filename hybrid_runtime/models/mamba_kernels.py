@@ -28,7 +28,7 @@ class LayerState(NamedTuple):
     mamba_layer: the layer's index among the Mamba layers.
     windows: `[blocks, W - 1 + K, C]`, inputs of the convolution.
     ssm: `[blocks, H, P, N]`.
-    window_cache: inputs of the last step's guesses (replay layout).
+    window_cache: inputs of the last tokens (replay layout).
     """
 
     mamba_layer: int
@@ -129,7 +129,7 @@ class ColumnsUpdatePart:
 
 @dataclass(frozen=True, slots=True)
 class ReplayUpdatePart:
-    """Decoding rows of the replay layout: accepted guesses of the last step are folded in."""
+    """Decoding rows of the replay layout: what a state lacks is folded in on reading."""
 
     part: BatchPart
     rows: ReplayRows

@@ -1,5 +1,5 @@
 """Align-mode arithmetic on NumPy arrays: which column a state lives in, and when it must move;
-from `replay_snapshot` on, which snapshots a step of the replay layout stores.
+from `replay_snapshot` on, what a step of the replay layout stores.
 
 Words as in docs/how-it-works.md: before a step `computed` (n) tokens are final; the step runs
 `scheduled` (s) tokens of which the last `draft` (d) are guesses; `certain` R = n + s - d tokens are
@@ -201,8 +201,9 @@ def lost_boundaries(computed: Ints, certain: Ints, retention: RetentionRule) -> 
 
 
 class Stored(NamedTuple):
-    """Snapshots of one step, `[rows]`: the boundary in tokens (0 = none), how many of the tokens
-    that become part of the state precede it, and whether it costs a write beside the state's."""
+    """Snapshots of one step, `[rows]`: the boundary in tokens (0 = none), how many tokens it lies
+    behind those computed before the step (negative: before their end), and whether it costs a write
+    beside the state's."""
 
     boundary: Ints
     after: Ints
@@ -210,7 +211,7 @@ class Stored(NamedTuple):
 
 
 def replay_snapshot(
-    covered: Ints,
+    last_certain: Ints,
     computed: Ints,
     certain: Ints,
     draft: Ints,
@@ -219,25 +220,63 @@ def replay_snapshot(
 ) -> Stored:
     """What a step of the replay layout leaves behind, from exact counts.
 
-    The step reads the state of `covered` tokens, folds records up to `computed`, and goes on to
-    `certain`: a retained boundary in (covered, computed] is stored on the way, one at `certain` at
-    the end, without guesses as the state itself. Others between `computed` and `certain` are not
-    stored. There is at most one, because there are fewer records than tokens in a block, and a step
-    that follows guesses runs one certain token.
+    `last_certain` tokens were certain in the last step, `computed` are now, the guesses that were
+    accepted besides, and the step goes on to `certain`: a retained boundary in (last_certain,
+    computed] is stored on the way, one at `certain` at the end, without guesses as the state
+    itself. Others between `computed` and `certain` are not stored. There is at most one, because
+    there are fewer guesses than tokens in a block, and a step that follows guesses runs one certain
+    token.
     """
-    passed = (covered // block_size + 1) * block_size
+    passed = (last_certain // block_size + 1) * block_size
     passes = (passed <= computed) & retention.keeps(passed)
     ends = retention.keeps(certain)
     boundary = np.where(passes, passed, np.where(ends, certain, 0))
     return Stored(
-        boundary, np.where(boundary > 0, boundary - covered, 0), passes | (ends & (draft > 0))
+        boundary, np.where(boundary > 0, boundary - computed, 0), passes | (ends & (draft > 0))
     )
 
 
-def first_stored(covered_min: Ints, certain_min: Ints, last_draft: Ints) -> Ints:
+def replay_writes(
+    pending: Ints, scheduled: Ints, draft: Ints, stores: Bools, live: Bools, window: int
+) -> Bools:
+    """Whether a step of the replay layout writes its states, from exact counts.
+
+    pending: tokens computed before it that the state lacks.
+    stores: it stores a snapshot beside the state (`Stored.extra`).
+    live: the state lies in the live column.
+    window: most tokens that a state may lack.
+    """
+    writes: Bools = (draft == 0) | stores | ~live | (pending + scheduled > window)
+    return writes
+
+
+def pending_after(
+    pending: tuple[Ints, Ints],
+    scheduled: Ints,
+    draft: Ints,
+    may_write: Bools,
+    must_write: Bools,
+    window: int,
+) -> tuple[Ints, Ints]:
+    """Bounds on the tokens that a state may lack after a step, whatever is accepted, from those
+    before it; sound, and tight if every count between the given bounds is possible.
+
+    may_write, must_write: for another reason than that the tokens would not fit.
+    """
+    low, high = pending
+    room = window - scheduled
+    may = may_write | (high > room)
+    may_not = ~must_write & (low <= room)
+    return (
+        np.where(may, 0, low + scheduled - draft),
+        np.where(may_not, np.minimum(high, room) + scheduled, draft),
+    )
+
+
+def first_stored(last_certain_min: Ints, certain_min: Ints, last_draft: Ints) -> Ints:
     """Least boundary that a step may store: guesses of the last step may lie before its own tokens.
     The greatest is `certain_max`."""
-    return np.where(last_draft > 0, covered_min + 1, certain_min)
+    return np.where(last_draft > 0, last_certain_min + 1, certain_min)
 
 
 def replay_candidates(

@@ -99,9 +99,9 @@ def check_tables(tables: Sequence[Tensor], max_requests: int, device: torch.devi
 
 def check_flush_inputs(inputs: FlushInputs, layout: StateLayout, layers: int, slots: int) -> None:
     """Refuse what does not fit so many layers and slots of this layout."""
-    heads, drafts = layout.ssm_shape[0], layout.num_speculative_tokens
+    heads = layout.ssm_shape[0]
     for name, tensor, must in (
-        ("window_cache.dt", inputs.window_cache.dt, [layers, 2, slots, drafts, heads]),
+        ("window_cache.dt", inputs.window_cache.dt, [layers, slots, heads, layout.ring]),
         ("A_log", inputs.A_log, [layers, heads]),
     ):
         if list(tensor.shape) != must:

@@ -9,12 +9,14 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from hybrid_runtime.kernels.replay.window_cache import WindowCache
+from hybrid_runtime.kernels.replay.window_cache import MAX_WINDOW, WindowCache, ring_length
 
 ConvLayout = Literal["SD", "DS"]
 LayoutKind = Literal["columns", "replay"]
 KERNEL_GRANULARITY = 16
 """Attention kernels address KV in units of this many tokens, so block sizes are multiples of it."""
+MAX_DRAFTS = MAX_WINDOW - 1
+"""Most guesses of a step: kernels take steps of as many tokens as a window has."""
 ALIGNMENT = 16
 """Bytes: every component starts on this boundary, so that copies may use 16-byte accesses."""
 
@@ -82,14 +84,16 @@ class StateLayout:
     conv_channels, conv_width: of the convolution. A window holds the inputs of
         `conv_width - 1 + num_speculative_tokens` positions.
     ssm_shape: (heads, head_dim, state_size).
-    num_speculative_tokens: most guesses of a step (K).
+    num_speculative_tokens: most guesses of a step (K), at most 15.
     block_size: tokens per block, more than K.
     conv_dtype, ssm_dtype: float32, bfloat16 or float16.
     conv_layout: windows are stored `[positions, channels]` ("SD") or `[channels, positions]`
         ("DS").
     kind: "columns" keeps a state for every guess that may be accepted, each in a column of its own.
         "replay" keeps one live state in the last column of the block table, and the inputs of the
-        last step's guesses in a `WindowCache`; the columns below hold snapshots.
+        last tokens in a `WindowCache`; the columns below hold snapshots.
+    window: replay layout: tokens whose inputs are kept before a state is written, K + 1 to 16; 0:
+        every step writes. Without guesses every step does.
     """
 
     conv_channels: int
@@ -101,6 +105,7 @@ class StateLayout:
     ssm_dtype: torch.dtype = torch.float32
     conv_layout: ConvLayout = "SD"
     kind: LayoutKind = "columns"
+    window: int = MAX_WINDOW
 
     def __post_init__(self) -> None:
         if self.kind not in ("columns", "replay"):
@@ -114,14 +119,22 @@ class StateLayout:
                 )
         if self.conv_width < 2:
             raise ValueError(f"conv_width is {self.conv_width}; it must be at least 2")
-        if self.num_speculative_tokens < 0:
+        if not 0 <= self.num_speculative_tokens <= MAX_DRAFTS:
             raise ValueError(
-                f"num_speculative_tokens is {self.num_speculative_tokens}; it must be >= 0"
+                f"num_speculative_tokens is {self.num_speculative_tokens}; it must be in "
+                f"0..{MAX_DRAFTS}, which is as many as the kernels take"
             )
         if self.block_size <= self.num_speculative_tokens:
             raise ValueError(
                 f"block_size is {self.block_size}; it must be larger than num_speculative_tokens "
                 f"({self.num_speculative_tokens}), or one step could cross two boundaries"
+            )
+        least = self.num_speculative_tokens + 1
+        if self.replays and least > 1 and self.window and not least <= self.window <= MAX_WINDOW:
+            raise ValueError(
+                f"window is {self.window} with num_speculative_tokens="
+                f"{self.num_speculative_tokens}; it must be 0 or {least}..{MAX_WINDOW}, so that "
+                "the tokens of a step fit"
             )
 
     @classmethod
@@ -135,6 +148,7 @@ class StateLayout:
         kv_dtype: torch.dtype | None = None,
         block_size: int | None = None,
         kind: LayoutKind = "columns",
+        window: int = MAX_WINDOW,
     ) -> StateLayout:
         """Layout for a model config with Hugging Face's Nemotron-H field names.
 
@@ -164,6 +178,7 @@ class StateLayout:
             ssm_dtype=ssm_dtype,
             conv_layout=conv_layout,
             kind=kind,
+            window=window,
         )
 
     @property
@@ -194,10 +209,16 @@ class StateLayout:
         return sum(-(-c.nbytes // ALIGNMENT) * ALIGNMENT for c in self.components)
 
     @property
+    def ring(self) -> int:
+        """Tokens of a slot's ring in the window cache. Without guesses nothing is ever kept."""
+        k = self.num_speculative_tokens
+        return ring_length(k, self.window if k else 0)
+
+    @property
     def window_cache_bytes(self) -> int:
         """Bytes of one layer's `WindowCache` of one request; 0 in the columns layout.
 
-        Of each guess x and B in the window's dtype and dt in fp32, twice, since halves take turns.
+        Of each token of the ring x and B in the window's dtype, and dt in fp32.
         """
         if not self.replays:
             return 0
@@ -206,7 +227,7 @@ class StateLayout:
         # The convolution runs over x, B and C.
         inputs = inner + max(self.conv_channels - inner, 0) // 2
         each = inputs * self.conv_dtype.itemsize + heads * torch.float32.itemsize
-        return 2 * self.num_speculative_tokens * each
+        return self.ring * each
 
     def bytes_per_request(self, num_layers: int, snapshots: int = 0) -> int:
         """Device bytes that a running request holds: its running state, what its guesses need (a
@@ -249,15 +270,15 @@ class StateLayout:
     def allocate_window_cache(
         self, num_layers: int, slots: int, groups: int, dtype: torch.dtype, device: torch.device
     ) -> WindowCache | None:
-        """Inputs of the last step's guesses, all layers stacked; None in the columns layout.
+        """Inputs of the last tokens, all layers stacked; None in the columns layout.
 
         groups: of B. dtype: of the activations.
         """
         if not self.replays:
             return None
-        return WindowCache.allocate(
-            num_layers, slots, self.num_speculative_tokens, self.ssm_shape, groups, dtype, device
-        )
+        k, shape = self.num_speculative_tokens, self.ssm_shape
+        window = self.window if k else 0
+        return WindowCache.allocate(num_layers, slots, k, window, shape, groups, dtype, device)
 
     def allocate(self, num_blocks: int, device: torch.device | str) -> tuple[Tensor, Tensor]:
         """Zeroed blocks of one layer: views (window `[blocks, *]`, ssm `[blocks, H, P, N]`)."""

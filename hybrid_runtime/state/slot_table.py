@@ -18,12 +18,12 @@ class Held(NamedTuple):
     """Where a begun step leaves its states, `[rows]` or one value for all.
 
     column_min, column_max: bounds on the column.
-    covered: at least so many tokens are in the state.
+    certain: at least so many tokens are in them whatever is accepted.
     """
 
     column_min: NDArray[Any] | int
     column_max: NDArray[Any] | int
-    covered: NDArray[Any] | int
+    certain: NDArray[Any] | int
 
 
 class SlotTable:
@@ -41,16 +41,17 @@ class SlotTable:
         in, -1 if there was none; in the replay layout that of the boundary at which the step may
         have left its state, -1 if the state is in the live column. LAST_DRAFT: the step's guesses.
         OPEN_STEP: its number while it has not ended, -1 if it has, FLUSHED if the slot's state was
-        overwritten by its last snapshot. COVERED: at least so many tokens are in its state.
+        overwritten by its last snapshot. CERTAIN: at least so many tokens are certain after it.
     live: a request lives in the slot.
     computed: exact tokens computed after the last settled step.
-    covered: exact tokens in the state after it, fewer where guesses are still to be folded
-        (replay).
+    certain: those of them that are no guesses of that step, exactly (replay).
+    written: tokens in the state in memory after it, exactly (replay).
+    held: column of that state after it, exactly (replay).
     stored: tokens in the last snapshot of a settled step, 0 if there is none.
     version: changes with every admission, release and change of retention.
     """
 
-    HELD_MIN, HELD_MAX, LAST_DRAFT, OPEN_STEP, COVERED = range(5)
+    HELD_MIN, HELD_MAX, LAST_DRAFT, OPEN_STEP, CERTAIN = range(5)
     KNOWN_FIELDS = 5
     FLUSHED = NEVER
 
@@ -64,7 +65,9 @@ class SlotTable:
         self.known = np.empty((max_requests, self.KNOWN_FIELDS), np.int32)
         self.live = np.zeros(max_requests, bool)
         self.computed = np.zeros(max_requests, np.int32)
-        self.covered = np.zeros(max_requests, np.int32)
+        self.certain = np.zeros(max_requests, np.int32)
+        self.written = np.zeros(max_requests, np.int32)
+        self.held = np.full(max_requests, NONE, np.int32)
         self.stored = np.zeros(max_requests, np.int32)
         self._known = tuple(self.known.T)
         self._row = np.arange(max_rows)
@@ -104,7 +107,8 @@ class SlotTable:
         held = NONE if column is None else column
         self.live[slot] = True
         self.known[slot] = held, held, 0, NONE, computed
-        self.computed[slot] = self.covered[slot] = computed
+        self.computed[slot] = self.certain[slot] = self.written[slot] = computed
+        self.held[slot] = held
         self.stored[slot] = 0
         self.unfinished[slot] = NONE
         self.lines[slot, fields.ADMIT : fields.ADMIT_COLUMN + 1] = 1, computed, held
@@ -181,7 +185,7 @@ class SlotTable:
 
     def flushed(self, slot: int, boundary: int) -> None:
         """The state of the request has become that after `boundary` tokens; no step may follow."""
-        self.covered[slot] = boundary
+        self.certain[slot] = self.written[slot] = boundary
         self.known[slot, self.OPEN_STEP] = self.FLUSHED
         self.version += 1
 

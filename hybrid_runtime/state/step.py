@@ -35,11 +35,10 @@ class StepPositions(NamedTuple):
 
     read_column: column that a row starts from; -1: from the zero state, nothing is read.
     read_offset: where the state starts there: so many columns further (SSM state), so many inputs
-        into the window. In the replay layout the SSM state lies in `read_column` itself, and so
-        many guesses are folded into it.
+        into the window. In the replay layout the SSM state lies in `read_column` itself.
     write_column: the running column. In the columns layout the state after R + j tokens goes to
-        column `write_column + j` and the window to `write_column`; in the replay layout the state
-        after R tokens goes to `write_column`.
+        column `write_column + j` and the window to `write_column`; in the replay layout the window
+        and, if the step writes it, the state after R tokens go to `write_column`.
     replay: what a verify pass of the replay layout folds and stores; None in the columns layout.
     """
 

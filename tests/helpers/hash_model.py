@@ -30,6 +30,7 @@ class HashRunner:
         *,
         block_size: int = 8,
         num_draft: int = 3,
+        window: int = 16,
         max_requests: int = 4,
         strategy: str = "auto",
         in_place: bool = False,
@@ -51,7 +52,7 @@ class HashRunner:
             conv_channels=channels, conv_width=4, ssm_shape=ssm_shape,
             num_speculative_tokens=num_draft, block_size=block_size, conv_dtype=conv_dtype,
             ssm_dtype=ssm_dtype, conv_layout=conv_layout,  # type: ignore[arg-type]
-            kind=self.kind,
+            kind=self.kind, window=window,
         )  # fmt: skip
         self.depth, self.num_draft, self.device, self.debug = depth, num_draft, device, debug
         self.own_all = own_all
@@ -86,7 +87,8 @@ class HashRunner:
         column = None
         if hit is not None:
             assert tokens[: len(hit.tokens)] == hit.tokens
-            request.computed = request.known = request.covered = len(hit.tokens)
+            request.computed = request.known = len(hit.tokens)
+            request.certain = request.written = len(hit.tokens)
             column = len(hit.tokens) // self.layout.block_size - 1
             request.place = column, 0
             for group, block in enumerate(hit.blocks):
@@ -296,7 +298,7 @@ class HashRunner:
             request.dead = not accepted and bool(drafts)
             taken = drafts[: max(accepted, 1) - 1]
             request.place = self._place(request.computed + certain, drafts, len(taken), snapshots)
-            request.covered = request.computed + certain
+            request.certain = request.computed + certain
             if accepted:
                 emitted = [*taken, (sum(taken) + 7 * request.computed) % TOKENS]
                 request.tokens[request.computed + certain :] = emitted

@@ -43,7 +43,9 @@ class Request:
     in_flight: list[tuple[int, int]] = field(default_factory=list)  # (most, least) advance
     rule: tuple[int, tuple[int, ...]] = (0, ())  # which boundaries are retained
     place: tuple[int, int] = (-1, 0)  # where its state lies: column and offset
-    covered: int = 0  # replay: tokens in that state, without the guesses accepted since
+    certain: int = 0  # replay: computed tokens without the guesses that were accepted last
+    written: int = 0  # replay: tokens in that state
+    stepped: bool = False  # replay: a verify pass has run
     dead: bool = False
 
     def keeps(self, boundary: int) -> bool:

@@ -151,10 +151,10 @@ class HashTarget:
         replay = positions.replay if update else None
         past: list[int] = []
         if replay is not None:
-            assert (read, offset) == (int(replay.read_column[row]), int(replay.fold[row]))
-            turn = int(replay.turn[row])
-            record = caches.window_cache[layer].x[:, slot, :, 0, 0]
-            past = record[turn, :offset].int().tolist()
+            assert (read, offset) == (int(replay.read_column[row]), int(replay.offset[row]))
+            ring = caches.window_cache[layer].x[slot, 0, :, 0]
+            cursor, pending = int(replay.cursor[row]), int(replay.pending[row])
+            past = ring[(cursor + torch.arange(pending)) % len(ring)].int().tolist()
         value, before = 1 + layer, [0] * WINDOW
         if read >= 0:
             source = table[read]
@@ -166,22 +166,26 @@ class HashTarget:
             values.append(rolled(values[-1], token))
         inputs = [*before, *(token + 1 for token in run)]
 
-        def store(column: int, state: int, window: list[int]) -> None:
+        def store(column: int, state: int | None, window: list[int]) -> None:
             block = table[column]
             assert min(block, column) >= 0
-            ssm[block] = state
+            if state is not None:
+                ssm[block] = state
             windows[block, : len(window)] = torch.tensor(window).float()[:, None]
 
         if replay is None:
             for j in reversed(range(draft + 1)):
                 store(write + j, values[certain + j], inputs[first + certain :] if not j else [])
         else:
-            after, end = int(replay.snapshot_after[row]), first + certain
+            end, writes = len(past) + certain, bool(replay.writes[row])
             if replay.snapshot_column[row] >= 0:
-                kept = inputs[after : after + WINDOW]
-                store(int(replay.snapshot_column[row]), values[after], kept)
-            store(write, values[end], inputs[end:])
-            record[1 - turn, :draft] = torch.tensor(run[certain:]).float()
+                after = int(replay.snapshot_after[row])
+                kept = inputs[first + after : first + after + WINDOW]
+                store(int(replay.snapshot_column[row]), values[len(past) + after], kept)
+            store(write, values[end] if writes else None, inputs[first + certain :])
+            news = torch.tensor(run[certain if writes else 0 :]).float()
+            start = cursor + pending + (certain if writes else 0)
+            ring[(start + torch.arange(len(news))) % len(ring)] = news
         return values[len(past) + 1 :], inputs[first + 1 :]
 
 
@@ -196,7 +200,9 @@ def fold_records(
 ) -> None:
     """`replay_flush` of this model: its states are hashes, its records tokens."""
     for row in rows.tolist():
-        at, fold = int(slot[row]), int(replay.fold[row])
+        at, offset = int(slot[row]), int(replay.offset[row])
+        past = (int(replay.cursor[row]) + torch.arange(int(replay.pending[row]))).long()
+        past %= window_cache.length
         layers = zip(table.windows, table.ssm, table.tables, strict=True)
         for layer, (windows, ssm, blocks) in enumerate(layers):
             source, target = (
@@ -204,12 +210,10 @@ def fold_records(
                 for column in (replay.read_column, replay.write_column)
             )
             value = int(ssm[source])
-            for token in (
-                window_cache.x[layer, int(replay.turn[row]), at, :fold, 0, 0].int().tolist()
-            ):
+            for token in window_cache.x[layer, at, 0, past, 0].int().tolist():
                 value = rolled(value, token)
             ssm[target] = value
-            windows[target, :WINDOW] = windows[source, fold : fold + WINDOW].clone()
+            windows[target, :WINDOW] = windows[source, offset : offset + WINDOW].clone()
 
 
 class HashDrafter:

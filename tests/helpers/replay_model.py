@@ -1,4 +1,4 @@
-"""The rolling-hash model of `hash_model` in the replay layout: a verify pass folds the guesses that
+"""The rolling-hash model of `hash_model` in the replay layout: a verify pass folds the tokens that
 it finds cached into the state that it finds in memory, as kernels.replay's contract says, and
 what comes out must be the hash of exactly the right tokens.
 """
@@ -11,12 +11,13 @@ import torch
 from helpers.hash_model import HashRunner
 from helpers.hash_request import PRIME, Kept, Open, Request, prefix_hash
 
-from hybrid_runtime.kernels.replay.window_cache import WindowCache
+from hybrid_runtime.kernels.step.advance_replay import IDLE
 from hybrid_runtime.state import allowed
 from hybrid_runtime.state.layouts.flush import FlushInputs
+from hybrid_runtime.state.step import Snapshot
 
 POISON = -1000
-"""Cached guess that nobody wrote."""
+"""Cached token that nobody wrote."""
 
 
 class ReplayRunner(HashRunner):
@@ -27,32 +28,30 @@ class ReplayRunner(HashRunner):
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         slots = self.manager.max_requests
-        # [turn, slot, K] guessed tokens.
-        self.window_cache = [[[POISON] * self.num_draft for _ in range(slots)] for _ in range(2)]
+        self.rings = [[POISON] * self.layout.ring for _ in range(slots)]
         self.live = self.tables[0].shape[1] - 1
         self.always_owned = frozenset([self.live])
-        self.copies = self.direct = 0
+        self.copies = self.direct = self.written = self.ran = 0
         self.last_stored = self.last_folded = 0
 
     def admit(self, slot: int, tokens: list[int], hit: Kept | None = None) -> None:
         super().admit(slot, tokens, hit)
-        for window_cache in self.window_cache:
-            window_cache[slot] = [POISON] * self.num_draft
+        self.rings[slot] = [POISON] * self.layout.ring
 
     def _flush_inputs(self) -> FlushInputs:
         """As far as the host's arithmetic asks: hashes are never folded by a kernel."""
         layers, slots = len(self.states), self.manager.max_requests
-        shape = self.layout.ssm_shape
-        window_cache = WindowCache.allocate(
-            layers, slots, self.num_draft, shape, 1, torch.float32, "cpu"
+        window_cache = self.layout.allocate_window_cache(
+            layers, slots, 1, torch.float32, torch.device("cpu")
         )
-        return FlushInputs(window_cache, torch.zeros(layers, shape[0]))
+        assert window_cache is not None
+        return FlushInputs(window_cache, torch.zeros(layers, self.layout.ssm_shape[0]))
 
     def release(self, slot: int) -> None:
         """What its last guesses reached is known, and whole if a queued step stores it."""
         request, block = self.requests[slot], self.layout.block_size
         snapshot = None if request.dead else self.manager.last_snapshot(slot)
-        passed = range(request.covered + 1, request.computed + 1)
+        passed = range(request.certain + 1, request.computed + 1)
         folded = [(b, self.live) for b in passed if b % block == 0 and request.keeps(b)]
         if snapshot is None:
             assert not folded or request.dead or request.in_flight
@@ -70,12 +69,13 @@ class ReplayRunner(HashRunner):
         super().release(slot)
 
     def swap(self, slot: int, other: int) -> None:
-        """The guesses that its state lacks are folded in as by a pass of its own."""
+        """The tokens that its state lacks are folded in as by a pass of its own."""
         old = self.requests[slot]
         assert not old.in_flight
         past = old.computed >= self.layout.block_size  # the snapshot of column 0 is behind it
         column = 0 if past and old.computed % 2 == 0 else self.live
-        new = Request(other, old.tokens, old.computed, old.known, covered=old.computed)
+        new = Request(other, old.tokens, old.computed, old.known)
+        new.certain = new.written = old.computed
         new.rule, new.blocks = (self.layout.block_size, ()), [{} for _ in self.tables]
         new.place = column, 0
         history = old.tokens[: old.computed]
@@ -92,11 +92,22 @@ class ReplayRunner(HashRunner):
 
     def _may_leave(self, request: Request, certain: int, most: int) -> set[int]:
         end = request.computed + certain
-        passed = {*range(request.covered + 1, request.computed + 1), end}
+        passed = {*range(request.certain + 1, request.computed + 1), end}
         block = self.layout.block_size
         found = {b for b in passed if b % block == 0 and request.keeps(b)}
         assert len(found) < 2
         return found
+
+    def read_oldest(self) -> list[Snapshot]:
+        """What the host knows of states whose results have all been read is what the device has."""
+        snapshots = super().read_oldest()
+        table, slots = self.manager._slot_table, self.manager._policy.slots
+        for slot, request in self.requests.items():
+            if not request.in_flight and not request.dead:
+                assert table.written[slot] == request.written
+                assert table.held[slot] == request.place[0]
+                assert not request.stepped or slots.written[slot] == request.written
+        return snapshots
 
     def knows(self, opened: Open, row: int) -> bool:
         """How many guesses the last step accepted is known exactly only if its rows were."""
@@ -118,10 +129,10 @@ class ReplayRunner(HashRunner):
         replay = positions.replay
         assert replay is not None
         assert step.read_column is replay.read_column
-        assert step.read_offset is replay.fold
+        assert step.read_offset is replay.offset
         assert step.write_column is replay.write_column
         rows = torch.stack(list(replay)).T.tolist()
-        idle = [-1, 0, 0, -1, -1, 0, 0]
+        idle = list(IDLE)
         for i, request in enumerate(opened.requests):
             if request is None:
                 assert rows[i] == idle
@@ -138,62 +149,79 @@ class ReplayRunner(HashRunner):
         drafts: list[int],
         snapshots: set[int],
         read: int,
-        fold: int,
-        turn: int,
+        offset: int,
+        pending: int,
+        cursor: int,
         write: int,
+        writes: int,
         kept: int,
         after: int,
         position: int,
     ) -> None:
-        n, block = request.computed, self.layout.block_size
+        n, block, ring = request.computed, self.layout.block_size, self.rings[request.slot]
         tokens = request.tokens[n : n + certain]
         assert len(tokens) == certain, "the request has no such tokens yet"
-        assert (read, fold) == (request.place[0], n - request.covered)
+        assert (read, offset) == (request.place[0], n - request.certain)
+        assert (pending, cursor) == (n - request.written, request.written % len(ring))
         assert position == n + certain
         direct = not drafts and position in snapshots
         assert write == (position // block - 1 if direct else self.live)
-        assert fold == 0 or certain == 1
+        assert offset == 0 or certain == 1
         stored = [] if direct else sorted(snapshots)
         assert [kept] == ([b // block - 1 for b in stored] or [-1])
-        assert [after] == ([b - request.covered for b in stored] or [0])
-        assert kept < 0 or 0 < after <= fold or after == fold + certain
+        assert [after] == ([b - n for b in stored] or [0])
+        assert kept < 0 or -offset < after <= 0 or after == certain
+        full = pending + certain + len(drafts) > self.layout.window
+        assert writes == (not drafts or read != self.live or kept >= 0 or full)
         self.copies += kept >= 0
         self.direct += direct
+        self.written += writes
+        self.ran += 1
 
-        run = [*self.window_cache[turn][request.slot][:fold], *tokens]
-        inputs = [*run, *drafts]
+        past = [ring[(cursor + j) % len(ring)] for j in range(pending)]
+        run = [*past, *tokens]
         for layer, (window, ssm) in self.states.items():
             blocks = request.blocks[self.group_of[layer]]
             windows = self.layout.positions_first(window)
             states, before = {0: 1}, [0, 0, 0]
             if read >= 0:
                 source = blocks[read]
-                self._one(ssm[source], prefix_hash(request.tokens[: request.covered]))
+                self._one(ssm[source], prefix_hash(request.tokens[: request.written]))
                 states[0] = int(ssm[source].flatten()[0])
-                before = [int(v) for v in windows[source, : 3 + fold, 0].tolist()]
+                before = [int(v) for v in windows[source, : 3 + offset, 0].tolist()]
             for j, token in enumerate(run):
                 states[j + 1] = (states[j] * 31 + token + 1) % PRIME
-            self._one(torch.tensor(float(states[fold])), prefix_hash(request.tokens[:n]))
+            self._one(torch.tensor(float(states[pending])), prefix_hash(request.tokens[:n]))
             # The window holds the guesses' inputs too: what is folded needs no cache of its own.
-            seen = before + [t + 1 for t in inputs[fold:]]
-            history = ([0, 0, 0] + [t + 1 for t in request.tokens[: n + certain]])[
-                -3 - fold - certain :
-            ]
-            assert seen[: 3 + fold + certain] == history
+            seen = before + [t + 1 for t in [*tokens, *drafts]]
+            history = [0, 0, 0] + [t + 1 for t in request.tokens[: n + certain]]
+            assert seen[: 3 + offset + certain] == history[-3 - offset - certain :]
             if kept >= 0:
-                self._store(ssm, windows, blocks[kept], states[after], seen[after : after + 3])
-            end = fold + certain
-            self._store(ssm, windows, blocks[write], states[end], seen[end:])
-        self.window_cache[1 - turn][request.slot][: len(drafts)] = drafts
+                inputs = seen[offset + after : offset + after + 3]
+                self._store(ssm, windows, blocks[kept], states[pending + after], inputs)
+            value = states[pending + certain] if writes else None
+            self._store(ssm, windows, blocks[write], value, seen[offset + certain :])
+        first = certain if writes else 0
+        for i, token in enumerate([*tokens, *drafts][first:], start=n + first):
+            ring[i % len(ring)] = token
+        if writes:
+            request.written = n + certain
+        request.stepped = True
 
     def _one(self, state: torch.Tensor, want: int) -> None:
         got = state.float().flatten().tolist()
         assert got == [want] * len(got), (got[0], want)
 
     def _store(
-        self, ssm: torch.Tensor, windows: torch.Tensor, block: int, value: int, inputs: list[int]
+        self,
+        ssm: torch.Tensor,
+        windows: torch.Tensor,
+        block: int,
+        value: int | None,
+        inputs: list[int],
     ) -> None:
-        ssm[block].fill_(value)
+        if value is not None:
+            ssm[block].fill_(value)
         target = windows[block, : len(inputs)]
         target.copy_(torch.tensor(inputs).to(target.dtype)[:, None].expand_as(target))
 

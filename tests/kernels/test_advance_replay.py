@@ -1,5 +1,6 @@
-"""Which snapshots a replay step stores, by brute force; and the kernel that decides it, against its
-reference: on a GPU where there is one, else in the interpreter, in a process of its own.
+"""Which snapshots a replay step stores, by brute force, and when it writes its state; and the
+kernel that decides it, against its reference: on a GPU where there is one, else in the interpreter,
+in a process of its own.
 """
 
 from __future__ import annotations
@@ -13,9 +14,11 @@ from helpers.interpreter import CUDA, elsewhere, kernels, run_in_interpreter
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hybrid_runtime.kernels.replay.window_cache import ring_length
 from hybrid_runtime.kernels.step import entry as fields
 from hybrid_runtime.kernels.step.advance_replay import (
     IDLE,
+    ReplayPlace,
     ReplayPositions,
     ReplaySlots,
     advance_replay,
@@ -70,9 +73,9 @@ def test_stored_snapshots_and_candidates_by_walking(block: int, most: int) -> No
             assert found.boundary[i] == (want[0] if want else 0)
             extra = bool(want) and (want[0] <= computed[i] or d[i] > 0)
             assert found.extra[i] == extra
-            assert found.after[i] == (want[0] - covered[i] if want else 0)
+            assert found.after[i] == (want[0] - computed[i] if want else 0)
             assert may[i] == extra  # sound and tight
-            assert not extra or found.after[i] in {*range(1, fold[i] + 1), fold[i] + s[i] - d[i]}
+            assert not extra or found.after[i] in {*range(1 - fold[i], 1), s[i] - d[i]}
 
 
 @given(
@@ -99,6 +102,27 @@ def test_last_retained_is_the_last_that_is_kept(position: int, block: int, rule:
     kept = rules(block)[rule]
     found = [b for b in range(block, position + 1, block) if kept.keeps(np.array(b))]
     assert align.last_retained(np.array([position]), kept)[0] == (found[-1] if found else 0)
+
+
+@pytest.mark.parametrize("window", [0, 3, 4, 9])
+@pytest.mark.parametrize(("may", "must"), [(False, False), (True, False), (True, True)])
+def test_bounds_on_what_is_pending_are_sound_and_tight(window: int, may: bool, must: bool) -> None:
+    """By running every count between them, with every number of accepted guesses; `may` without
+    `must`: some of the rows store a snapshot, or have their state elsewhere."""
+    for low, spread, draft, certain in itertools.product(range(9), range(4), range(4), (1, 3)):
+        scheduled, found = draft + certain, set[int]()
+        for pending, accepted in itertools.product(range(low, low + spread + 1), range(draft + 1)):
+            for stores in {must, may}:
+                writes = align.replay_writes(
+                    np.array(pending), np.array(scheduled), np.array(draft), np.array(stores),
+                    np.array(True), window,
+                )  # fmt: skip
+                found.add(accepted if writes else pending + certain + accepted)
+        least, most = align.pending_after(
+            (np.array(low), np.array(low + spread)), np.array(scheduled), np.array(draft),
+            np.array(may or draft == 0), np.array(must or draft == 0), window,
+        )  # fmt: skip
+        assert (least, most) == (min(found), max(found))
 
 
 # The kernel
@@ -159,15 +183,23 @@ def entries_of(
     return torch.from_numpy(lines).to(DEVICE), rows + len(left), rows
 
 
+@pytest.mark.parametrize("window", [0, 4, 5, 16])
 @pytest.mark.parametrize("rule", rules(4), ids=str)
-def test_kernel_stores_what_align_says(rule: RetentionRule) -> None:
-    """All small steps at once; the reference where kernels don't run."""
-    block, live = 4, 99
-    covered, guesses, fold, s, d = steps(block, 3).T
-    n = len(covered)
+def test_kernel_stores_what_align_says(rule: RetentionRule, window: int) -> None:
+    """All small steps at once, from states of any age, in the live column or another; the
+    reference where kernels don't run."""
+    block, live, ring = 4, 99, ring_length(3, window)
+    before, guesses, fold, s, d = (np.repeat(v, 2) for v in steps(block, 3).T)
+    n = len(before)
+    rng = np.random.default_rng(window)
+    lacks = np.minimum(rng.integers(0, max(window, 1), n), before)
+    written = np.where(guesses > 0, before - lacks, before)
+    held = np.where((guesses == 0) & (np.arange(n) % 2 > 0), before // block, live)
     device = Device(n)
+    device.slots.written.copy_(torch.from_numpy(written.astype(np.int32)))
     previous = np.zeros((4, n), np.int32)
-    previous[fields.CERTAIN], previous[fields.PLACED_DRAFT] = covered, guesses
+    previous[fields.CERTAIN], previous[fields.PLACED_DRAFT] = before, guesses
+    previous[fields.COLUMN] = held
     lines = np.zeros((n, fields.ENTRY_FIELDS), np.int32)
     lines[:, fields.SLOT] = lines[:, fields.PREVIOUS] = np.arange(n)
     lines[:, fields.SCHEDULED], lines[:, fields.DRAFT] = s, d
@@ -177,31 +209,42 @@ def test_kernel_stores_what_align_says(rule: RetentionRule) -> None:
     )
     advance_replay(
         entries, n, n, device.slots, finished, accepted, device.placed[0], device.positions,
-        block, live,
+        ReplayPlace(block, live, window, ring),
     )  # fmt: skip
-    computed, certain = covered + fold, covered + fold + s - d
-    stored = align.replay_snapshot(covered, computed, certain, d, block, rule)
+    computed, certain = before + fold, before + fold + s - d
+    stored = align.replay_snapshot(before, computed, certain, d, block, rule)
     direct = (stored.boundary == certain) & ~stored.extra
+    pending = computed - written
+    writes = align.replay_writes(pending, s, d, stored.extra, held == live, window)
+    assert writes.any()
+    assert not writes[d > 0].all() or not window
     wanted = {
-        "fold": fold,
+        "read_column": held,
+        "offset": fold,
+        "pending": pending,
+        "cursor": written % ring,
         "certain": certain,
+        "writes": writes,
         "write_column": np.where(direct, stored.boundary // block - 1, live),
         "snapshot_column": np.where(stored.extra, stored.boundary // block - 1, -1),
         "snapshot_after": np.where(stored.extra, stored.after, 0),
     }
+    assert set(wanted) == set(ReplayPositions._fields)
     for name, value in wanted.items():
         assert (getattr(device.positions, name).cpu().numpy() == value).all(), name
+    after = np.where(writes, certain, written)
+    assert (device.slots.written.cpu().numpy() == after).all()
 
 
 @kernels
 @pytest.mark.parametrize("n", [1, 5, 17, 150])
-@pytest.mark.parametrize("block", [4, 16])
-def test_kernel_and_reference_agree(n: int, block: int) -> None:
+@pytest.mark.parametrize(("block", "window"), [(4, 16), (16, 16), (16, 4), (16, 0)])
+def test_kernel_and_reference_agree(n: int, block: int, window: int) -> None:
     """Over histories: counts of 0 and beyond the drafts, dead rows, new tenants, padded rows."""
     rng = np.random.default_rng(n)
     mine, theirs = Device(n), Device(n)
     before, busy = np.empty(0, np.int32), np.zeros(n, bool)
-    stored = direct = dead = folded = 0
+    stored = direct = dead = folded = written = 0
     for number in range(60 if CUDA or n < 20 else 8):
         lines, count, rows = entries_of(rng, n, busy, before, block)
         counts = rng.integers(0, 6, n)
@@ -212,7 +255,7 @@ def test_kernel_and_reference_agree(n: int, block: int) -> None:
             previous, placed = device.placed[number % 2], device.placed[1 - number % 2]
             act(
                 lines, count, rows, device.slots, previous, accepted, placed, device.positions,
-                block, 11,
+                ReplayPlace(block, 11, window, ring_length(3, window)),
             )  # fmt: skip
         for a, b in zip(mine.tensors(), theirs.tensors(), strict=True):
             assert torch.equal(a, b)
@@ -222,7 +265,8 @@ def test_kernel_and_reference_agree(n: int, block: int) -> None:
         out = mine.positions
         stored += int((out.snapshot_column >= 0).sum())
         direct += int(((out.write_column >= 0) & (out.write_column < 11)).sum())
-        folded += int((out.fold > 0).sum())
+        folded += int((out.pending > 0).sum())
+        written += int(out.writes.sum())
         dead += int((mine.slots.held == fields.DEAD).sum())
     assert stored
-    assert n < 17 or (direct and dead and folded)
+    assert n < 17 or (direct and dead and folded and written)

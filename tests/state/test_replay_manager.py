@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,8 +19,9 @@ LIVE = COLUMNS - 1
 LAYOUT = StateLayout(2, 4, (1, 1, 4), K, BLOCK, kind="replay")
 
 
-def manager(columns: int = COLUMNS, **options: Any) -> HybridStateManager:
-    made = HybridStateManager(LAYOUT, SLOTS, K, "cpu", **options)
+def manager(columns: int = COLUMNS, window: int = 16, **options: Any) -> HybridStateManager:
+    layout = replace(LAYOUT, window=window)
+    made = HybridStateManager(layout, SLOTS, K, "cpu", **options)
     table = torch.arange(SLOTS * columns, dtype=torch.int32).view(SLOTS, columns)
     made.bind({0: LAYOUT.allocate(SLOTS * columns, "cpu")}, table)
     return made
@@ -52,7 +54,7 @@ def test_unknown_kinds_and_in_place_runners_are_refused() -> None:
 
 
 def test_a_chunk_after_guesses_is_refused_and_changes_nothing() -> None:
-    """A scan over many tokens starts from a state in memory: it cannot fold records."""
+    """A scan over many tokens starts from a state in memory: it cannot fold what that lacks."""
     made = manager()
     made.admit(0)
     run(made, [0], [5], [0], [1])
@@ -93,23 +95,72 @@ def test_a_table_of_one_column_serves_who_keeps_nothing() -> None:
         assert run(made, [n], [4], [3], [2])["write_column"] == [0]
 
 
+@pytest.mark.parametrize(("k", "window"), [(3, 3), (3, 17), (3, -1), (15, 8)])
+def test_a_window_that_does_not_hold_a_step_is_refused(k: int, window: int) -> None:
+    message = rf"window is {window} with num_speculative_tokens={k}; it must be 0 or {k + 1}\.\.16"
+    with pytest.raises(ValueError, match=message):
+        StateLayout(2, 4, (1, 1, 4), k, 16, kind="replay", window=window)
+    for unused in ("columns", "replay"):
+        StateLayout(2, 4, (1, 1, 4), 0, 16, kind=unused, window=window)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", ["columns", "replay"])
+def test_more_drafts_than_the_kernels_take_are_refused(kind: Any) -> None:
+    with pytest.raises(ValueError, match=r"num_speculative_tokens is 16; it must be in 0\.\.15"):
+        StateLayout(2, 4, (1, 1, 4), 16, 32, kind=kind)
+
+
 # where rows read and write
 
 
-def test_fold_and_turn_follow_the_slot_not_the_step() -> None:
+def test_what_is_pending_follows_the_slot_not_the_step() -> None:
     made = manager()
     for slot in (0, 1):
         made.admit(slot)
-    assert run(made, [0, 0], [3, 4], [0, 0], [1, 1])["turn"] == [0, 0]
-    assert run(made, [3, 4], [4, 4], [3, 3], [3, 2])["turn"] == [1, 1]
+    assert run(made, [0, 0], [3, 4], [0, 0], [1, 1])["writes"] == [1, 1]
+    found = run(made, [3, 4], [4, 4], [3, 3], [3, 2])
+    assert (found["pending"], found["writes"]) == ([0, 0], [0, 0])
     found = run(made, [6], [4], [3], [1])  # slot 1 pauses
-    assert (found["turn"], found["fold"], found["certain"]) == ([0], [2], [7])
+    assert (found["pending"], found["cursor"], found["offset"]) == ([3], [3], [2])
+    assert (found["certain"], found["writes"]) == ([7], [0])
     found = run(made, [7, 6], [4, 1], [3, 0], [1, 1])
-    assert (found["turn"], found["fold"]) == ([1, 0], [0, 1])
+    assert (found["pending"], found["cursor"]) == ([4, 2], [3, 4])
+    assert (found["offset"], found["snapshot_column"]) == ([0, 1], [0, -1])
     assert (found["read_column"], found["write_column"]) == ([LIVE] * 2, [LIVE] * 2)
+    assert found["writes"] == [1, 1]  # a snapshot is stored; no guesses
 
 
-def test_a_boundary_inside_the_fold_or_at_its_end_is_stored_on_the_way() -> None:
+def test_a_state_is_written_when_the_next_tokens_would_not_fit() -> None:
+    """With every guess accepted, after 16 / 4 = 4 steps; with every window that there is."""
+    for window in (0, *range(K + 1, 17)):
+        made = manager(window=window)
+        made.admit(0)
+        made.retain(0, 0)
+        run(made, [0], [100], [0], [1])
+        wrote = []
+        for n in range(100, 200, 4):
+            found = run(made, [n], [4], [3], [4])
+            assert found["cursor"] == [(n - found["pending"][0]) % made.layout.ring]
+            assert found["offset"] == [3 if n > 100 else 0]
+            wrote += [n] if found["writes"] == [1] else []
+        # The prompt's state is whole, a later one lacks three guesses from the start.
+        first, later = window // 4, max(window - 3, 0) // 4 + 1
+        assert wrote == [*range(100 + 4 * first, 200, 4 * later)]
+
+
+def test_the_host_knows_exactly_what_is_written_once_results_are_read() -> None:
+    runs = ReplayRunner(num_draft=K, block_size=BLOCK, max_requests=2, depth=2)
+    for slot in (0, 1):
+        runs.admit(slot, list(range(3 + slot)))
+    runs.step([(0, 3, [], 1), (1, 4, [], 1)])
+    for i in range(40):
+        runs.step([(slot, 1, [1, 2, 3][: (i + slot) % 4], 1) for slot in (i % 2, 1 - i % 2)])
+    while runs.outstanding:
+        runs.read_oldest()  # compares it with the device's
+    assert 0 < runs.written < runs.ran
+
+
+def test_a_boundary_among_the_guesses_or_at_the_end_is_stored_on_the_way() -> None:
     made = manager()
     for slot in (0, 1, 2):
         made.admit(slot)
@@ -119,7 +170,8 @@ def test_a_boundary_inside_the_fold_or_at_its_end_is_stored_on_the_way() -> None
     assert found["write_column"] == [LIVE, LIVE, 0]  # the chunk ends on 8: that is the snapshot
     found = run(made, [8, 8, 8], [4, 1, 4], [3, 0, 3], [1, 1, 1])
     assert found["snapshot_column"] == [0, 0, -1]
-    assert found["snapshot_after"] == [3, 1, 0]
+    assert found["snapshot_after"] == [0, 0, 0]
+    assert found["writes"] == [1, 1, 1]  # the last one moves the state to the live column
     assert found["read_column"] == [LIVE, LIVE, 0]
     assert found["write_column"] == [LIVE] * 3
     assert found["certain"] == [9] * 3
@@ -167,7 +219,7 @@ def test_a_row_killed_in_flight_is_never_run_again() -> None:
     run(made, [5, 5], [4, 4], [3, 3], [0, 4])
     found = run(made, [6, 9], [4, 4], [3, 3], [1, 1])
     assert (found["write_column"], found["read_column"]) == ([-1, LIVE], [-1, LIVE])
-    assert (found["snapshot_column"], found["snapshot_after"]) == ([-1, 0], [0, 2])
+    assert (found["snapshot_column"], found["snapshot_after"]) == ([-1, 0], [0, -1])
 
 
 # whole runs through the hash model, which checks each state that is read, folded and stored
@@ -206,11 +258,11 @@ def test_a_released_request_leaves_what_its_last_guesses_reached(depth: int) -> 
 def test_flush_inputs_must_fit_the_layout() -> None:
     made = HybridStateManager(LAYOUT, SLOTS, K, "cpu")
     table = torch.zeros(SLOTS, COLUMNS, dtype=torch.int32)
-    window_cache = WindowCache.allocate(1, SLOTS, K, (1, 1, 4), 1, torch.float32, "cpu")
+    window_cache = WindowCache.allocate(1, SLOTS, K, 16, (1, 1, 4), 1, torch.float32, "cpu")
     for inputs, message in (
         (
             FlushInputs(window_cache.layer(0), torch.zeros(1, 1)),
-            r"flush_inputs.window_cache.dt is \[2, 4, 3, 1\]",
+            r"flush_inputs.window_cache.dt is \[4, 1, 20\]; it must be \[1, 4, 1, 20\]",
         ),
         (
             FlushInputs(window_cache, torch.zeros(2, 1)),
@@ -265,10 +317,14 @@ def test_blocks_per_request_are_bounded() -> None:
     assert runs.direct
 
 
-@pytest.mark.parametrize("k", [0, 1, 2, 8])
+@pytest.mark.parametrize("window", ["none", "shortest", "longest"])
+@pytest.mark.parametrize("k", [0, 1, 2, 8, 15])
 @pytest.mark.parametrize("conv_layout", ["SD", "DS"])
-def test_any_number_of_drafts(k: int, conv_layout: str) -> None:
-    runs = ReplayRunner(num_draft=k, block_size=k + 1 + k % 2, conv_layout=conv_layout, columns=90)
+def test_any_number_of_drafts(k: int, conv_layout: str, window: str) -> None:
+    runs = ReplayRunner(
+        num_draft=k, block_size=k + 1 + k % 2, conv_layout=conv_layout, columns=90,
+        window={"none": 0, "shortest": k + 1, "longest": 16}[window],
+    )  # fmt: skip
     runs.admit(0, [1, 2, 3])
     runs.step([(0, 3, [], 1)])
     for i in range(40):
@@ -303,6 +359,6 @@ def test_a_request_needs_less_than_half_the_bytes() -> None:
     ratio = {k: layout.bytes_per_request(40, snapshots=1) for k, layout in sizes.items()}
     assert 0.4 < ratio["replay"] / ratio["columns"] < 0.45
     assert sizes["columns"].window_cache_bytes == 0
-    assert sizes["replay"].window_cache_bytes == 2 * 3 * ((128 * 64 + 8 * 128) * 2 + 128 * 4)
+    assert sizes["replay"].window_cache_bytes == 20 * ((128 * 64 + 8 * 128) * 2 + 128 * 4)
     assert [c.rollback for c in sizes["replay"].components] == ["window", "window_cache"]
     assert Component("ssm", (1,), torch.float32, "window_cache").nbytes == 4

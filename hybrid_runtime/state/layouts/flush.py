@@ -1,8 +1,8 @@
 """Last snapshots of requests that leave their slots, in the replay layout.
 
-The guesses that a request's last step accepted are not in its state yet: their inputs wait in the
-window cache. The step that folds them stores a boundary among them; if no step comes, they are
-folded in here.
+The last tokens of a request may not be in its state yet: their inputs wait in the window cache. A
+boundary among the guesses that the last step accepted is stored by the next one; if none comes, the
+state there is made here.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from hybrid_runtime.kernels.replay.flush import replay_flush
 from hybrid_runtime.kernels.replay.rounding import Rounding
 from hybrid_runtime.kernels.replay.window_cache import WindowCache
 from hybrid_runtime.kernels.step import entry as fields
-from hybrid_runtime.kernels.step.advance_replay import ReplayPositions
+from hybrid_runtime.kernels.step.advance_replay import ReplayPlace, ReplayPositions
 from hybrid_runtime.kernels.step.state_table import StateTable
 from hybrid_runtime.state import align
 from hybrid_runtime.state.slot_table import SlotTable
@@ -30,7 +30,7 @@ from hybrid_runtime.state.step import Snapshot, Step
 class FlushInputs(NamedTuple):
     """What `flush` reads besides the states, layers in the order of the states that are bound.
 
-    window_cache: of all layers, `[layers, 2, slots, K, ..]`.
+    window_cache: of all layers.
     A_log: `[layers, H]`.
     seed: int32 `[slots]`, of each slot's stochastic rounding; None: states are rounded to nearest.
     """
@@ -51,21 +51,21 @@ class Flusher:
         self,
         table: StateTable,
         source: FlushInputs | None,
-        turn: Tensor,
-        live_column: int,
+        place: ReplayPlace,
         slot_table: SlotTable,
-        block_size: int,
         depth: int,
         waits: Waits,
+        device: torch.device,
     ) -> None:
-        slots, device = len(turn), turn.device
+        slots = slot_table.max_requests
         self._table, self._source = table, source
-        self._turn, self._live = turn, live_column
-        self._slot_table, self._block_size = slot_table, block_size
+        self._live, self._block_size, self._ring = place.live_column, place.block_size, place.ring
+        self._slot_table = slot_table
         self._slot = torch.arange(slots, dtype=torch.int32, device=device)
-        self._read = torch.full_like(self._slot, live_column)
-        # By row: slots. By slot: guesses to fold, and tokens in the state after them.
-        self._staging = Staging(3, slots, depth, device, waits)
+        self._read = torch.full_like(self._slot, self._live)
+        # By row: slots. By slot: tokens to fold and their index in the ring, the accepted guesses
+        # among them, and tokens in the state after them.
+        self._staging = Staging(5, slots, depth, device, waits)
 
     def find(self, slot: int, step: Step | None) -> Snapshot | None:
         """The snapshot that the counts known of `slot` lead to; else the last one that was stored,
@@ -74,7 +74,7 @@ class Flusher:
         step: the oldest outstanding one that has a row of the request; None: there is none.
         """
         slot_table, at = self._slot_table, [slot]
-        covered, computed = slot_table.covered[at], slot_table.computed[at]
+        before, computed = slot_table.certain[at], slot_table.computed[at]
         certain, draft = computed, computed * 0
         rule = slot_table.lines[at, fields.EVERY : fields.SECOND + 1]
         if step is not None:
@@ -83,11 +83,11 @@ class Flusher:
             certain = computed + step.rows.scheduled[row] - draft
             rule = step.retention[row]  # what has been retained since, the step doesn't store
         kept = align.RetentionRule(*rule.T)
-        stored = align.replay_snapshot(covered, computed, certain, draft, self._block_size, kept)
+        stored = align.replay_snapshot(before, computed, certain, draft, self._block_size, kept)
         boundary = int(stored.boundary[0])
         column = self._live if step is None else boundary // self._block_size - 1
         possible = self._source is not None if step is None else step.ended
-        if boundary <= covered[0] or not possible:
+        if boundary <= before[0] or not possible:
             boundary = int(slot_table.stored[slot])
             column = boundary // self._block_size - 1
         return (
@@ -111,7 +111,7 @@ class Flusher:
         for i, (s, step) in enumerate(zip(snapshots, queued, strict=True)):
             if s.column != self._live:
                 continue
-            known = table.covered[s.slot] < s.boundary <= table.computed[s.slot]
+            known = table.certain[s.slot] < s.boundary <= table.computed[s.slot]
             if step is not None or not known or s.slot in seen:
                 raise ValueError(
                     f"snapshots[{i}] is {s}; it must be what last_snapshot(slot) gives now, once"
@@ -120,22 +120,26 @@ class Flusher:
         index, packed = self._staging.take()
         for i, snapshot in enumerate(rows):
             packed[0, i] = slot = snapshot.slot
-            packed[1, slot] = snapshot.boundary - self._slot_table.covered[slot]
-            packed[2, slot] = snapshot.boundary
+            packed[1, slot] = snapshot.boundary - table.written[slot]
+            packed[2, slot] = table.written[slot] % self._ring
+            packed[3, slot] = snapshot.boundary - table.certain[slot]
+            packed[4, slot] = snapshot.boundary
         self._launch(self._source, index, len(rows))
         for snapshot in rows:
             table.flushed(snapshot.slot, snapshot.boundary)
         return len(rows)
 
     def _launch(self, source: FlushInputs, index: int, count: int) -> None:
-        listed, fold, certain = self._staging.upload(index, 3)
+        listed, pending, cursor, offset, certain = self._staging.upload(index, 5)
         positions = ReplayPositions(
             read_column=self._read,
-            fold=fold,
-            turn=self._turn,
+            offset=offset,
+            pending=pending,
+            cursor=cursor,
             write_column=self._read,
+            writes=listed,
             snapshot_column=self._read,
-            snapshot_after=fold,
+            snapshot_after=offset,
             certain=certain,
         )
         replay_flush(

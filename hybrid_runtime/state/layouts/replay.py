@@ -12,6 +12,7 @@ from torch import Tensor
 from hybrid_runtime.device.sync import Waits
 from hybrid_runtime.kernels.step.advance_replay import (
     IDLE,
+    ReplayPlace,
     ReplayPositions,
     ReplaySlots,
     advance_replay,
@@ -39,10 +40,14 @@ class ReplayPolicy:
     are only the launch that places a step (`advance`) and, for requests that end, `Flusher`'s.
 
     The last column of a block table is the live one and always owned; the others hold snapshots. A
-    row starts from the state as its last step left it: in the live column, or in a boundary's if
-    that step ended on a retained one without guesses. Accepted guesses (`fold` of them, from the
-    window cache) and the row's own certain tokens go into it. No row can write what another one
-    reads, because a snapshot's column is written once.
+    row starts from the state that its steps have written last: in the live column, or in a
+    boundary's if that step ended on a retained one without guesses. What it lacks is folded in from
+    the window cache, and it is written again when the step's tokens would not fit there or a
+    snapshot is stored. No row can write what another one reads, because a snapshot's column is
+    written once.
+
+    Which boundaries a step may store depends on the counts of the last one only, not on when the
+    state was written.
     """
 
     def __init__(
@@ -57,10 +62,11 @@ class ReplayPolicy:
             return torch.full((size,), value, dtype=torch.int32, device=device)
 
         self.layout, self.columns = layout, 0
+        self._place = ReplayPlace(layout.block_size, -1, layout.window, layout.ring)
         self.slots = ReplaySlots(*(ints(v, slot_table.max_requests) for v in (-1, -1, 0, 0)))
         self.outputs = out = ReplayPositions(*(ints(value) for value in IDLE))
         self.nowhere = ReplayPositions(*(ints(value) for value in IDLE))
-        self.positions = StepPositions(out.read_column, out.fold, out.write_column, out)
+        self.positions = StepPositions(out.read_column, out.offset, out.write_column, out)
         self._slot_table, self._waits, self._depth = slot_table, waits, depth
         self._flusher: Flusher | None = None
 
@@ -70,9 +76,10 @@ class ReplayPolicy:
 
     def bind(self, states: StateTable, columns: int, flush_inputs: FlushInputs | None) -> None:
         self.columns = columns
+        self._place = self._place._replace(live_column=self._live)
         self._flusher = Flusher(
-            states, flush_inputs, self.slots.turn, self._live, self._slot_table,
-            self.layout.block_size, self._depth, self._waits,
+            states, flush_inputs, self._place, self._slot_table, self._depth, self._waits,
+            self.slots.computed.device,
         )  # fmt: skip
 
     def check_hit(self, computed: int, column: int) -> None:
@@ -147,8 +154,8 @@ class ReplayPolicy:
     def repeat(self, rows: StepRows, last: StepRows, kept: align.RetentionRule) -> StepPlan | None:
         certain_min = _certain(rows.computed_min, rows)
         high = certain_min if rows.exact_counts else _certain(rows.computed_max, rows)
-        covered = np.maximum(_certain(last.computed_min, last), rows.computed_min - rows.draft)
-        low = align.first_stored(covered, certain_min, rows.draft)
+        before = np.maximum(_certain(last.computed_min, last), rows.computed_min - rows.draft)
+        low = align.first_stored(before, certain_min, rows.draft)
         if np.count_nonzero(self._far(low, high, kept)):
             return None
         may_store = align.replay_candidates(
@@ -176,8 +183,7 @@ class ReplayPolicy:
             accepted,
             placed,
             outputs,
-            self.layout.block_size,
-            self._live,
+            self._place,
         )
 
     def touched(
@@ -200,7 +206,7 @@ class ReplayPolicy:
         decided: bool,
         every_row: bool,
     ) -> None:
-        """Nothing: the next step folds what was accepted."""
+        """Nothing: the next steps fold what was accepted."""
 
     def outcome(
         self,
@@ -210,11 +216,17 @@ class ReplayPolicy:
         accepted: NDArray[np.int32],
         current: NDArray[np.bool_],
     ) -> Outcome:
-        slot, draft, covered = step.rows.slot, step.rows.draft, self._slot_table.covered
-        kept = align.RetentionRule(*step.retention.T)
-        block = self.layout.block_size
-        stored = align.replay_snapshot(covered[slot], computed, certain, draft, block, kept)
-        covered[slot[current]] = certain[current]
+        table, slot, draft = self._slot_table, step.rows.slot, step.rows.draft
+        kept, block = align.RetentionRule(*step.retention.T), self.layout.block_size
+        stored = align.replay_snapshot(table.certain[slot], computed, certain, draft, block, kept)
+        writes = align.replay_writes(
+            computed - table.written[slot], step.rows.scheduled, draft, stored.extra,
+            table.held[slot] == self._live, self.layout.window,
+        )  # fmt: skip
+        column = np.where((draft == 0) & kept.keeps(certain), certain // block - 1, self._live)
+        table.certain[slot[current]] = certain[current]
+        table.written[slot[current & writes]] = certain[current & writes]
+        table.held[slot[current]] = column[current]
         dead = (accepted == 0) & (draft > 0)
         return Outcome(stored.boundary, stored.boundary > 0, stored.extra & ~dead)
 
@@ -235,8 +247,8 @@ class ReplayPolicy:
 
     def _first_stored(self, rows: StepRows, known: NDArray[np.int32]) -> align.Ints:
         last_draft = known[:, SlotTable.LAST_DRAFT]
-        covered = np.maximum(known[:, SlotTable.COVERED], rows.computed_min - last_draft)
-        return align.first_stored(covered, _certain(rows.computed_min, rows), last_draft)
+        before = np.maximum(known[:, SlotTable.CERTAIN], rows.computed_min - last_draft)
+        return align.first_stored(before, _certain(rows.computed_min, rows), last_draft)
 
     def _span(
         self, low: align.Ints, high: align.Ints, kept: align.RetentionRule
