@@ -103,7 +103,7 @@ class ReplayRunner(HashRunner):
         snapshots = super().read_oldest()
         table, slots = self.manager._slot_table, self.manager._policy.slots
         for slot, request in self.requests.items():
-            if not request.in_flight and not request.dead:
+            if not request.in_flight and table.holds(slot, request.generation):
                 assert table.written[slot] == request.written
                 assert table.held[slot] == request.place[0]
                 assert not request.stepped or slots.written[slot] == request.written

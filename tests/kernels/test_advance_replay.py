@@ -122,7 +122,7 @@ def test_bounds_on_what_is_pending_are_sound_and_tight(window: int, may: bool, m
             (np.array(low), np.array(low + spread)), np.array(scheduled), np.array(draft),
             np.array(may or draft == 0), np.array(must or draft == 0), window,
         )  # fmt: skip
-        assert (least, most) == (min(found), max(found))
+        assert (int(least), int(most)) == (min(found), max(found))
 
 
 # The kernel

@@ -22,7 +22,7 @@ from hybrid_runtime.engine.request import Request
 from hybrid_runtime.kernels.replay.rounding import Rounding
 from hybrid_runtime.kernels.replay.rows import ReplayRows
 from hybrid_runtime.kernels.replay.update import replay_update
-from hybrid_runtime.kernels.replay.window_cache import WindowCache
+from hybrid_runtime.kernels.replay.window_cache import WindowCache, ring_length
 from hybrid_runtime.kernels.step.advance_replay import ReplayPositions
 
 __all__ = ["hf", "tokenizer"]  # fixtures
@@ -40,9 +40,9 @@ def update(tenants: list[int], slots: list[int], dtype: torch.dtype) -> Tensor:
         return torch.randn(shape, generator=generator).to(DEVICE)
 
     def by_slot(shape: tuple[int, ...]) -> Tensor:
-        out = torch.full((2, SLOTS, *shape), float("nan"), device=DEVICE)
+        out = torch.full((SLOTS, *shape), float("nan"), device=DEVICE)
         for tenant, slot in zip(tenants, slots, strict=True):
-            out[0, slot] = values(tenant, *shape).abs()
+            out[slot] = values(tenant, *shape).abs()
         return out
 
     def ints(*many: int) -> Tensor:
@@ -57,7 +57,8 @@ def update(tenants: list[int], slots: list[int], dtype: torch.dtype) -> Tensor:
         states[slot] = values(tenant, HEADS, DIM, STATE).to(dtype)
         seed[slot] = 17 * tenant - 40
     n = len(tenants)
-    shapes = ((HEADS, DIM), (GROUPS, STATE), (HEADS,))
+    ring = ring_length(DRAFTS, 16)
+    shapes = ((HEADS, ring, DIM), (GROUPS, ring, STATE), (HEADS, ring))
     every = torch.ones(n, dtype=torch.int32, device=DEVICE)
     vectors = values(99, 3, HEADS)
     replay_update(
@@ -69,7 +70,7 @@ def update(tenants: list[int], slots: list[int], dtype: torch.dtype) -> Tensor:
         D=vectors[1],
         dt_bias=vectors[2],
         states=states,
-        window_cache=WindowCache(*(by_slot((DRAFTS, *shape)) for shape in shapes)),
+        window_cache=WindowCache(*(by_slot(shape) for shape in shapes)),
         rows=ReplayRows(
             block_table=ints(*range(2 * SLOTS)).view(2, SLOTS).T.contiguous(),
             slot=ints(*slots),
@@ -77,11 +78,13 @@ def update(tenants: list[int], slots: list[int], dtype: torch.dtype) -> Tensor:
             draft=every * DRAFTS,
             positions=ReplayPositions(
                 read_column=every * 0,
-                fold=every * 2,
-                turn=every * 0,
+                offset=every * 2,
+                pending=every * 5,
+                cursor=every * 17,
                 write_column=every * 0,
+                writes=every,
                 snapshot_column=every,
-                snapshot_after=every,
+                snapshot_after=every * -1,
                 certain=ints(*(100 + t for t in tenants)),
             ),
         ),
