@@ -31,6 +31,7 @@ _LEAST = {
     "max_model_len": 2,
     "max_tokens_per_step": 2,
     "max_prompt_tokens": 1,
+    "window": 0,
 }
 _LEAST_IF_SET = {"max_waiting": 1, "block_size": 1, "num_speculative_tokens": 0}
 

@@ -44,6 +44,7 @@ def check_step(
     lines: Tensor,
     previous: tuple[Tensor, Tensor],
     block_tables: Sequence[Tensor],
+    queued: Sequence[Step],
 ) -> None:
     """Place a step into copies, wait, and raise `ValueError` if what it would read and write is
     wrong, that names request, step, what it was and what it must be.
@@ -51,6 +52,7 @@ def check_step(
     number: of the step that is about to begin.
     lines: its packed lines, on the host or on the device.
     previous: what the pending step placed, and its counts; where there is none, any such tensors.
+    queued: steps whose counts the host has not read, oldest first.
     """
     slots = type(policy.slots)(*(t.clone() for t in policy.slots))
     outputs = type(policy.nowhere)(*(t.clone() for t in policy.nowhere))
@@ -62,6 +64,7 @@ def check_step(
         tables = [table.cpu().numpy() for table in block_tables]
         exact = np.where(rows.slot >= 0, computed[rows.slot], 0).astype(np.int64)
         reads, writes = policy.touched(rows, exact, outputs)
+        lacks, least, most = policy.lacking(rows, queued, outputs)
     rule = RetentionRule(*slot_table.rules(rows.slot).T)
     lost = lost_boundaries(exact, exact + rows.scheduled - rows.draft, rule)
     for i in np.flatnonzero(writes[:, 0] >= 0):  # the others do not run
@@ -71,6 +74,11 @@ def check_step(
             raise ValueError(
                 f"rows.computed_min..max[{i}] is {low}..{high} ({request}); "
                 f"it must include the exact count, {exact[i]}"
+            )
+        if not least[i] <= lacks[i] <= most[i]:
+            raise ValueError(
+                f"the window cache has {lacks[i]} tokens that the state lacks ({request}); by the "
+                f"counts that were read it must be {least[i]}..{most[i]}"
             )
         for verb, columns in (("reads", reads[i]), ("writes", writes[i])):
             for group, table in enumerate(tables):

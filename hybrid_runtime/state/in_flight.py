@@ -36,15 +36,17 @@ class InFlightSteps:
     def __len__(self) -> int:
         return len(self._open)
 
+    @property
+    def queued(self) -> list[Step]:
+        """Steps whose counts have not been read, oldest first."""
+        return [step for step in self._open if step.accepted is None]
+
     def next_step(self, slot: int) -> Step | None:
         """The oldest outstanding step that the request in `slot` has a row in."""
-        for step in self._open:
-            if step.accepted is None:
-                own = (step.rows.slot == slot) & (
-                    step.generation == self._slot_table.generation[slot]
-                )
-                if own.any():
-                    return step
+        for step in self.queued:
+            own = (step.rows.slot == slot) & (step.generation == self._slot_table.generation[slot])
+            if own.any():
+                return step
         return None
 
     def require(self, step: Step, ended: bool | None = None) -> None:

@@ -370,7 +370,10 @@ class HybridStateManager:
     def _check(self, rows: StepRows, lines: Tensor) -> None:
         """Refuse a step if what it would read and write is wrong."""
         previous = self._placement.previous()
-        check_step(self._next, rows, self._slot_table, self._policy, lines, previous, self._tables)
+        check_step(
+            self._next, rows, self._slot_table, self._policy, lines, previous, self._tables,
+            self._in_flight.queued,
+        )  # fmt: skip
 
     def _bound(self) -> StateTable:
         if self._states is None:

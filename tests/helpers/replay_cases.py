@@ -189,7 +189,8 @@ class History:
         order = torch.randperm(2 * slots, generator=self.pick)
         self.table = order.view(slots, 2).int().to(DEVICE)
         self.wide_table = torch.arange(wide, device=DEVICE).int().view(slots, -1)
-        self.window_cache = shape.window_cache(self.generator, slots)
+        other = torch.Generator(DEVICE).manual_seed(seed + 1)  # draws as the ring is long
+        self.window_cache = shape.window_cache(other, slots)
         fine = torch.promote_types(shape.x, torch.float32)
         self.vectors = shape.vectors(self.generator, fine)
         self.fold = [0] * slots  # guesses accepted in the last step

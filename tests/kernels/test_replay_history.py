@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
 from helpers.interpreter import CUDA, elsewhere, kernels, run_in_interpreter
-from helpers.replay_cases import History, Ssm, plain
+from helpers.replay_cases import ROUNDS, History, Ssm, plain
 
 from hybrid_runtime.kernels.replay.naive import replay_update_reference
 from hybrid_runtime.kernels.replay.update import replay_update
@@ -46,6 +49,33 @@ def test_the_longest_window_is_used_whole() -> None:
         torch.testing.assert_close(y, wide, rtol=1e-11, atol=1e-11)
         lacks.append(history.certain[0] + history.fold[0] - history.written[0])
     assert max(lacks) == 16
+
+
+def histories(update: Any, shape: Ssm, windows: list[int], steps: int) -> None:
+    """The same requests with windows of several lengths: outputs and snapshots are the same,
+    bit by bit, as far as states are not rounded when they are written."""
+    runs = [History(replace(shape, window=w), slots=3, seed=5, block=shape.drafts + 3)
+            for w in windows]  # fmt: skip
+    tolerance = 0.0 if shape.states == shape.x else 4 * ROUNDS[shape.states]
+    snapshots = 0
+    for _ in range(steps):
+        (want, _), *others = [run.step(update) for run in runs]
+        for got, _ in others:
+            assert (got - want).abs().max() <= tolerance * want.abs().max()
+        for slot in runs[0].snapshots:
+            kept, *theirs = [run.live(1)[slot] for run in runs]
+            for state in theirs:
+                assert (state - kept).abs().max() <= tolerance * kept.abs().max()
+            snapshots += 1
+    assert snapshots > steps // 2
+    assert len({tuple(run.written) for run in runs}) > 1
+
+
+@plain
+@pytest.mark.parametrize("states", [torch.float32, torch.float16], ids=str)
+def test_the_window_changes_nothing(states: torch.dtype) -> None:
+    shape = Ssm(x=torch.float32, states=states, drafts=3, tokens=4)
+    histories(replay_update_reference, shape, [0, 4, 9, 16], 60)
 
 
 @plain

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 from typing import Any
 
@@ -330,6 +331,40 @@ def test_any_number_of_drafts(k: int, conv_layout: str, window: str) -> None:
     for i in range(40):
         d = k if i % 3 else i % (k + 1)
         runs.step([(0, 1, [i] * d, 1 + i % (d + 1))])
+
+
+@pytest.mark.parametrize("depth", [0, 2])
+def test_the_window_changes_no_snapshot(depth: int) -> None:
+    """Whatever is accepted, retained and released: the same snapshots at the same time, of the same
+    bytes, wherever the states in memory stand."""
+    rng = random.Random(depth)
+    windows = (0, K + 1, 16)
+    all_runs = [
+        ReplayRunner(num_draft=K, window=w, block_size=BLOCK, depth=depth, columns=40)
+        for w in windows
+    ]
+    for number in range(12):
+        prompt = [rng.randrange(99) for _ in range(rng.randint(1, BLOCK))]
+        plan = [(0, len(prompt), [], 1)]
+        for _ in range(rng.randint(1, 14)):
+            drafts = [rng.randrange(99) for _ in range(rng.randint(0, K))]
+            plan.append((0, 1, drafts, rng.randint(1, len(drafts) + 1)))
+        last = []
+        for runs in all_runs:
+            runs.admit(0, prompt)
+            runs.retain(0, BLOCK * (number % 3))
+            for row in plan:
+                runs.step([row])
+            last.append(runs.manager.last_snapshot(0))
+            runs.release(0)
+        assert last[0] == last[1] == last[2]
+        while all_runs[0].outstanding:
+            for runs in all_runs:
+                runs.recent += runs.read_oldest()
+    assert all_runs[0].recent
+    assert all_runs[0].recent == all_runs[1].recent == all_runs[2].recent
+    written = [runs.written for runs in all_runs]
+    assert all_runs[0].ran == written[0] > written[1] > written[2]
 
 
 def test_a_prefix_deep_in_the_table_is_resumed_in_every_group() -> None:

@@ -105,6 +105,15 @@ class LayoutPolicy(Protocol):
         computed: exact tokens computed before it. outputs: what the launch that places it wrote.
         """
 
+    def lacking(
+        self, rows: StepRows, queued: Sequence[Step], outputs: Any
+    ) -> tuple[align.Ints, align.Ints, align.Ints]:
+        """Tokens that the states which a placed step reads lack, `[rows]`: exactly, and the least
+        and most that the host knows of.
+
+        queued: steps whose counts the host has not read, oldest first. outputs: as in `touched`.
+        """
+
     def launch_precopy(self, entries: Tensor, plan: StepPlan) -> None:
         """Move the states that must move before the forward pass."""
 

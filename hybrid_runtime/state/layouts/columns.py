@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -145,6 +146,13 @@ class ColumnsPolicy:
         copied = np.where(copies, boundary // block - 1, -1)
         reads = np.stack([read, np.where(read >= 0, read + offset, -1)], 1)
         return reads, np.concatenate([writes, copied[:, None]], 1)
+
+    def lacking(
+        self, rows: StepRows, queued: Sequence[Step], outputs: Any
+    ) -> tuple[align.Ints, align.Ints, align.Ints]:
+        """Nothing: each state holds all of its tokens."""
+        nothing = np.zeros(len(rows), np.int64)
+        return nothing, nothing, nothing
 
     def launch_precopy(self, entries: Tensor, plan: StepPlan) -> None:
         if len(plan.moving):

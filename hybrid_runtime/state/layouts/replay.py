@@ -30,6 +30,7 @@ from hybrid_runtime.state.layouts.pack import (
     pack_unfinished,
     unfiled_column,
 )
+from hybrid_runtime.state.layouts.pending import pending_bounds
 from hybrid_runtime.state.rows import StepRows
 from hybrid_runtime.state.slot_table import Held, SlotTable
 from hybrid_runtime.state.step import Snapshot, Step, StepPositions
@@ -193,6 +194,15 @@ class ReplayPolicy:
         reads = outputs.read_column[:n, None]
         writes = torch.stack([outputs.write_column, outputs.snapshot_column], 1)[:n]
         return reads.cpu().numpy().astype(np.int64), writes.cpu().numpy().astype(np.int64)
+
+    def lacking(
+        self, rows: StepRows, queued: Sequence[Step], outputs: ReplayPositions
+    ) -> tuple[align.Ints, align.Ints, align.Ints]:
+        low, high = pending_bounds(
+            self._slot_table, queued, self._live, self.layout.block_size, self.layout.window
+        )
+        exact = outputs.pending[: len(rows)].cpu().numpy()
+        return exact, low[rows.slot], high[rows.slot]
 
     def launch_precopy(self, entries: Tensor, plan: StepPlan) -> None:
         """Nothing: kernels take separate read and write columns."""
