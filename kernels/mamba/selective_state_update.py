@@ -21,7 +21,7 @@ from hybrid_runtime.kernels.common.zero_fill import zero_unowned
 from hybrid_runtime.kernels.mamba.naive import check_ssm_shapes, selective_state_update_reference
 from hybrid_runtime.kernels.mamba.strides import ChannelStrides, HeadStrides
 
-MAX_TOKENS = 8
+MAX_TOKENS = 16
 """Tokens per row that the kernel unrolls; longer rows go to the reference."""
 
 

@@ -61,6 +61,9 @@ ROWS = [
             {"max_tokens_per_step": 9},
             {"num_speculative_tokens": 5, "steps_ahead": 1},
             {"num_speculative_tokens": 1},
+            {"num_speculative_tokens": 15, "block_size": 16, "steps_ahead": 1},
+            {"window": 0},
+            {"window": 4, "steps_ahead": 1},
             {"num_blocks": (30, 12)},
         )
     ),
@@ -88,8 +91,12 @@ def test_greedy_text_is_that_of_transformers(
 
 @pytest.mark.parametrize("strategy", ["auto", *slow("blocking", "defer", "always")])
 @pytest.mark.parametrize(
-    ("k", "block_size", "steps_ahead"), [(1, 8, 0), (3, 8, 0), (3, 8, 1), (3, 16, 0), (5, 8, 1)]
-)
+    ("k", "block_size", "steps_ahead", "window"),
+    [
+        (1, 8, 0, 16), (3, 8, 0, 16), (3, 8, 1, 0), (3, 8, 1, 4), (3, 16, 0, 16), (5, 8, 1, 16),
+        (15, 16, 1, 16),
+    ],
+)  # fmt: skip
 @pytest.mark.parametrize("state_layout", ["columns", "replay"])
 def test_any_mix_of_acceptances_keeps_the_text(
     hf: NemotronHForCausalLM,
@@ -100,11 +107,12 @@ def test_any_mix_of_acceptances_keeps_the_text(
     k: int,
     block_size: int,
     steps_ahead: int,
+    window: int,
     state_layout: str,
 ) -> None:
     runs = engine(
         hf, tokenizer, drafter="ngram", num_speculative_tokens=k, block_size=block_size,
-        strategy=strategy, steps_ahead=steps_ahead, state_layout=state_layout,
+        strategy=strategy, steps_ahead=steps_ahead, state_layout=state_layout, window=window,
     )  # fmt: skip
     texts = [p + w for p, w in zip(prompts, wanted, strict=True)]
     runs.runner.drafter = Script(texts, k, [k, 0, k + 1, 1, k, k - 1, 0, k + 1, k])

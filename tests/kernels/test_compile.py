@@ -96,11 +96,11 @@ KERNELS = [
         conv1d_update._conv1d_update_kernel,
         CONV | NO_SNAPSHOT | {"bias": None, "TOKENS": 1, "TAPS": 1},
     ),
-    (conv1d_update._conv1d_update_kernel, CONV | {"CHANNELS": 10, "TOKENS": 8}),
+    (conv1d_update._conv1d_update_kernel, CONV | {"CHANNELS": 10, "TOKENS": 16}),
     (selective_state_update._selective_state_update_kernel, SSM),
     (
         selective_state_update._selective_state_update_kernel,
-        SSM | {"TOKENS": 8, "DIM": 60, "STATE": 100},
+        SSM | {"TOKENS": 16, "DIM": 60, "STATE": 100},
     ),
 ]
 

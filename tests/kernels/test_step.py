@@ -86,6 +86,7 @@ ROWS = {
     "padded": (2, [(5, 3, 2), (-1, 3, 2), (0, 3, 2)]),
     "nobody": (3, []),
     "one": (5, [(0, 6, 5)]),
+    "most drafts": (15, [(4, 16, 15), (0, 3, 2), (2, 16, 15)]),
 }
 EXTRA = {"exact": (0, 0, 0), "uniform": (3, 4, 0), "tokens behind": (0, 0, 70)}
 
@@ -187,9 +188,11 @@ def test_what_tells_of_broken_logits_reaches_the_host_and_no_text() -> None:
 
 PREPARE = {"WIDTH": 8, "ROWS": 64, "TILE": 128}
 COMMIT = {"WIDTH": 8, "TILE": 128}
-COMPILED = [
+COMPILED: list[tuple[Any, dict[str, Any]]] = [
     *((prepare_inputs._prepare_inputs_kernel, PREPARE | {"NUM_DRAFT": k}) for k in (0, 3)),
     *((commit_tokens._commit_tokens_kernel, COMMIT | {"NUM_DRAFT": k}) for k in (0, 1, 3)),
+    (prepare_inputs._prepare_inputs_kernel, PREPARE | {"NUM_DRAFT": 15, "WIDTH": 16}),
+    (commit_tokens._commit_tokens_kernel, COMMIT | {"NUM_DRAFT": 15, "WIDTH": 32}),
 ]
 NUMBERS = {"num_rows", "rows", "pad", "num_tokens"}
 

@@ -34,7 +34,7 @@ def batch(texts: list[list[int]], width: int, filler: int) -> tuple[torch.Tensor
 @given(
     # Three tokens, so that occurrences are many and overlap.
     st.lists(st.lists(st.integers(0, 2), max_size=24), min_size=1, max_size=4),
-    st.integers(0, 5),
+    st.integers(0, 5) | st.just(15),
     st.integers(1, 4),
     st.integers(0, 3),
     st.integers(0, 3),
