@@ -28,10 +28,11 @@ from torch.nn.functional import silu
 
 from hybrid_runtime.kernels.common.varlen import StateRows
 from hybrid_runtime.kernels.mamba.selective_state_update import selective_state_update
+from hybrid_runtime.kernels.replay.naive import fold_reference
 from hybrid_runtime.kernels.replay.rounding import Rounding
 from hybrid_runtime.kernels.replay.rows import ReplayRows
 from hybrid_runtime.kernels.replay.update import replay_update
-from hybrid_runtime.kernels.replay.window_cache import WindowCache
+from hybrid_runtime.kernels.replay.window_cache import MAX_WINDOW, WindowCache
 from hybrid_runtime.kernels.step.advance_replay import ReplayPositions
 
 HEADS, DIM, GROUPS, STATE, DRAFTS = 8, 64, 2, 128, 3
@@ -87,12 +88,13 @@ class Track:
         self.zero, self.none, self.draft = ints(0), ints(-1), ints(DRAFTS)
         self.slot = torch.arange(sequences, dtype=torch.int32, device=device)
         self.starts = torch.arange(sequences + 1, dtype=torch.int32, device=device) * (DRAFTS + 1)
-        self.fold, self.turn, self.tokens = ints(0), ints(0), ints(0)
+        self.offset, self.computed, self.written = ints(0), ints(0), ints(0)
         # Narrow states lie beside bfloat16 in the model, and take another path of the kernel there.
         values = dtype if dtype.itemsize >= 4 else torch.bfloat16
         self.window_cache = WindowCache.allocate(
-            1, sequences, DRAFTS, shape, GROUPS, values, device
-        )
+            1, sequences, DRAFTS, MAX_WINDOW, shape, GROUPS, values, device
+        ).layer(0)
+        self.pending, self.A_log = ints(0), torch.zeros(shape[0], device=device)
         self.worst = torch.zeros(sequences, shape[0], dtype=torch.float64, device=device)
         self.squares = torch.zeros_like(self.worst)
 
@@ -107,31 +109,42 @@ class Track:
         where = self.table, self.slot, self.starts, self.draft
         if self.layout == "columns":
             # The first step reads a state of zeros.
-            rows = StateRows(*where, self.zero, self.fold, self.zero)
+            rows = StateRows(*where, self.zero, self.offset, self.zero)
             y = selective_state_update(*inputs, self.states, rows, DRAFTS + 1)
         else:
-            certain = self.tokens + self.fold + 1
             rounding = Rounding(self.slot * 7919, layer=0) if self.stochastic else None
-            positions = ReplayPositions(
-                read_column=self.zero,
-                fold=self.fold,
-                turn=self.turn,
-                write_column=self.zero,
-                snapshot_column=self.none,
-                snapshot_after=self.zero,
-                certain=certain,
-            )
+            positions = self._positions(self.computed - self.written, self.computed + 1)
             rows = ReplayRows(*where, positions)
-            y = replay_update(
-                *inputs, self.states, self.window_cache.layer(0), rows, DRAFTS + 1, rounding
-            )
-            self.tokens, self.turn = certain, 1 - self.turn
-        self.fold = accepted - 1
+            y = replay_update(*inputs, self.states, self.window_cache, rows, DRAFTS + 1, rounding)
+            certain, self.A_log = positions.certain, inputs.A_log
+            self.written = torch.where(positions.writes > 0, certain, self.written)
+            self.pending = certain - self.written
+            self.computed = certain + accepted - 1
+        self.offset = accepted - 1
         return y.double().view(len(accepted), DRAFTS + 1, *y.shape[1:])
 
+    def _positions(self, pending: Tensor, certain: Tensor) -> ReplayPositions:
+        return ReplayPositions(
+            read_column=self.zero,
+            offset=self.offset,
+            pending=pending,
+            cursor=self.written % self.window_cache.length,
+            write_column=self.zero,
+            writes=(pending + DRAFTS + 1 > MAX_WINDOW).int(),
+            snapshot_column=self.none,
+            snapshot_after=self.zero,
+            certain=certain,
+        )
+
     def certain_state(self) -> Tensor:
-        """`[sequences, H, P, N]` in fp64, after the certain token of the last step."""
-        return self.states[self.table[:, 0].long()].double()
+        """`[sequences, H, P, N]` in fp64, after the certain token of the last step; in the replay
+        layout what the state in memory and the window cache make together, in fp32."""
+        if self.layout == "columns":
+            return self.states[self.table[:, 0].long()].double()
+        states = self.states.to(torch.float32, copy=True)
+        positions = self._positions(self.pending, self.computed)
+        fold_reference(states, self.window_cache, self.A_log, self.table, self.slot, positions)
+        return states[self.table[:, 0].long()].double()
 
 
 class Trial:

@@ -1,8 +1,9 @@
 """GPU time of the Mamba state update of decode and verify rows, and the floor of what it must move.
 
 128 heads x 64 x 128, 8 groups, bf16 inputs, as in Nemotron-3-Super and Nemotron-H-8B: a row of T
-tokens reads one state and writes T in the columns layout; in the replay layout it folds the guesses
-of the last step in (all accepted) and writes one. Launches rotate over the state of at least 12
+tokens reads one state and writes T in the columns layout; in the replay layout it folds in what the
+state lacks (rows at different places between two writes, all guesses accepted), and every so many
+steps writes one. Launches rotate over the state of at least 12
 layers, more of it than four times the L2 cache. Beside both stands `baseline.py`, the plain form of
 the first, at the launch that is its best for so many rows of 4 tokens.
 """
@@ -14,6 +15,7 @@ import math
 import statistics
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +30,7 @@ from hybrid_runtime.kernels.mamba.conv1d_update import conv1d_update
 from hybrid_runtime.kernels.mamba.selective_state_update import selective_state_update
 from hybrid_runtime.kernels.replay.rows import ReplayRows
 from hybrid_runtime.kernels.replay.update import replay_update
-from hybrid_runtime.kernels.replay.window_cache import WindowCache
+from hybrid_runtime.kernels.replay.window_cache import MAX_WINDOW, WindowCache
 from hybrid_runtime.kernels.step.advance_replay import ReplayPositions
 from hybrid_runtime.state import StateLayout
 
@@ -68,7 +70,9 @@ class Bench:
         self.vectors = torch.randn(3, HEADS, device="cuda")
         small = 2 * count * (2 * INNER + 2 * OUTER + HEADS)
         self.shape = rows, tokens
-        self.replay_bytes = 2 * rows * state + small
+        self.cycle = replace(layout, kind="replay").steps_per_write(tokens)
+        writes = sum(row % self.cycle == self.cycle - 1 for row in range(rows))
+        self.replay_bytes = (rows + writes) * state + small
         self.ssm_bytes = rows * (1 + tokens) * state + small
         self.conv_bytes = 2 * CHANNELS * (rows * (2 * (TAPS - 1) + tokens - 1) + 2 * count)
 
@@ -96,20 +100,23 @@ class Bench:
         """Each column of the block tables is the live one in turn: as much state as `ssm` has."""
         num_rows, tokens = self.shape
         window_cache = WindowCache.allocate(
-            1, num_rows, tokens - 1, (HEADS, DIM, STATE), GROUPS, torch.bfloat16, "cuda"
+            1, num_rows, tokens - 1, MAX_WINDOW, (HEADS, DIM, STATE), GROUPS, torch.bfloat16, "cuda"
         ).layer(0)
         for part in window_cache:
             part.uniform_(0.001, 0.1)
         zero = torch.zeros(num_rows, dtype=torch.int32, device="cuda")
         table, slot, start, draft, *_ = self.rows
         inputs = self.inputs()
+        pending = (tokens - 1 + tokens * (slot % self.cycle)).int()
 
         def rows_of(column: int) -> ReplayRows:
             positions = ReplayPositions(
                 read_column=zero + column,
-                fold=draft,
-                turn=zero,
+                offset=draft,
+                pending=pending,
+                cursor=slot % window_cache.length,
                 write_column=zero + column,
+                writes=(pending + tokens > MAX_WINDOW).int(),
                 snapshot_column=zero - 1,
                 snapshot_after=zero,
                 certain=zero,

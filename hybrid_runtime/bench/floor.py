@@ -38,9 +38,15 @@ class StepBytes:
 
 
 def step_bytes(
-    model: NemotronH, head: Head | None, layout: StateLayout, rows: int, context: float
+    model: NemotronH,
+    head: Head | None,
+    layout: StateLayout,
+    rows: int,
+    context: float,
+    accepted: float,
 ) -> StepBytes:
-    """For `rows` decode rows with `context` tokens each; drafts as `layout` has them.
+    """For `rows` decode rows with `context` tokens each, of which every step emits `accepted`;
+    drafts as `layout` has them.
 
     Experts count as far as uniformly spread routing would touch them.
     """
@@ -61,11 +67,14 @@ def step_bytes(
     kv = _per_token(model) * (rows * context + tokens)
     if head is not None:
         kv += _per_token(head) * sum(rows * context + n for n in passes)
-    # Of the window cache one half is read and the other written: together their size.
+    # What a state lacks is read from the window cache, the step's own tokens are written there.
+    pending = accepted - 1 + accepted * (layout.steps_per_write(accepted) - 1) / 2
+    cached = layout.window_cache_bytes / layout.ring * (pending + drafts + 1)
+    states = layout.states_per_step(accepted) * ssm.nbytes
     return StepBytes(
         weights=body,
         draft=draft,
-        state=rows * layers * (layout.states_per_step * ssm.nbytes + layout.window_cache_bytes),
+        state=rows * layers * (states + cached),
         window=rows * layers * (read + read + drafts) * channel,
         kv=kv * model.dtype.itemsize,
     )

@@ -10,6 +10,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from hybrid_runtime.engine.scheduler import overshoot
+from hybrid_runtime.kernels.replay.window_cache import MAX_WINDOW
 from hybrid_runtime.models.config import NemotronHConfig
 from hybrid_runtime.state.checks import Strategy
 from hybrid_runtime.state.layout import LayoutKind, StateLayout
@@ -31,8 +32,8 @@ class Load:
     timed, and how often. warmup_osl: output tokens of the run before the timed ones. profile_steps:
     steady steps to trace after them, under the strategies that are also in `profiled`. block_size:
     in tokens; None = derived from the layout. max_model_len: what the engine is made for, in tokens
-    (more where the load needs it). max_tokens_per_step, graphs, state_layout: as of `EngineConfig`.
-    nvtx: mark each timed step with an NVTX range. seed: of lengths.
+    (more where the load needs it). max_tokens_per_step, graphs, state_layout, window: as of
+    `EngineConfig`. nvtx: mark each timed step with an NVTX range. seed: of lengths.
     """
 
     batch: int = 1
@@ -52,6 +53,7 @@ class Load:
     max_tokens_per_step: int = 8192
     graphs: bool | None = None
     state_layout: LayoutKind = "replay"
+    window: int = MAX_WINDOW
     nvtx: bool = False
     seed: int = 0
 
@@ -97,6 +99,7 @@ class Load:
             "osl": self.osl,
             "ssm_dtype": self.ssm_dtype,
             "state_layout": self.state_layout if self.drafts else "columns",
+            "window": self.window,
             "acceptance": "real" if pretended is None else pretended,
         }
 
@@ -120,6 +123,7 @@ class Load:
             conv_dtype=dtype,
             block_size=self.block_size,
             kind=self.state_layout if self.drafts else "columns",
+            window=self.window,
         )
 
     def prompt_lengths(self, lengths: Lengths, block_size: int) -> list[int]:

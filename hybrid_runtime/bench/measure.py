@@ -117,6 +117,7 @@ class Engines:
             synthetic_acceptance=load.synthetic_acceptance,
             graphs=load.graphs,
             state_layout=load.state_layout,
+            window=load.window,
         )
 
     def _warm_up(self, engine: Engine) -> None:
@@ -149,7 +150,8 @@ def measure(
     rows = {turn: _row(*turn, load, engines.layout) for turn in dict.fromkeys(turns)}
     for turn, row in rows.items():
         context = statistics.fmean(load.prompt_lengths(turn[1], block)) + load.osl / 2
-        moved = step_bytes(model, engines.head, engines.layout, load.batch, context)
+        accepted = load.synthetic_acceptance or 1.0  # real drafts: those of the worst
+        moved = step_bytes(model, engines.head, engines.layout, load.batch, context, accepted)
         row["bytes"] = asdict(moved) | {"total": moved.total}
         row["bandwidth"] = bandwidth
     try:

@@ -12,6 +12,7 @@ from hybrid_runtime.bench.floor import Head
 from hybrid_runtime.bench.load import SSM_DTYPES, Lengths, Load, sweep
 from hybrid_runtime.bench.measure import Row, measure
 from hybrid_runtime.bench.progress import RunProgress
+from hybrid_runtime.kernels.replay.window_cache import MAX_WINDOW
 from hybrid_runtime.models.nemotron_h import NemotronH
 from hybrid_runtime.state.checks import Strategy
 from hybrid_runtime.state.layout import LayoutKind
@@ -21,12 +22,15 @@ def add_options(parser: argparse.ArgumentParser, repeats: int) -> None:
     """What is measured; lists are separated by commas, and every combination is run."""
     add = parser.add_argument
     add("--batches", type=_ints, default=[1, 8, 16, 32, 64], help="requests at once")
-    add("--drafts", type=_ints, default=[3], help="drafts per step, 0 to 5")
+    add("--drafts", type=_ints, default=[3], help="drafts per step, 0 to 15")
     add("--isl", type=_ints, default=[1024], help="prompt tokens")
     add("--osl", type=_ints, default=[256], help="output tokens")
     add("--lengths", type=_words(Lengths), default=("equal",), help="equal, staggered")
     add("--strategies", type=_words(Strategy), default=("auto",), help="or all, interleaved")
     add("--layouts", type=_words(LayoutKind), default=("replay",), help="columns, replay")
+    add(
+        "--window", type=int, default=MAX_WINDOW, help="replay: tokens kept before a write; 0: none"
+    )
     add("--ssm-dtype", type=lambda s: s.split(","), default=["float32"], help=", ".join(SSM_DTYPES))
     add(
         "--acceptance",
@@ -66,6 +70,7 @@ def loads(args: argparse.Namespace) -> list[Load]:
         max_model_len=args.max_model_len,
         max_tokens_per_step=args.max_tokens_per_step,
         graphs=False if args.no_graphs else None,
+        window=args.window,
         nvtx=args.nvtx,
         seed=args.seed,
     )

@@ -235,10 +235,21 @@ class StateLayout:
         guesses = 0 if self.replays else self.num_speculative_tokens
         return num_layers * ((1 + guesses + snapshots) * self.page_bytes + self.window_cache_bytes)
 
-    @property
-    def states_per_step(self) -> int:
-        """SSM states that a verify step reads and writes per row and layer."""
-        return 2 if self.replays else 2 + self.num_speculative_tokens
+    def steps_per_write(self, accepted: float) -> int:
+        """Steps from one write of a state to the next in steady decode, a boundary aside.
+
+        accepted: tokens that every step emits, 1 .. K + 1.
+        """
+        room = self.window - self.num_speculative_tokens - accepted
+        if not self.replays or room < 0:
+            return 1
+        return int(room // accepted) + 2
+
+    def states_per_step(self, accepted: float) -> float:
+        """SSM states that a verify step reads and writes per row and layer, on average."""
+        if self.replays:
+            return 1 + 1 / self.steps_per_write(accepted)
+        return 2 + self.num_speculative_tokens
 
     @property
     def rounds_stochastically(self) -> bool:

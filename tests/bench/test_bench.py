@@ -66,7 +66,7 @@ def test_floor_counts_what_must_move() -> None:
     layout = StateLayout.from_config(
         config, 2, torch.float32, conv_dtype=torch.bfloat16, block_size=16
     )
-    moved = step_bytes(model, MTPHead(model), layout, rows=3, context=100)
+    moved = step_bytes(model, MTPHead(model), layout, rows=3, context=100, accepted=2)
 
     mamba = 2 * (8 * (8 + 16 + 2) + 16 * 4 + 16 + 8 + 8 * 8) + 4 * 3 * 2
     attention = 2 * (8 * 8 + 2 * 8 * 4 + 8 * 8)
@@ -85,7 +85,24 @@ def test_floor_counts_what_must_move() -> None:
     )
 
     plain = StateLayout.from_config(config, 0, torch.float32, block_size=16)
-    assert step_bytes(model, None, plain, rows=1, context=1).draft == 0
+    assert step_bytes(model, None, plain, rows=1, context=1, accepted=1).draft == 0
+
+
+def test_floor_of_the_replay_layout_counts_a_write_now_and_then() -> None:
+    """Four of five steps read the state only, and what it lacks: 2, 5, 8, 11 and 14 tokens."""
+    config = NemotronHConfig(
+        vocab_size=50, hidden_size=8, pattern="M", num_attention_heads=2, num_key_value_heads=1,
+        head_dim=4, mamba_num_heads=2, mamba_head_dim=4, n_groups=1, ssm_state_size=4,
+    )  # fmt: skip
+    model = NemotronH(config, "cpu", torch.bfloat16)
+    state, token = 4 * (2 * 4 * 4), 2 * (2 * 4 + 4) + 4 * 2
+    for window, writes, lacks in ((16, 1 / 5, 8), (4, 1, 2), (0, 1, 2)):
+        layout = StateLayout.from_config(
+            config, 3, torch.float32, conv_dtype=torch.bfloat16, block_size=16, kind="replay",
+            window=window,
+        )  # fmt: skip
+        moved = step_bytes(model, None, layout, rows=3, context=100, accepted=3)
+        assert moved.state == pytest.approx(3 * ((1 + writes) * state + (lacks + 4) * token))
 
 
 def test_staggered_prompts_spread_over_one_block() -> None:

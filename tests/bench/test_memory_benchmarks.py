@@ -58,7 +58,7 @@ def test_the_pools_take_no_more_than_the_budget(kind: str) -> None:
         used += room.requests * room.bytes["guesses"]
     assert layers == 24
     assert 59 * 2**30 < used <= 60 * 2**30
-    assert room.requests == {"columns": 114, "replay": 254}[kind]
+    assert room.requests == {"columns": 114, "replay": 248}[kind]
 
 
 def test_as_many_requests_run_at_once_as_fit(tmp_path: Path) -> None:

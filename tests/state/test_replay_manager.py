@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.hash_request import Row
 from helpers.replay_model import ReplayRunner
 
 from hybrid_runtime.kernels.replay.window_cache import WindowCache
@@ -345,7 +346,7 @@ def test_the_window_changes_no_snapshot(depth: int) -> None:
     ]
     for number in range(12):
         prompt = [rng.randrange(99) for _ in range(rng.randint(1, BLOCK))]
-        plan = [(0, len(prompt), [], 1)]
+        plan: list[Row] = [(0, len(prompt), [], 1)]
         for _ in range(rng.randint(1, 14)):
             drafts = [rng.randrange(99) for _ in range(rng.randint(0, K))]
             plan.append((0, 1, drafts, rng.randint(1, len(drafts) + 1)))
