@@ -75,7 +75,7 @@ class EngineConfig:
     "auto": the first of these three that there is."""
 
     num_speculative_tokens: int | None = None
-    """Most drafts per step, K. None: 3 with a drafter, 0 without."""
+    """Most drafts per step, K, at most 15. None: 3 with a drafter, 0 without."""
 
     sampled_drafts: bool = False
     """Draw the drafts of MTP and EAGLE at the request's temperature; False takes the likeliest."""
