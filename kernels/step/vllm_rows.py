@@ -39,15 +39,13 @@ class StepRows(NamedTuple):
 
     slot: int32 `[rows]`, request slot of each row of the batch; -1 = padded or dummy row.
     draft: int32 `[rows]`, its guesses.
-    positions: `[rows]` each; reads and writes column RUNNING.
-    turns: int32 `[slots]`, half of the window cache that holds a slot's last guesses.
+    positions: `[rows]` each; reads and writes column RUNNING, in every step.
     tables: int32 `[groups, slots, 2]`, blocks of each cache group, columns BELOW and RUNNING.
     """
 
     slot: Tensor
     draft: Tensor
     positions: ReplayPositions
-    turns: Tensor
     tables: Tensor
 
     @classmethod
@@ -61,8 +59,9 @@ class StepRows(NamedTuple):
         return cls(
             slot=ints(-1),
             draft=ints(0),
-            positions=positions._replace(read_column=ints(RUNNING), write_column=ints(RUNNING)),
-            turns=ints(0),
+            positions=positions._replace(
+                read_column=ints(RUNNING), write_column=ints(RUNNING), writes=ints(1)
+            ),
             tables=torch.zeros((groups, slots, 2), dtype=torch.int32, device=device),
         )
 
@@ -101,17 +100,18 @@ def place_rows_reference(
     cu_seqlens: Tensor,
     counts: VllmCounts,
     block_size: int,
+    ring: int,
 ) -> None:
     """Note where the rows of a step find their state, before its forward pass.
 
     Args:
-        step: written; rows behind the step's own become padded rows. A slot's turn changes, so that
-            the step's guesses go to the half that it does not read.
+        step: written; rows behind the step's own become padded rows.
         tables: of the Mamba cache groups.
         slot: int32 [rows], slots of the batch.
         cu_seqlens: int32 [rows + 1], index of each row's first token.
         counts: vLLM's own; the column is not used.
         block_size: tokens of a Mamba block.
+        ring: tokens of a slot's ring in the window cache.
     """
     rows = len(slot)
     step.slot.fill_(-1)
@@ -119,9 +119,10 @@ def place_rows_reference(
     at = slot.long()
     scheduled = cu_seqlens[1:] - cu_seqlens[:-1]
     step.draft[:rows] = scheduled - 1
-    step.positions.fold[:rows] = counts.accepted[at] - 1
-    step.positions.turn[:rows] = step.turns[at]
-    step.turns[at] = 1 - step.turns[at]
+    ahead = counts.accepted[at] - 1
+    step.positions.offset[:rows] = ahead
+    step.positions.pending[:rows] = ahead
+    step.positions.cursor[:rows] = (counts.computed[at] - ahead) % ring
     column = running_column_reference(counts.computed[at] + scheduled, block_size).long()
     row = at if tables.by_slot else torch.arange(rows, device=slot.device)
     for group, table in enumerate(tables.tables):
@@ -131,7 +132,7 @@ def place_rows_reference(
 
 
 @triton.jit(
-    do_not_specialize=["rows", "slots"],
+    do_not_specialize=["rows", "slots", "ring"],
     do_not_specialize_on_alignment=["slot", "cu_seqlens", "accepted", "computed"],
 )
 def _place_rows_kernel(
@@ -142,12 +143,13 @@ def _place_rows_kernel(
     addresses,
     row_slot,
     row_draft,
-    row_fold,
-    row_turn,
-    turns,
+    row_offset,
+    row_pending,
+    row_cursor,
     tables,
     rows,
     slots,
+    ring,
     BLOCK_SIZE: tl.constexpr,
     BY_SLOT: tl.constexpr,
     GROUPS: tl.constexpr,
@@ -161,12 +163,10 @@ def _place_rows_kernel(
     scheduled = tl.load(cu_seqlens + i_row + 1, mask=here, other=1) - start
     a = tl.load(accepted + i_slot, mask=here, other=1)
     n = tl.load(computed + i_slot, mask=here, other=0)
-    # Whatever memory held before its first use, the half is 0 or 1.
-    turn = tl.load(turns + i_slot, mask=here, other=0) & 1
     tl.store(row_draft + i_row, scheduled - 1, mask=here)
-    tl.store(row_fold + i_row, a - 1, mask=here)
-    tl.store(row_turn + i_row, turn, mask=here)
-    tl.store(turns + i_slot, 1 - turn, mask=here)
+    tl.store(row_offset + i_row, a - 1, mask=here)
+    tl.store(row_pending + i_row, a - 1, mask=here)
+    tl.store(row_cursor + i_row, (n - a + 1) % ring, mask=here)
     column = running_column(n + scheduled, BLOCK_SIZE)
     table_row = (i_slot if BY_SLOT else i_row).to(tl.int64)
     for group in tl.static_range(GROUPS):
@@ -190,10 +190,11 @@ def place_rows(
     cu_seqlens: Tensor,
     counts: VllmCounts,
     block_size: int,
+    ring: int,
 ) -> None:
     """`place_rows_reference` by one launch where Triton runs."""
     if not runs_triton(slot):
-        place_rows_reference(step, tables, slot, cu_seqlens, counts, block_size)
+        place_rows_reference(step, tables, slot, cu_seqlens, counts, block_size, ring)
         return
     slots = step.slot.shape[0]
     _place_rows_kernel[(triton.cdiv(slots, ROWS),)](
@@ -204,12 +205,13 @@ def place_rows(
         addresses=tables.addresses,
         row_slot=step.slot,
         row_draft=step.draft,
-        row_fold=step.positions.fold,
-        row_turn=step.positions.turn,
-        turns=step.turns,
+        row_offset=step.positions.offset,
+        row_pending=step.positions.pending,
+        row_cursor=step.positions.cursor,
         tables=step.tables,
         rows=slot.shape[0],
         slots=slots,
+        ring=ring,
         BLOCK_SIZE=block_size,
         BY_SLOT=tables.by_slot,
         GROUPS=len(tables.tables),
@@ -241,10 +243,10 @@ def decide_flush_reference(
     entries: Tensor,
     count: int,
     counts: VllmCounts,
-    turns: Tensor,
     flush: FlushRows,
     totals: Tensor,
     block_size: int,
+    ring: int,
 ) -> None:
     """Decide after a step which of its candidates have passed a boundary that is kept.
 
@@ -253,21 +255,23 @@ def decide_flush_reference(
 
     Args:
         entries, count, counts: as of `decide_reference`; accepted counts are updated.
-        turns: of `StepRows`.
         flush: its first `count` lines are written.
         totals: int64 [2], states moved, by phase; the second is added to.
         block_size: tokens of a Mamba block.
+        ring: tokens of a slot's ring in the window cache.
     """
     line = entries[:count].long()
     slot = line[:, REQUEST]
     held, accepted, computed = (value[slot].long() for value in counts)
-    boundary, fold, target = last_boundary_reference(computed - accepted + 1, computed, block_size)
+    certain = computed - accepted + 1
+    boundary, fold, target = last_boundary_reference(certain, computed, block_size)
     reached = (fold >= 0) & keeps_reference(boundary, line)
     acts = reached & ((fold > 0) | (target != held))
     positions = flush.positions
     flush.slot[:count] = slot.int()
-    positions.fold[:count] = torch.where(acts, fold, 0).int()
-    positions.turn[:count] = turns[slot]
+    positions.offset[:count] = torch.where(acts, fold, 0).int()
+    positions.pending[:count] = torch.where(acts, fold, 0).int()
+    positions.cursor[:count] = (certain % ring).int()
     into = torch.where(target == held, RUNNING, BELOW)
     positions.write_column[:count] = torch.where(acts, into, -1).int()
     positions.certain[:count] = boundary.int()
@@ -275,20 +279,21 @@ def decide_flush_reference(
     totals[POSTCOPY] += acts.sum()
 
 
-@triton.jit(do_not_specialize=["count"])
+@triton.jit(do_not_specialize=["count", "ring"])
 def _decide_flush_kernel(
     entries,
     count,
     column,
     accepted,
     computed,
-    turns,
     totals,
     flush_slot,
-    flush_fold,
-    flush_turn,
+    flush_offset,
+    flush_pending,
+    flush_cursor,
     flush_column,
     flush_certain,
+    ring,
     BLOCK_SIZE: tl.constexpr,
     ROWS: tl.constexpr,
 ):
@@ -304,11 +309,11 @@ def _decide_flush_kernel(
     every, first, second = load_rule(p_entry, reached)
     reached = reached & keeps(boundary, every, first, second)
     acts = reached & ((fold > 0) | (target != held))
-    turn = tl.load(turns + slot, mask=here, other=0) & 1
     into = tl.where(target == held, RUNNING, BELOW)
     tl.store(flush_slot + i_line, slot, mask=here)
-    tl.store(flush_fold + i_line, tl.where(acts, fold, 0), mask=here)
-    tl.store(flush_turn + i_line, turn, mask=here)
+    tl.store(flush_offset + i_line, tl.where(acts, fold, 0), mask=here)
+    tl.store(flush_pending + i_line, tl.where(acts, fold, 0), mask=here)
+    tl.store(flush_cursor + i_line, (n - a + 1) % ring, mask=here)
     tl.store(flush_column + i_line, tl.where(acts, into, -1), mask=here)
     tl.store(flush_certain + i_line, boundary, mask=here)
     tl.store(accepted + slot, 1, mask=reached & (target == held))
@@ -319,26 +324,27 @@ def decide_flush(
     entries: Tensor,
     count: int,
     counts: VllmCounts,
-    turns: Tensor,
     flush: FlushRows,
     totals: Tensor,
     block_size: int,
+    ring: int,
 ) -> None:
     """`decide_flush_reference` by one launch where Triton runs."""
     if not runs_triton(entries):
-        decide_flush_reference(entries, count, counts, turns, flush, totals, block_size)
+        decide_flush_reference(entries, count, counts, flush, totals, block_size, ring)
         return
     _decide_flush_kernel[(triton.cdiv(count, ROWS),)](
         entries=entries,
         count=count,
         **counts._asdict(),
-        turns=turns,
         totals=totals,
         flush_slot=flush.slot,
-        flush_fold=flush.positions.fold,
-        flush_turn=flush.positions.turn,
+        flush_offset=flush.positions.offset,
+        flush_pending=flush.positions.pending,
+        flush_cursor=flush.positions.cursor,
         flush_column=flush.positions.write_column,
         flush_certain=flush.positions.certain,
+        ring=ring,
         BLOCK_SIZE=block_size,
         ROWS=ROWS,
         num_warps=4,

@@ -6,6 +6,7 @@ import pytest
 import torch
 from helpers.interpreter import CUDA, elsewhere, kernels, run_in_interpreter
 
+from hybrid_runtime.kernels.replay.window_cache import ring_length
 from hybrid_runtime.kernels.step.entry import ENTRY_FIELDS, EVERY, FIRST, SECOND
 from hybrid_runtime.kernels.step.vllm_decide import REQUEST, VllmCounts
 from hybrid_runtime.kernels.step.vllm_rows import (
@@ -21,6 +22,7 @@ from hybrid_runtime.kernels.step.vllm_rows import (
 )
 
 SLOTS, GROUPS, B, K, COLUMNS = 140, 3, 8, 3, 12
+RING = ring_length(K, 0)
 DEVICE = "cuda" if CUDA else "cpu"
 
 
@@ -49,9 +51,9 @@ def test_rows_are_placed_as_specified(by_slot: bool) -> None:
         start = torch.cat([ints(0, 1, 1), ints(1, K + 2, rows).cumsum(0).int()])
         lines = SLOTS if by_slot else rows
         tables = BlockTables.build([ints(1, 999, lines, COLUMNS) for _ in range(GROUPS)], by_slot)
-        counts = VllmCounts(ints(0, 1), ints(1, K + 2, SLOTS), ints(0, (COLUMNS - 1) * B, SLOTS))
-        place_rows(one, tables, slot, start, counts, B)
-        place_rows_reference(other, tables, slot, start, counts, B)
+        counts = VllmCounts(ints(0, 1), ints(1, K + 2, SLOTS), ints(K, (COLUMNS - 1) * B, SLOTS))
+        place_rows(one, tables, slot, start, counts, B, RING)
+        place_rows_reference(other, tables, slot, start, counts, B, RING)
         assert all(torch.equal(a, b) for a, b in zip(flat(one), flat(other), strict=True))
 
 
@@ -64,13 +66,13 @@ def test_a_placed_row() -> None:
         torch.zeros(4), torch.tensor([1, 1, 3, 1]).int(), torch.tensor([0, 0, 17, 0]).int()
     )
     given = torch.tensor([2]).int(), torch.tensor([0, 4]).int()
-    place_rows_reference(rows, BlockTables.build([table], False), *given, counts, 8)
+    place_rows_reference(rows, BlockTables.build([table], False), *given, counts, 8, RING)
     assert rows.slot.tolist() == [2, -1, -1, -1]
     assert rows.tables[0, 2].tolist() == [12, 13]
-    assert [int(v[0]) for v in (rows.draft, rows.positions.fold, rows.positions.turn)] == [3, 2, 0]
+    at = rows.positions
+    fields = (rows.draft, at.offset, at.pending, at.cursor, at.writes)
+    assert [int(v[0]) for v in fields] == [3, 2, 2, 15 % RING, 1]
     assert rows.positions.read_column[0] == rows.positions.write_column[0] == RUNNING
-    # The next step reads the half that this one writes.
-    assert rows.turns[2] == 1
 
 
 @kernels
@@ -82,14 +84,14 @@ def test_flushes_are_decided_as_specified(count: int) -> None:
     for decide in (decide_flush, decide_flush_reference):
         torch.manual_seed(7)
         counts = VllmCounts(*(value.clone() for value in given))
-        flush, totals = FlushRows.allocate(SLOTS, DEVICE), torch.zeros(2, dtype=torch.int64)
-        totals, turns = totals.to(DEVICE), ints(0, 2, SLOTS)
+        flush = FlushRows.allocate(SLOTS, DEVICE)
+        totals = torch.zeros(2, dtype=torch.int64, device=DEVICE)
         for _ in range(3):
             entries = torch.zeros((count, ENTRY_FIELDS), dtype=torch.int32, device=DEVICE)
             entries[:, REQUEST] = torch.randperm(SLOTS)[:count].int().to(DEVICE)
             entries[:, EVERY] = ints(0, 2, count) * B
             entries[:, FIRST], entries[:, SECOND] = ints(0, 3, count) * B, 0
-            decide(entries, count, counts, turns, flush, totals, B)
+            decide(entries, count, counts, flush, totals, B, RING)
         sides.append([*counts, *flat(flush), totals])
     assert all(torch.equal(a, b) for a, b in zip(*sides, strict=True))
     assert count == 1 or sides[0][-1][1] > 0
@@ -113,8 +115,9 @@ def test_a_boundary_by_hand(
     entries = torch.zeros((1, ENTRY_FIELDS), dtype=torch.int32)
     entries[:, EVERY] = 8
     flush, totals = FlushRows.allocate(1, "cpu"), torch.zeros(2, dtype=torch.int64)
-    decide_flush_reference(entries, 1, counts, torch.tensor([1]), flush, totals, 8)
-    found = (flush.positions.fold, flush.positions.write_column, flush.positions.turn)
-    assert [int(value) for value in found] == [fold, into, 1]
+    decide_flush_reference(entries, 1, counts, flush, totals, 8, RING)
+    at = flush.positions
+    found = (at.offset, at.pending, at.write_column, at.cursor)
+    assert [int(value) for value in found] == [fold, fold, into, (computed - accepted + 1) % RING]
     assert counts.accepted.item() == offset
     assert totals[1] == (into >= 0)

@@ -11,6 +11,9 @@ from hybrid_runtime.integrations.vllm.config import say_once
 from hybrid_runtime.kernels.replay.window_cache import WindowCache
 from hybrid_runtime.kernels.step.vllm_rows import StepRows
 
+EVERY_STEP = 0
+"""Window: vLLM's blocks hold whole states, so that every step writes them."""
+
 
 class ReplayLayers:
     """The window caches of all Mamba-2 layers of a model, by request slot.
@@ -40,7 +43,9 @@ class ReplayLayers:
         heads, groups = one.num_heads // one.tp_size, one.n_groups // one.tp_size
         shape = (heads, one.head_dim, one.ssm_state_size)
         self.layers, self.drafts = layers, drafts
-        self.cache = WindowCache.allocate(len(layers), slots, drafts, shape, groups, dtype, device)
+        self.cache = WindowCache.allocate(
+            len(layers), slots, drafts, EVERY_STEP, shape, groups, dtype, device
+        )
         self.A_log = torch.zeros((len(layers), heads), dtype=torch.float32, device=device)
         # No more cache groups than layers; how many is known when vLLM has made its cache.
         self.rows = _Rows(StepRows.allocate(slots, len(layers), device))

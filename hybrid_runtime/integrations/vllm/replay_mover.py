@@ -55,10 +55,10 @@ class ReplayMover(Mover):
             entries,
             count,
             counts,
-            layers.rows.whole.turns,
             flush,
             self.totals,
             self._bounds.block_size,
+            layers.cache.length,
         )
         replay_flush(
             self._flushed,

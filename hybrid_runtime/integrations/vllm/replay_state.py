@@ -71,6 +71,7 @@ class ReplayStates(AlignedStates):
                 self.num_accepted_tokens_gpu, self.num_accepted_tokens_gpu, num_computed_tokens
             ),
             self.bounds.block_size if self._align_mode else ONE_BLOCK,
+            self.layers.cache.length,
         )
         self._placed = input_batch
         if self.layers.checker is not None:
