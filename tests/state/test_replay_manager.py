@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import random
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from helpers.hash_request import Row
 from helpers.replay_model import ReplayRunner
 
 from hybrid_runtime.kernels.replay.window_cache import WindowCache
@@ -21,9 +18,8 @@ LIVE = COLUMNS - 1
 LAYOUT = StateLayout(2, 4, (1, 1, 4), K, BLOCK, kind="replay")
 
 
-def manager(columns: int = COLUMNS, window: int = 16, **options: Any) -> HybridStateManager:
-    layout = replace(LAYOUT, window=window)
-    made = HybridStateManager(layout, SLOTS, K, "cpu", **options)
+def manager(columns: int = COLUMNS, **options: Any) -> HybridStateManager:
+    made = HybridStateManager(LAYOUT, SLOTS, K, "cpu", **options)
     table = torch.arange(SLOTS * columns, dtype=torch.int32).view(SLOTS, columns)
     made.bind({0: LAYOUT.allocate(SLOTS * columns, "cpu")}, table)
     return made
@@ -97,15 +93,6 @@ def test_a_table_of_one_column_serves_who_keeps_nothing() -> None:
         assert run(made, [n], [4], [3], [2])["write_column"] == [0]
 
 
-@pytest.mark.parametrize(("k", "window"), [(3, 3), (3, 17), (3, -1), (15, 8)])
-def test_a_window_that_does_not_hold_a_step_is_refused(k: int, window: int) -> None:
-    message = rf"window is {window} with num_speculative_tokens={k}; it must be 0 or {k + 1}\.\.16"
-    with pytest.raises(ValueError, match=message):
-        StateLayout(2, 4, (1, 1, 4), k, 16, kind="replay", window=window)
-    for unused in ("columns", "replay"):
-        StateLayout(2, 4, (1, 1, 4), 0, 16, kind=unused, window=window)  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize("kind", ["columns", "replay"])
 def test_more_drafts_than_the_kernels_take_are_refused(kind: Any) -> None:
     with pytest.raises(ValueError, match=r"num_speculative_tokens is 16; it must be in 0\.\.15"):
@@ -130,36 +117,6 @@ def test_what_is_pending_follows_the_slot_not_the_step() -> None:
     assert (found["offset"], found["snapshot_column"]) == ([0, 1], [0, -1])
     assert (found["read_column"], found["write_column"]) == ([LIVE] * 2, [LIVE] * 2)
     assert found["writes"] == [1, 1]  # a snapshot is stored; no guesses
-
-
-def test_a_state_is_written_when_the_next_tokens_would_not_fit() -> None:
-    """With every guess accepted, after 16 / 4 = 4 steps; with every window that there is."""
-    for window in (0, *range(K + 1, 17)):
-        made = manager(window=window)
-        made.admit(0)
-        made.retain(0, 0)
-        run(made, [0], [100], [0], [1])
-        wrote = []
-        for n in range(100, 200, 4):
-            found = run(made, [n], [4], [3], [4])
-            assert found["cursor"] == [(n - found["pending"][0]) % made.layout.ring]
-            assert found["offset"] == [3 if n > 100 else 0]
-            wrote += [n] if found["writes"] == [1] else []
-        # The prompt's state is whole, a later one lacks three guesses from the start.
-        first, later = window // 4, max(window - 3, 0) // 4 + 1
-        assert wrote == [*range(100 + 4 * first, 200, 4 * later)]
-
-
-def test_the_host_knows_exactly_what_is_written_once_results_are_read() -> None:
-    runs = ReplayRunner(num_draft=K, block_size=BLOCK, max_requests=2, depth=2)
-    for slot in (0, 1):
-        runs.admit(slot, list(range(3 + slot)))
-    runs.step([(0, 3, [], 1), (1, 4, [], 1)])
-    for i in range(40):
-        runs.step([(slot, 1, [1, 2, 3][: (i + slot) % 4], 1) for slot in (i % 2, 1 - i % 2)])
-    while runs.outstanding:
-        runs.read_oldest()  # compares it with the device's
-    assert 0 < runs.written < runs.ran
 
 
 def test_a_boundary_among_the_guesses_or_at_the_end_is_stored_on_the_way() -> None:
@@ -332,40 +289,6 @@ def test_any_number_of_drafts(k: int, conv_layout: str, window: str) -> None:
     for i in range(40):
         d = k if i % 3 else i % (k + 1)
         runs.step([(0, 1, [i] * d, 1 + i % (d + 1))])
-
-
-@pytest.mark.parametrize("depth", [0, 2])
-def test_the_window_changes_no_snapshot(depth: int) -> None:
-    """Whatever is accepted, retained and released: the same snapshots at the same time, of the same
-    bytes, wherever the states in memory stand."""
-    rng = random.Random(depth)
-    windows = (0, K + 1, 16)
-    all_runs = [
-        ReplayRunner(num_draft=K, window=w, block_size=BLOCK, depth=depth, columns=40)
-        for w in windows
-    ]
-    for number in range(12):
-        prompt = [rng.randrange(99) for _ in range(rng.randint(1, BLOCK))]
-        plan: list[Row] = [(0, len(prompt), [], 1)]
-        for _ in range(rng.randint(1, 14)):
-            drafts = [rng.randrange(99) for _ in range(rng.randint(0, K))]
-            plan.append((0, 1, drafts, rng.randint(1, len(drafts) + 1)))
-        last = []
-        for runs in all_runs:
-            runs.admit(0, prompt)
-            runs.retain(0, BLOCK * (number % 3))
-            for row in plan:
-                runs.step([row])
-            last.append(runs.manager.last_snapshot(0))
-            runs.release(0)
-        assert last[0] == last[1] == last[2]
-        while all_runs[0].outstanding:
-            for runs in all_runs:
-                runs.recent += runs.read_oldest()
-    assert all_runs[0].recent
-    assert all_runs[0].recent == all_runs[1].recent == all_runs[2].recent
-    written = [runs.written for runs in all_runs]
-    assert all_runs[0].ran == written[0] > written[1] > written[2]
 
 
 def test_a_prefix_deep_in_the_table_is_resumed_in_every_group() -> None:
