@@ -10,7 +10,6 @@ import torch
 
 from hybrid_runtime.engine.config import EngineConfig
 from hybrid_runtime.engine.memory_plan import MemoryPlan, gib, longest
-from hybrid_runtime.kernels.replay.update import MAX_CACHED
 from hybrid_runtime.models.nemotron_h import NemotronH
 from hybrid_runtime.state.layout import StateLayout
 
@@ -35,7 +34,8 @@ def _chosen(config: EngineConfig, layout: StateLayout, model: Any, plan: MemoryP
     blocks, most = plan.num_blocks, layout.block_budget(ahead).most
     graphs = config.graphs_on(model.device) and model.device.type == "cuda"
     return [
-        f"states: layout {layout.kind}, {layout.ssm_dtype}, blocks of {layout.block_size} tokens, "
+        f"states: layout {layout.kind}, window {layout.window}, {layout.ssm_dtype}, "
+        f"blocks of {layout.block_size} tokens, "
         f"{gib(layout.bytes_per_request(layers, snapshots=1))} per request with a snapshot, "
         f"at most {most} blocks of {gib(layers * layout.page_bytes)} each",
         f"memory: {config.max_requests} slots for requests of up to {config.max_model_len} tokens, "
@@ -49,7 +49,7 @@ def _chosen(config: EngineConfig, layout: StateLayout, model: Any, plan: MemoryP
 def _given_up(
     config: EngineConfig, layout: StateLayout, device: torch.device, plan: MemoryPlan
 ) -> Iterator[str]:
-    block, k = layout.block_size, config.num_draft
+    block = layout.block_size
     if config.prefix_caching and block >= config.max_model_len:
         yield (
             f"no prefix can be found again: a block has {block} tokens and requests at most "
@@ -62,11 +62,6 @@ def _given_up(
             f"not all {config.max_requests} requests fit at full length, about {fit} do: "
             f"{plan.num_blocks[0]} of {full} KV blocks; beyond that the youngest is preempted and "
             "computed again"
-        )
-    if k > MAX_CACHED and layout.kind == "replay" and device.type == "cuda":
-        yield (
-            f"states are updated in plain torch, slowly: {k} drafts a step, and the replay kernel "
-            f"takes up to {MAX_CACHED}"
         )
     if config.sampled_drafts and config.drafter not in ("mtp", "eagle"):
         yield f"sampled_drafts does nothing: drafter {config.drafter!r} draws no drafts"
