@@ -10,11 +10,14 @@ import itertools
 import numpy as np
 import pytest
 import torch
+from helpers.hopper import compiled
 from helpers.interpreter import CUDA, elsewhere, kernels, run_in_interpreter
 from hypothesis import given
 from hypothesis import strategies as st
+from triton.runtime.jit import JITFunction
 
 from hybrid_runtime.kernels.replay.window_cache import ring_length
+from hybrid_runtime.kernels.step import advance_replay as advance_replay_module
 from hybrid_runtime.kernels.step import entry as fields
 from hybrid_runtime.kernels.step.advance_replay import (
     IDLE,
@@ -126,6 +129,18 @@ def test_bounds_on_what_is_pending_are_sound_and_tight(window: int, may: bool, m
 
 
 # The kernel
+
+
+def test_compiles_for_hopper() -> None:
+    kernel = advance_replay_module._advance_replay_kernel
+    if not isinstance(kernel, JITFunction):
+        pytest.skip("the interpreter is on")
+    numbers = {"num_entries", "num_rows", "max_rows", "live_column", "window", "ring"}
+    types = {
+        name: "i32" if name in numbers or name.endswith("_stride") else "*i32"
+        for name in kernel.arg_names
+    }
+    assert compiled(kernel, {"BLOCK_SIZE": 1056}, **types).asm["cubin"]
 
 
 @pytest.mark.slow
