@@ -71,8 +71,15 @@ ROWS = [
             {"num_speculative_tokens": 5},
             {"max_requests": 3},
             {"block_size": 16, "strategy": "blocking"},
+            {"window": 0},
+            {"window": 0, "block_size": 16, "graphs": 0},
+            {"window": 4, "block_size": 16},
+            {"num_speculative_tokens": 7, "window": 8},
+            {"num_speculative_tokens": 15},
+            {"num_speculative_tokens": 15, "drafter": "ngram", "window": 0},
         )
     ),
+    {"state_layout": "columns", "num_speculative_tokens": 15},
 ]
 
 
