@@ -105,6 +105,7 @@ class Layers:
             layer.num_spec = drafts
         self.shared = ReplayLayers([ours], slots, drafts, torch.float32, "cpu")
         self.shared.assign([["ours"]])
+        self.certain = torch.ones(slots, dtype=torch.int32)  # tokens, without accepted guesses
         blocks = 1 + slots * (1 + drafts)
         shape = (blocks, TAPS + drafts, ours.conv_dim)
         self.caches = []
@@ -142,14 +143,17 @@ class Layers:
         blocks = [[self.first_block(slot)] for slot in order]
         table = torch.tensor(blocks, dtype=torch.int32)
         counts = torch.tensor(accepted, dtype=torch.int32)
+        computed = self.certain + counts - 1
         place_rows(
             self.shared.rows.whole,
             BlockTables.build([table], by_slot=False),
             torch.tensor(order, dtype=torch.int32),
             start[: len(order) + 1],
-            VllmCounts(counts, counts, torch.ones_like(counts)),
+            VllmCounts(counts, counts, computed),
             NONE,
+            self.shared.cache.length,
         )
+        self.certain[order] = computed[order] + 1
 
     def step(
         self, order: list[int], lengths: list[int], accepted: list[int], padded: int = 0

@@ -81,7 +81,7 @@ class ReplayEngine:
         computed = computed if self.align else 0
         self.computed[slot] = computed
         for part in self.shared.cache:
-            part[:, :, slot] = math.nan
+            part[:, slot] = math.nan
         for layer in self.layers if computed else ():
             self.write(layer, slot, computed // B - 1, request, computed)
         self.state.add_request(slot, NewRequestData(computed))

@@ -42,7 +42,7 @@ def rules(block: int) -> list[RetentionRule]:
 
 
 def steps(block: int, most: int) -> np.ndarray:
-    """All (covered, guesses of the last step, accepted of them, s, d) that the manager admits."""
+    """All (tokens certain before, guesses then, accepted of them, s, d) that the manager admits."""
     tokens = range(1, 2 * block + 2)
     after_drafts = [
         (c, g, f, d + 1, d)
@@ -62,15 +62,15 @@ def steps(block: int, most: int) -> np.ndarray:
 @pytest.mark.parametrize(("block", "most"), [(2, 1), (4, 3), (5, 2), (8, 4), (9, 0)])
 def test_stored_snapshots_and_candidates_by_walking(block: int, most: int) -> None:
     """Exhaustively: token by token through the fold, and at the end of the certain tokens."""
-    covered, guesses, fold, s, d = steps(block, most).T
-    computed = covered + fold
+    before, guesses, fold, s, d = steps(block, most).T
+    computed = before + fold
     certain = computed + s - d
     for kept in rules(block):
-        found = align.replay_snapshot(covered, computed, certain, d, block, kept)
-        first = align.first_stored(covered, computed + s - d, guesses)
+        found = align.replay_snapshot(before, computed, certain, d, block, kept)
+        first = align.first_stored(before, computed + s - d, guesses)
         may = align.replay_candidates(first, computed, certain, d, guesses, kept)
-        for i in range(len(covered)):
-            seen = {*range(covered[i] + 1, computed[i] + 1), certain[i]}
+        for i in range(len(before)):
+            seen = {*range(before[i] + 1, computed[i] + 1), certain[i]}
             want = [b for b in seen if b % block == 0 and kept.keeps(np.array(b))]
             assert len(want) < 2
             assert found.boundary[i] == (want[0] if want else 0)
@@ -88,11 +88,11 @@ def test_stored_snapshots_and_candidates_by_walking(block: int, most: int) -> No
 def test_bounds_rule_out_only_what_no_count_can_reach(
     low: int, spread: int, guesses: int, draft: int, block: int, rule: int
 ) -> None:
-    """The state covers low .. low + spread tokens, and up to `guesses` more are computed."""
+    """low .. low + spread tokens were certain before, and up to `guesses` more are computed."""
     kept = rules(block)[rule]
     exact = False
-    for covered, fold in itertools.product(range(low, low + spread + 1), range(guesses + 1)):
-        values = (np.array([v]) for v in (covered, covered + fold, covered + fold + 1, draft))
+    for before, fold in itertools.product(range(low, low + spread + 1), range(guesses + 1)):
+        values = (np.array([v]) for v in (before, before + fold, before + fold + 1, draft))
         exact |= bool(align.replay_snapshot(*values, block, kept).extra[0])
     least, most = np.array([low]), np.array([low + spread + guesses])
     drafts, last = np.array([draft]), np.array([guesses])

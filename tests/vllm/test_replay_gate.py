@@ -49,7 +49,7 @@ def test_a_model_that_replays(mode: str, caplog: pytest.LogCaptureFixture) -> No
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        ({"num_speculative_tokens": 8}, "8 drafts"),
+        ({"num_speculative_tokens": 16}, "16 drafts"),
         ({"parallel_config__pipeline_parallel_size": 2}, "pipeline"),
         ({"parallel_config__enable_dbo": True}, "overlap"),
         ({"speculative_config": SimpleNamespace(method="draft_model")}, "draft model"),
