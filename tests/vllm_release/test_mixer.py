@@ -68,8 +68,8 @@ def test_check_mode_of_decode_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     # A boundary after two accepted guesses of the last step, in a watched slot and in another one.
     flush = FlushRows.allocate(2, "cpu")
     flush.slot[:] = torch.tensor([0, 5])
-    flush.positions.fold[:] = torch.tensor([2, 1])
-    flush.positions.turn[:] = pair.shared.rows.whole.turns[[0, 5]]
+    flush.positions.pending[:] = torch.tensor([2, 1])
+    flush.positions.cursor[:] = pair.certain[[0, 5]] % pair.shared.cache.length
     flush.positions.write_column[:] = RUNNING
     fold_reference(
         pair.caches[1][1],

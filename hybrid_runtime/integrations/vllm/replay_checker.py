@@ -144,7 +144,7 @@ class ReplayChecker:
         acts = (slot < self._watched) & (positions.write_column[:count] >= 0)
         slot = torch.where(acts, slot, 0)
         column = torch.where(acts, positions.write_column[:count], 0).long()
-        own = torch.where(acts, 1 + slot * self._columns + positions.fold[:count], 0)
+        own = torch.where(acts, 1 + slot * self._columns + positions.pending[:count], 0)
         for index, layer in enumerate(self._layers.layers):
             block = self._layers.tables[index][slot, column].long()
             # One that ends on a prompt's last token has not been through vLLM's kernel.
