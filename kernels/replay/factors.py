@@ -1,6 +1,6 @@
-"""What the scalars of a row in steady decode come to: factors of its states, inputs and outputs."""
+"""What the time steps of one head come to: factors of its state, inputs and outputs."""
 
-# mypy: disable-error-code="assignment,misc"
+# mypy: disable-error-code="assignment,var-annotated"
 from __future__ import annotations
 
 from typing import Any, NamedTuple
@@ -8,117 +8,114 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from hybrid_runtime.kernels.replay.tile import load_parts
+from hybrid_runtime.kernels.common.math import softplus
+from hybrid_runtime.kernels.replay.products import split
+
+
+class RawSteps(NamedTuple):
+    """Of one head, as memory has it.
+
+    pending: time steps of the pending tokens `[LANES]`.
+    own: raw time steps of the row's tokens `[LANES]`.
+    bias, A_log, D: scalars.
+    """
+
+    pending: Any
+    own: Any
+    bias: Any
+    A_log: Any
+    D: Any
+
+
+class Group(NamedTuple):
+    """What the heads of a group have in common.
+
+    overlaps: C_i B_j of tokens i and positions j `[POSITIONS, QUERIES]`, 0 where j comes later.
+    diagonal: 1 where position j is token i, else 0.
+    unit: what undoes the scaling of C `[QUERIES]`.
+    folds: positions that are in the state that is written `[POSITIONS]`.
+    """
+
+    overlaps: Any
+    diagonal: Any
+    unit: Any
+    folds: Any
 
 
 class Factors(NamedTuple):
-    """Tuples of factors, `[RUN]` each, of one head a scalar.
+    """Of one head.
 
-    skip: D.
-    decay: of the state.
-    inflows: of what is folded, from the certain token back: time step times decay.
-    carries: decay of the state up to each guess.
-    weights: of x in the guesses' outputs.
-    snapshot_decay, snapshot_inflows: the second and the third up to the snapshot's boundary.
+    mixes: weights of x in the outputs `[POSITIONS, QUERIES]`, as operands.
+    carries: decay of the state in the outputs `[QUERIES]`.
+    decay: decay of the state in the one that is written.
+    weights: of x in the state that is written `[POSITIONS]`.
     """
 
-    skip: Any
-    decay: Any
-    inflows: Any
+    mixes: Any
     carries: Any
+    decay: Any
     weights: Any
-    snapshot_decay: Any
-    snapshot_inflows: Any
 
 
 @triton.jit
-def query_overlaps(inputs, news, Cs, o_n, row, strides, shape):
-    """C_i B_j of guesses j <= i, by j. What guesses add to each other's outputs needs no state, and
-    is common to heads but for its decay."""
-    overlaps = ()
-    for j in tl.static_range(1, shape.TOKENS):
-        if not shape.HOLD:
-            p_B = inputs.B + j * strides.B_token
-            Bj = load_parts(p_B, o_n, strides.B_state, j < row.scheduled, shape, 0.0)
-        for i in tl.static_range(j, shape.TOKENS):
-            overlap = tl.zeros((shape.PART,), tl.float32)
-            if shape.HOLD:
-                for s in tl.static_range(shape.PARTS):
-                    overlap += Cs[i][s] * news[j][s]
-            else:
-                p_C = inputs.C + i * strides.C_token
-                Ci = load_parts(p_C, o_n, strides.C_state, i < row.scheduled, shape, 0.0)
-                for s in tl.static_range(shape.PARTS):
-                    overlap += Ci[s].to(tl.float32) * Bj[s].to(tl.float32)
-            overlaps += (tl.sum(overlap, axis=0),)
-    return overlaps
-
-
-@triton.jit
-def head_factors(raws, steps, overlaps, row, shape, SNAPSHOT: tl.constexpr):
-    """`Factors` of all heads. raws: as `load_scalars` gives them; steps: time steps of the tokens;
-    overlaps: as `query_overlaps` gives them."""
-    TOKENS: tl.constexpr = shape.TOKENS
-    DRAFTS: tl.constexpr = shape.DRAFTS
-    rate = -tl.exp(raws[DRAFTS + TOKENS + 1].to(tl.float32))
-    skip = raws[DRAFTS + TOKENS + 2].to(tl.float32)
-    inflows = (steps[0],)
-    later = steps[0]
-    for j in tl.static_range(DRAFTS):
-        inflows += (raws[DRAFTS - 1 - j] * tl.exp(later * rate),)
-        later += raws[DRAFTS - 1 - j]
-    decays = ()
-    carries = ()
-    for i in tl.static_range(1, TOKENS):
-        decays += (tl.exp(steps[i] * rate),)
-        if i == 1:
-            carries += (decays[0],)
-        else:
-            carries += (carries[i - 2] * decays[i - 1],)
-    weights = ()
-    for i in tl.static_range(1, TOKENS):
-        decay = rate * 0 + 1.0
-        for back in tl.static_range(i):
-            # From guess i back to 1. Of guess j in the outputs of tokens j .. there are
-            # TOKENS - j overlaps, behind those of the guesses before it.
-            weight = steps[i - back] * decay
-            weight *= overlaps[(i - back - 1) * (2 * TOKENS - i + back) // 2 + back]
-            if back == 0:
-                weight += skip
-            weights += (weight,)
-            decay *= decays[i - back - 1]
-    decay = tl.exp(later * rate)
-    until = ()
-    shares = ()
-    if SNAPSHOT:
-        later = tl.where(row.snapshot_after > row.fold, steps[0], 0.0)
-        shares = (later,)
-        for j in tl.static_range(DRAFTS):
-            step = tl.where(row.snapshot_after > DRAFTS - 1 - j, raws[DRAFTS - 1 - j], 0.0)
-            shares += (step * tl.exp(later * rate),)
-            later += step
-        until = (tl.exp(later * rate),)
-    return Factors((skip,), (decay,), inflows, carries, weights, until, shares)
-
-
-@triton.jit
-def pick_head(factors, r):
-    """`Factors` of head r of the program."""
-    here = tl.full((1,), r, tl.int32)
-    return Factors(
-        skip=_pick(factors.skip, here),
-        decay=_pick(factors.decay, here),
-        inflows=_pick(factors.inflows, here),
-        carries=_pick(factors.carries, here),
-        weights=_pick(factors.weights, here),
-        snapshot_decay=_pick(factors.snapshot_decay, here),
-        snapshot_inflows=_pick(factors.snapshot_inflows, here),
+def load_steps(inputs, cache, head, lane, ring, row, strides, shape):
+    """`RawSteps` of a head. lane: positions `[LANES]`; ring: where they lie in the window cache."""
+    own = lane - row.base
+    p_own = inputs.dt + head * strides.dt_head + own * strides.dt_token
+    p_pending = cache.dt + head * shape.RING + ring
+    return RawSteps(
+        pending=tl.load(p_pending, mask=lane < row.pending, other=0.0),
+        own=tl.load(p_own, mask=(own >= 0) & (own < row.scheduled), other=0.0),
+        bias=tl.load(inputs.dt_bias + head),
+        A_log=tl.load(inputs.A_log + head),
+        D=tl.load(inputs.D + head),
     )
 
 
 @triton.jit
-def _pick(values, here):
-    picked = ()
-    for k in tl.static_range(len(values)):
-        picked += (tl.sum(tl.gather(values[k], here, 0), 0),)
-    return picked
+def time_steps(raw, lane, row, clamp):
+    """Time steps at all positions `[LANES]`, 0 where there is no token."""
+    own = lane - row.base
+    steps = softplus(raw.own.to(tl.float32) + raw.bias.to(tl.float32))
+    steps = tl.minimum(tl.maximum(steps, clamp.low), clamp.high)
+    return tl.where(own < 0, raw.pending, tl.where(own < row.scheduled, steps, 0.0))
+
+
+@triton.jit
+def first(vector, COUNT: tl.constexpr):
+    """The first COUNT elements of a vector whose others are 0."""
+    many: tl.constexpr = vector.shape[0] // COUNT
+    if many > 1:
+        vector = tl.sum(vector.reshape(many, COUNT), axis=0)
+    return vector
+
+
+@triton.jit
+def head_factors(raw, steps, group, lane, j, i, row, WRITES: tl.constexpr, dot_type: tl.constexpr):
+    """`Factors` of a head. steps: as `time_steps`; lane, j, i: positions `[LANES]` and
+    `[POSITIONS]`, tokens `[QUERIES]`."""
+    POSITIONS: tl.constexpr = j.shape[0]
+    # Below exp(-110) all is 0; larger numbers would cost the sums' precision.
+    passed = tl.maximum(steps * -tl.exp(raw.A_log.to(tl.float32)), -110.0)
+    # Sums from the row's own first token on and back, so that none is a difference of large ones.
+    before = tl.where(lane < row.base, passed, 0.0)
+    sums = tl.cumsum(passed - before, axis=0)
+    sums += before - tl.cumsum(before, axis=0, reverse=True)
+    sums = first(tl.where(lane < POSITIONS, sums, 0.0), POSITIONS)
+    passed = first(passed, POSITIONS)
+    steps = first(steps, POSITIONS)
+    until = j[:, None] <= i[None, :] + row.base
+    in_own = until & (j >= row.base)[:, None]
+    reached = tl.sum(tl.where(in_own, passed[:, None], 0.0), axis=0)
+    decay = tl.exp(tl.minimum(reached[None, :] - sums[:, None], 0.0))
+    mix = tl.where(until, group.overlaps * decay * steps[:, None], 0.0)
+    mix += group.diagonal * raw.D.to(tl.float32)
+    total = 0.0
+    if WRITES:
+        certain = tl.where(group.folds, passed, 0.0)
+        behind = tl.cumsum(certain, axis=0, reverse=True) - certain
+        steps = tl.where(group.folds, steps * tl.exp(behind), 0.0)
+        total = tl.exp(tl.sum(certain, axis=0))
+    reached += tl.sum(before, axis=0)
+    carries = tl.exp(reached) * group.unit
+    return Factors(mixes=split(mix, 2, dot_type), carries=carries, decay=total, weights=steps)

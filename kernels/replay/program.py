@@ -1,7 +1,7 @@
 """What one program of the replay layout's state update works on, as its functions pass it on.
 
-A program takes RUN heads of a group in turn, of one row, and of each a tile of its state: rows of P
-by all of N. "Row" below is a row of the batch.
+A program takes some heads of a group in turn, of one row, and of each a tile of its state: ROWS
+rows of P by all of N. "Row" below is a row of the batch.
 """
 
 from __future__ import annotations
@@ -24,66 +24,46 @@ class Inputs(NamedTuple):
     dt_bias: Pointer
 
 
-class Guesses(NamedTuple):
-    """Pointers to one half of the window cache, at the row's slot, in B at the program's group."""
+class Cache(NamedTuple):
+    """Pointers to the window cache at the row's slot, in B at the program's group."""
 
     x: Pointer
     B: Pointer
     dt: Pointer
 
 
-class Blocks(NamedTuple):
-    """Pointers to states, `[H, P, N]` each.
-
-    read: what the fold starts from, if `Row.reads`.
-    write: gets the state after all certain tokens.
-    snapshot: gets the state after `Row.snapshot_after` of the folded tokens, if `Row.snapshots`.
-    """
-
-    read: Pointer
-    write: Pointer
-    snapshot: Pointer
-
-
-class Keys(NamedTuple):
-    """By what stored states are rounded, if stochastically."""
-
-    write: Value
-    snapshot: Value
-
-
 class Row(NamedTuple):
     """Counts of the row.
 
-    fold: guesses of the last step to fold in.
-    scheduled: tokens.
-    certain: tokens that are no guesses.
+    scheduled: its tokens.
+    base: position of the first of them; the pending tokens have positions 0, 1, ..
+    pending: tokens of the window cache that come before them.
+    cursor: ring index of the first of those.
+    skipped: its first tokens, so many, are not stored in the window cache.
+    folds: so many of the pending and then of its own tokens are in the state that is written.
     reads: there is a state to start from; else it is 0.
-    snapshots: a snapshot is stored.
-    snapshot_after: how many of the `fold + certain` folded tokens are in it.
     """
 
-    fold: Value
     scheduled: Value
-    certain: Value
+    base: Value
+    pending: Value
+    cursor: Value
+    skipped: Value
+    folds: Value
     reads: Value
-    snapshots: Value
-    snapshot_after: Value
 
 
 class Share(NamedTuple):
     """The program's share of the row.
 
-    head: first of its RUN heads.
+    head: first of its heads.
     p: first row of its tile.
-    o_n: columns of a part, `0 .. PART - 1`.
     writes_dt: of the programs that share a time step, this one writes it to the window cache.
     writes_B: likewise B.
     """
 
     head: Value
     p: Value
-    o_n: Value
     writes_dt: Value
     writes_B: Value
 

@@ -1,21 +1,206 @@
-"""Mamba-2 state update of the replay layout. The kernel is on its way: everything runs through the
-reference."""
+"""Mamba-2 state update of the replay layout: outputs from states that are seldom written.
+
+Memory bound, but only if enough of the state is on its way all the time and a thread spends few
+instructions on an element. A program takes several heads of a group in turn.
+"""
 
 from __future__ import annotations
 
 import math
 
+import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
-from hybrid_runtime.kernels.common.backend import runs_triton
+from hybrid_runtime.kernels.common.backend import num_programs, runs_triton
+from hybrid_runtime.kernels.common.pdl import pdl, pdl_wait
+from hybrid_runtime.kernels.common.types import operand_type
+from hybrid_runtime.kernels.replay.heads import update_heads
+from hybrid_runtime.kernels.replay.launch import (
+    PROGRAMS,
+    ROWS,
+    heads_per_program,
+    input_strides,
+    update_shape,
+)
 from hybrid_runtime.kernels.replay.naive import replay_update_reference
-from hybrid_runtime.kernels.replay.rounding import Rounding
+from hybrid_runtime.kernels.replay.program import Cache, Clamp, Inputs, Row, Share
+from hybrid_runtime.kernels.replay.rounding import LAST_PLACE, Rounding, last_place, rounding_key
 from hybrid_runtime.kernels.replay.rows import ReplayRows
 from hybrid_runtime.kernels.replay.window_cache import (
+    MAX_WINDOW,
     WindowCache,
     check_contiguous,
     check_window_cache,
 )
+
+
+@triton.jit
+def zero_heads(out, first, last, i_head, o_p, RUN: tl.constexpr, shape):
+    """Zero the program's share of the outputs of tokens `first .. last - 1`. `zero_unowned` once
+    per head would be unrolled into so many loops, and double the kernel."""
+    zeros = tl.zeros_like(o_p).to(out.dtype.element_ty)
+    p_out = out + i_head * shape.DIM + o_p
+    token = first
+    while token < last:
+        for r in range(RUN):
+            at = p_out + token.to(tl.int64) * (shape.HEADS * shape.DIM) + r * shape.DIM
+            tl.store(at, zeros, mask=o_p < shape.DIM)
+        token += 1
+
+
+# Pointers to rows are arguments of their own: a tuple's would be specialised on their alignment.
+@triton.jit(
+    do_not_specialize=["tokens", "layer"],
+    do_not_specialize_on_alignment=[
+        "dt", "A_log", "D", "dt_bias", "dt_cache", "block_table", "slot", "cu_seqlens", "draft",
+        "read_column", "pending", "cursor", "write_column", "writes", "snapshot_column",
+        "snapshot_after", "certain", "seed",
+    ],
+)  # fmt: skip
+def _replay_update_kernel(
+    x,
+    dt,
+    A_log,
+    B,
+    C,
+    D,
+    dt_bias,
+    states,
+    x_cache,
+    B_cache,
+    dt_cache,
+    block_table,
+    slot,
+    cu_seqlens,
+    draft,
+    read_column,
+    pending,
+    cursor,
+    write_column,
+    writes,
+    snapshot_column,
+    snapshot_after,
+    certain,
+    seed,
+    layer,
+    out,
+    tokens,
+    table_stride,
+    state_stride,
+    dt_min,
+    dt_max,
+    strides,
+    shape,
+    place,
+    dot_type: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    pdl_wait(PDL, False)
+    tiles: tl.constexpr = (shape.DIM + shape.ROWS - 1) // shape.ROWS
+    groups: tl.constexpr = shape.HEADS // shape.HEADS_PER_GROUP
+    RUN: tl.constexpr = shape.RUN // shape.SPLIT
+    i_item = tl.program_id(0)
+    i_row = tl.program_id(1)
+    i_head = i_item // tiles * RUN
+    i_group = i_head // shape.HEADS_PER_GROUP
+    top = i_item % tiles * shape.ROWS
+
+    row_slot = tl.load(slot + i_row)
+    start = tl.load(cu_seqlens + i_row)
+    end = tl.load(cu_seqlens + i_row + 1)
+    guesses = tl.load(draft + i_row)
+    source = tl.load(read_column + i_row)
+    before = tl.load(pending + i_row)
+    ring_start = tl.load(cursor + i_row)
+    target = tl.load(write_column + i_row)
+    stores = tl.load(writes + i_row)
+    kept = tl.load(snapshot_column + i_row)
+    after = tl.load(snapshot_after + i_row)
+    active = (row_slot >= 0) & (target >= 0)
+
+    # Tokens of padded rows, and those before and behind all rows.
+    o_p = top + tl.arange(0, shape.ROWS)
+    zero_heads(out, tl.where(i_row == 0, 0, start), start, i_head, o_p, RUN, shape)
+    last = tl.where(i_row == tl.num_programs(1) - 1, tokens, end)
+    zero_heads(out, tl.where(active, end, start), last, i_head, o_p, RUN, shape)
+
+    # In a row that does not write, one of SPLIT programs takes the heads of all.
+    idle = (stores == 0) & (i_item // tiles % shape.SPLIT > 0)
+    if active & (end > start) & (idle == 0):
+        reads = source >= 0
+        scheduled = end - start
+        own = scheduled - guesses
+        before = tl.where(reads, before, 0)
+        table = block_table + row_slot.to(tl.int64) * table_stride
+        block = tl.load(table + source, mask=reads, other=0).to(tl.int64)
+        p_read = states + block * state_stride
+        begin = start.to(tl.int64)
+        inputs = Inputs(
+            x=x + begin * strides.x_token,
+            dt=dt + begin * strides.dt_token,
+            A_log=A_log,
+            B=B + begin * strides.B_token + i_group * strides.B_group,
+            C=C + begin * strides.C_token + i_group * strides.C_group,
+            D=D,
+            dt_bias=dt_bias,
+        )
+        out += begin * (shape.HEADS * shape.DIM)
+        ring = row_slot.to(tl.int64) * shape.RING
+        cache = Cache(
+            x=x_cache + ring * (shape.HEADS * shape.DIM),
+            B=B_cache + (ring * groups + i_group * shape.RING) * shape.STATE,
+            dt=dt_cache + ring * shape.HEADS,
+        )
+        writes_dt = i_item % tiles == 0
+        share = Share(
+            head=i_head,
+            p=top,
+            writes_dt=writes_dt,
+            writes_B=writes_dt & (i_head % shape.HEADS_PER_GROUP == 0),
+        )
+        clamp = Clamp(low=dt_min, high=dt_max)
+        if stores == 0:
+            row = Row(
+                scheduled=scheduled,
+                base=before,
+                pending=before,
+                cursor=ring_start,
+                skipped=0,
+                folds=0,
+                reads=reads,
+            )
+            update_heads(
+                inputs, cache, p_read, p_read, out, row, share, 0, clamp, strides, shape, place,
+                dot_type, False,
+            )  # fmt: skip
+        else:
+            # First the snapshot, if there is one: the state is read from where it is written next.
+            passes = tl.where(kept >= 0, 2, 1)
+            while passes > 0:
+                is_last = passes == 1
+                column = tl.where(is_last, target, kept)
+                upto = tl.where(is_last, own, after)
+                p_write = states + tl.load(table + column).to(tl.int64) * state_stride
+                key = row_slot.to(tl.uint32)
+                if place is not None:
+                    position = tl.load(certain + i_row) - own + upto
+                    key = rounding_key(tl.load(seed + row_slot), layer, position)
+                row = Row(
+                    scheduled=scheduled,
+                    base=shape.PAST,
+                    pending=before,
+                    cursor=ring_start,
+                    skipped=tl.where(is_last, own, scheduled),
+                    folds=before + upto,
+                    reads=reads,
+                )
+                update_heads(
+                    inputs, cache, p_read, p_write, out, row, share, key, clamp, strides, shape,
+                    place, dot_type, True,
+                )  # fmt: skip
+                passes -= 1
 
 
 def replay_update(
@@ -40,20 +225,78 @@ def replay_update(
     The outputs go to `out` if it is given, contiguous and of x's shape and dtype.
 
     Each block of `states` and the window cache must be contiguous, the cache's x and B of x's
-    dtype, and no row may read or write a block that another row of the same call writes. fp64 goes
-    to the reference.
+    dtype, and no row may read or write a block that another row of the same call writes. Rows of
+    more than `MAX_WINDOW` tokens, rings of more than twice as many, and fp64 go to the reference.
+    Inputs other than bfloat16 are multiplied in fp32, without matrix units.
 
     Raises:
         ValueError: as the reference, or a tensor is not contiguous or has another dtype.
     """
-    if runs_triton(x):
-        check_window_cache(x, B, states, window_cache)
-        check_contiguous(states, window_cache, x.dtype)
-        for name, part in (("B", B), ("C", C)):
-            if part.dtype != x.dtype:
-                raise ValueError(f"{name} is {part.dtype}, must be x's {x.dtype}")
-    y = replay_update_reference(
-        x, dt, A_log, B, C, D, dt_bias, states, window_cache, rows, max_scheduled, rounding,
-        dt_min, dt_max,
-    )  # fmt: skip
-    return y if out is None else out.copy_(y)
+    ring = window_cache.length
+    small = max_scheduled <= MAX_WINDOW and ring <= 2 * MAX_WINDOW
+    if not runs_triton(x) or not small or torch.float64 in (x.dtype, states.dtype):
+        y = replay_update_reference(
+            x, dt, A_log, B, C, D, dt_bias, states, window_cache, rows, max_scheduled, rounding,
+            dt_min, dt_max,
+        )  # fmt: skip
+        return y if out is None else out.copy_(y)
+    tokens, heads, dim = x.shape
+    groups, state = B.shape[1:]
+    check_window_cache(x, B, states, window_cache)
+    check_contiguous(states, window_cache, x.dtype)
+    for name, part in (("B", B), ("C", C)):
+        if part.dtype != x.dtype:
+            raise ValueError(f"{name} is {part.dtype}, must be x's {x.dtype}")
+    num_rows = rows.slot.shape[0]
+    if out is None:
+        out = torch.empty((tokens, heads, dim), dtype=x.dtype, device=x.device)
+    if num_rows == 0 or max_scheduled == 0:
+        return out.zero_()
+    if rounding is None or states.dtype not in LAST_PLACE:
+        seed, layer, place = None, 0, None
+    else:
+        seed, layer, place = *rounding, last_place(states.dtype)
+    tiles = triton.cdiv(dim, ROWS)
+    run = heads_per_program(num_rows * heads * tiles, heads // groups, num_programs(x, PROGRAMS))
+    shape = update_shape(heads, groups, dim, state, ring, max_scheduled, states.element_size(), run)
+    positions = rows.positions
+    _replay_update_kernel[(heads // run * shape.SPLIT.value * tiles, num_rows)](
+        x=x,
+        dt=dt,
+        A_log=A_log,
+        B=B,
+        C=C,
+        D=D,
+        dt_bias=dt_bias,
+        states=states,
+        x_cache=window_cache.x,
+        B_cache=window_cache.B,
+        dt_cache=window_cache.dt,
+        block_table=rows.block_table,
+        slot=rows.slot,
+        cu_seqlens=rows.cu_seqlens,
+        draft=rows.draft,
+        read_column=positions.read_column,
+        pending=positions.pending,
+        cursor=positions.cursor,
+        write_column=positions.write_column,
+        writes=positions.writes,
+        snapshot_column=positions.snapshot_column,
+        snapshot_after=positions.snapshot_after,
+        certain=positions.certain,
+        seed=seed,
+        layer=layer,
+        out=out,
+        tokens=tokens,
+        table_stride=rows.block_table.stride(0),
+        state_stride=states.stride(0),
+        dt_min=float(dt_min),
+        dt_max=float(dt_max),
+        strides=input_strides(x.stride(), dt.stride(), B.stride(), C.stride()),
+        shape=shape,
+        place=place,
+        dot_type=operand_type(torch.bfloat16, x) if x.dtype == torch.bfloat16 else tl.float32,
+        num_warps=1,
+        **pdl(x),
+    )
+    return out

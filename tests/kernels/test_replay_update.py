@@ -14,7 +14,7 @@ from torch import Tensor
 from triton.runtime.interpreter import InterpreterBuilder
 
 from hybrid_runtime.kernels.replay.conv1d import replay_conv1d_update
-from hybrid_runtime.kernels.replay.launch import PRODUCTS, TILINGS, spread
+from hybrid_runtime.kernels.replay.launch import heads_per_program
 from hybrid_runtime.kernels.replay.naive import replay_update_reference
 from hybrid_runtime.kernels.replay.rounding import (
     Rounding,
@@ -206,12 +206,11 @@ def test_queries_of_any_size(states: torch.dtype) -> None:
 
 @plain
 def test_few_rows_are_spread_over_more_programs() -> None:
-    shape = TILINGS[4]
-    assert spread(shape, 64, 32 * 128, 900) == shape
-    assert spread(shape, 64, 4 * 128, 900) == shape._replace(run=2)
-    assert spread(shape, 64, 128, 900) == shape._replace(run=1, tile=8)
-    assert spread(shape, 64, 1, 900) == shape._replace(run=1, tile=8)
-    assert spread(PRODUCTS, 64, 1, 900) == PRODUCTS._replace(run=1, tile=16)
+    assert heads_per_program(16 * 128 * 4, 16, 924) == 8
+    assert heads_per_program(8 * 128 * 4, 16, 924) == 4
+    assert heads_per_program(128 * 4, 16, 924) == 1
+    assert heads_per_program(64 * 12 * 4, 12, 700) == 4
+    assert heads_per_program(64 * 10 * 4, 10, 100) == 1
 
 
 @kernels

@@ -1,0 +1,217 @@
+"""The replay layout's step of one row, for the heads of one program.
+
+A chunk of State Space Duality (Dao and Gu 2024, section 6). The pending tokens of the window cache
+and then the row's own have positions; where there is no token, step and inputs are 0. With the sum
+S of step times rate up to a position, and h the state that is read,
+
+    y_i = exp(S_i) C_i h + D x_i + sum over j <= i of exp(S_i - S_j) step_j (C_i B_j) x_j
+    h'  = exp(S_c) h + sum over j <= c of exp(S_c - S_j) step_j x_j B_j
+
+where c is the last position that is folded. All sums over tokens or columns are matrix products. x,
+B and C are exact operands; what is fp32 goes in as a sum of bfloat16 (`split`). What is added to a
+state is summed up by itself first, because the matrix units' own additions round down.
+
+Guesses are masked out of h', so that one that is not finite leaves it alone; it spoils the row's
+outputs.
+"""
+
+# mypy: disable-error-code="assignment,var-annotated"
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from hybrid_runtime.kernels.replay.factors import Group, head_factors, load_steps, time_steps
+from hybrid_runtime.kernels.replay.products import (
+    into_range,
+    load_apart,
+    name_back,
+    product,
+    rename,
+    split,
+    store_apart,
+)
+from hybrid_runtime.kernels.replay.rounding import round_state
+
+
+@triton.jit
+def ring_index(position, row, shape):
+    """Where positions lie in the window cache: the row's own follow the pending ones."""
+    own = position - row.base
+    index = row.cursor + tl.where(own < 0, position, own + row.pending)
+    return tl.where(index >= shape.RING, index - shape.RING, index)
+
+
+@triton.jit
+def load_B(inputs, cache, live, j, ring, part, row, strides, shape):
+    """The columns `part` of B at the positions that are `live`, `[POSITIONS, PART]`."""
+    p_B = tl.where(
+        (j < row.base)[:, None],
+        cache.B + ring[:, None] * shape.STATE + part[None, :],
+        inputs.B + (j - row.base)[:, None] * strides.B_token + part[None, :] * strides.B_state,
+    )
+    return load_apart(p_B, live[:, None] & (part < shape.STATE)[None, :])
+
+
+@triton.jit
+def load_group(inputs, cache, j, i, ring, row, share, strides, shape, state_type: tl.constexpr,
+    dot_type: tl.constexpr):  # fmt: skip
+    """Parts of C as operands `[PART, QUERIES]`, and what the heads of the group have in common.
+    B of the row's tokens goes to the window cache on the way."""
+    own = j - row.base
+    is_own = (own >= 0) & (own < row.scheduled)
+    live = (j < row.pending) | is_own
+    kept = is_own & (own >= row.skipped) & share.writes_B
+    queries = ()
+    most = tl.zeros((shape.QUERIES,), tl.float32)
+    overlaps = tl.zeros((j.shape[0], shape.QUERIES), tl.float32)
+    for s in tl.static_range(shape.PARTS):
+        part = tl.arange(0, shape.PART) + s * shape.PART
+        in_state = (part < shape.STATE)[None, :]
+        b_B = load_B(inputs, cache, live, j, ring, part, row, strides, shape)
+        p_C = inputs.C + i[:, None] * strides.C_token + part[None, :] * strides.C_state
+        b_C = load_apart(p_C, (i < row.scheduled)[:, None] & in_state)
+        queries += (tl.trans(rename(b_C)),)
+        most = tl.maximum(most, tl.max(tl.abs(b_C.to(tl.float32)), axis=1))
+        overlaps = product(rename(b_B), queries[s], overlaps, dot_type)
+        p_B = cache.B + ring[:, None] * shape.STATE + part[None, :]
+        store_apart(p_B, b_B, kept[:, None] & in_state)
+    unit = tl.full((shape.QUERIES,), 1.0, tl.float32)
+    if (state_type == tl.float16) & (dot_type != tl.float32):
+        queries, unit = into_range(queries, most)
+    group = Group(
+        overlaps=overlaps,
+        diagonal=tl.where(j[:, None] == i[None, :] + row.base, 1.0, 0.0),
+        unit=unit,
+        folds=(j < tl.minimum(row.folds, row.pending)) | (is_own & (own < row.folds - row.pending)),
+    )
+    return queries, group
+
+
+@triton.jit
+def store_state(p_state, h, element, inside, key, place):
+    if place is not None:
+        h = round_state(h, element, key, place)
+    # Nobody reads it before the next step: evict it first.
+    tl.store(p_state, h.to(p_state.dtype.element_ty), mask=inside, cache_modifier=".cs")
+
+
+@triton.jit
+def update_heads(
+    inputs, cache, source, target, out, row, share, key, clamp, strides, shape, place,
+    dot_type: tl.constexpr, WRITES: tl.constexpr,
+):  # fmt: skip
+    """Outputs of the row's tokens; the inputs of those from `row.skipped` on to the window cache;
+    if WRITES, the state after `row.folds` tokens to `target`.
+
+    inputs, cache, row, share, clamp: see `program`.
+    source, target: pointers to states `[H, P, N]`.
+    out: pointer to the outputs of the row's first token.
+    key, place: by what states are rounded stochastically; place None: they are not.
+    strides, shape: see `launch`.
+    dot_type: of the products' operands.
+    """
+    HEADS: tl.constexpr = shape.HEADS
+    DIM: tl.constexpr = shape.DIM
+    STATE: tl.constexpr = shape.STATE
+    PART: tl.constexpr = shape.PART
+    PARTS: tl.constexpr = shape.PARTS
+    RING: tl.constexpr = shape.RING
+    RUN: tl.constexpr = shape.RUN // shape.SPLIT if WRITES else shape.RUN
+    # Pending tokens and the row's own fit a window if nothing is written.
+    POSITIONS: tl.constexpr = shape.PAST + shape.OWN if WRITES else 16
+    FULL: tl.constexpr = (DIM % shape.ROWS == 0) & (STATE == PARTS * PART)
+    WIDE: tl.constexpr = source.dtype.element_ty == tl.float32
+    # What two leave out would show in fp32, and change some bits of what is rounded stochastically.
+    PIECES: tl.constexpr = 3 if WIDE or place is not None else 2
+    n = tl.arange(0, PART)
+    j = tl.arange(0, POSITIONS)
+    i = tl.arange(0, shape.QUERIES)
+    p = share.p + tl.arange(0, shape.ROWS)
+    # One position per lane, even if there are fewer: a load of fewer would be repeated by lane.
+    lane = tl.arange(0, 32)
+    in_dim = p < DIM
+    own = j - row.base
+    is_own = (own >= 0) & (own < row.scheduled)
+    live = (j < row.pending) | is_own
+    kept = is_own & (own >= row.skipped)
+    ring = ring_index(j, row, shape)
+    lane_ring = ring_index(lane, row, shape)
+    lane_kept = (lane - row.base >= row.skipped) & (lane - row.base < row.scheduled)
+    cell = p[:, None] * STATE + n[None, :]
+    p_source = source + share.head * (DIM * STATE) + cell
+    p_x = tl.where(
+        (j < row.base)[:, None],
+        cache.x + (share.head * RING + ring)[:, None] * DIM + p[None, :],
+        inputs.x
+        + own[:, None] * strides.x_token
+        + share.head * strides.x_head
+        + p[None, :] * strides.x_dim,
+    )
+    x_next = tl.where((j < row.base)[:, None], RING * DIM, strides.x_head)
+
+    # The state of a single head is on its way while all else is loaded; those of several are
+    # copied ahead by the loop.
+    early = ()
+    if RUN == 1:
+        for s in tl.static_range(PARTS):
+            inside = in_dim[:, None] & (n + s * PART < STATE)[None, :] & row.reads
+            early += (tl.load(p_source + s * PART, mask=inside, other=0.0),)
+    ahead = load_steps(inputs, cache, share.head, lane, lane_ring, row, strides, shape)
+    queries, group = load_group(
+        inputs, cache, j, i, ring, row, share, strides, shape, source.dtype.element_ty, dot_type
+    )
+    folded = ()
+    if WRITES:  # loaded again: these are operands of another form
+        for s in tl.static_range(PARTS):
+            b_B = load_B(inputs, cache, group.folds, j, ring, n + s * PART, row, strides, shape)
+            folded += (rename(b_B),)
+
+    for r in tl.range(RUN, num_stages=shape.STAGES):
+        head = share.head + r
+        raw = ahead
+        beyond = tl.minimum(head + 1, HEADS - 1)
+        ahead = load_steps(inputs, cache, beyond, lane, lane_ring, row, strides, shape)
+        steps = time_steps(raw, lane, row, clamp)
+        if share.writes_dt:
+            tl.store(cache.dt + head * RING + lane_ring, steps, mask=lane_kept)
+        factors = head_factors(raw, steps, group, lane, j, i, row, WRITES, dot_type)
+
+        b_x = load_apart(p_x + r * x_next, live[:, None] & in_dim[None, :])
+        p_kept = cache.x + (head * RING + ring)[:, None] * DIM + p[None, :]
+        store_apart(p_kept, b_x, kept[:, None] & in_dim[None, :])
+        b_x = tl.trans(b_x)
+        if WRITES:
+            certain = tl.where(group.folds[None, :], b_x, 0.0).to(tl.float32)
+            inflows = split(certain * factors.weights[None, :], PIECES, dot_type)
+        y = tl.zeros((shape.ROWS, shape.QUERIES), tl.float32)
+        for s in tl.static_range(PARTS):
+            inside = in_dim[:, None] & (n + s * PART < STATE)[None, :]
+            p_part = p_source + r * (DIM * STATE) + s * PART
+            if RUN == 1:
+                b_h = early[s]
+            elif FULL:
+                b_h = tl.load(p_part, mask=row.reads, other=0.0)
+            else:
+                b_h = tl.load(p_part, mask=inside & row.reads, other=0.0)
+            b_h = rename(b_h)
+            operands = (b_h,)
+            if WIDE:
+                operands = split(b_h, 2, dot_type)
+            for k in tl.static_range(len(operands)):
+                y = product(operands[k], queries[s], y, dot_type)
+            if WRITES:
+                inflow = tl.zeros((shape.ROWS, PART), tl.float32)
+                for k in tl.static_range(len(inflows)):
+                    inflow = product(inflows[len(inflows) - 1 - k], folded[s], inflow, dot_type)
+                new = name_back(b_h.to(tl.float32) * factors.decay + inflow)
+                element = cell + (head * (DIM * STATE) + s * PART)
+                if FULL:
+                    inside = tl.full((shape.ROWS, PART), True, tl.int1)
+                store_state(target + element, new, element, inside, key, place)
+        y *= factors.carries[None, :]
+        for k in tl.static_range(len(factors.mixes)):
+            y = product(b_x, factors.mixes[k], y, dot_type)
+        p_out = out + i[:, None] * (HEADS * DIM) + (head * DIM + p)[None, :]
+        y = tl.trans(y).to(out.dtype.element_ty)
+        store_apart(p_out, y, (i < row.scheduled)[:, None] & in_dim[None, :])
