@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from typing import NamedTuple
 
 import triton
@@ -16,6 +17,8 @@ STAGES = 3
 """Heads whose state is on its way or in use at a time."""
 PROGRAMS = 7
 """Per multiprocessor; a program takes several heads only if there are still so many."""
+SPLIT = 2
+"""Programs that share those heads in a row that writes its state, because they take longer."""
 RUNS = (8, 4, 1)
 """Heads that a program takes one after another; few choices, since each is compiled."""
 
@@ -86,7 +89,7 @@ def update_shape(
         OWN=tl.constexpr(8 if short else 16),
         QUERIES=tl.constexpr(8 if tokens <= 8 else 16),
         RUN=tl.constexpr(run),
-        SPLIT=tl.constexpr(2 if run > 1 else 1),
+        SPLIT=tl.constexpr(math.gcd(SPLIT, run)),
         ROWS=tl.constexpr(ROWS),
         PART=tl.constexpr(part),
         PARTS=tl.constexpr(triton.cdiv(state, part)),
