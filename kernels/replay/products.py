@@ -48,7 +48,8 @@ def product(a, b, c, dot_type: tl.constexpr):
     """a b + c in fp32: operands of 16 bits in matrix units, of fp32 by multiply-adds."""
     if dot_type == tl.float32:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), c, input_precision="ieee")
-    return tl.dot(a, b, c)
+    else:
+        return tl.dot(a, b, c)
 
 
 @triton.jit
