@@ -117,7 +117,7 @@ def update_heads(
     PART: tl.constexpr = shape.PART
     PARTS: tl.constexpr = shape.PARTS
     RING: tl.constexpr = shape.RING
-    RUN: tl.constexpr = shape.RUN // shape.SPLIT if WRITES else shape.RUN
+    RUN: tl.constexpr = shape.RUN
     # Pending tokens and the row's own fit a window if nothing is written.
     POSITIONS: tl.constexpr = shape.PAST + shape.OWN if WRITES else 16
     FULL: tl.constexpr = (DIM % shape.ROWS == 0) & (STATE == PARTS * PART)

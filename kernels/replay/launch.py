@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from typing import NamedTuple
 
 import triton
@@ -17,8 +16,6 @@ STAGES = 3
 """Heads whose state is on its way or in use at a time."""
 PROGRAMS = 7
 """Per multiprocessor; a program takes several heads only if there are still so many."""
-SPLIT = 2
-"""Programs that share those heads in a row that writes its state, because they take longer."""
 RUNS = (8, 4, 1)
 """Heads that a program takes one after another; few choices, since each is compiled."""
 
@@ -42,8 +39,7 @@ class UpdateShape(NamedTuple):
     PAST: positions of pending tokens in a row that writes.
     OWN: positions of its own tokens.
     QUERIES: most tokens of a row, padded.
-    RUN: heads per program in rows that do not write.
-    SPLIT: programs that share those heads in rows that do, because they take longer.
+    RUN: heads per program.
     ROWS: rows of P per program.
     PART: columns of N per part, 16 bytes for each of 4 lanes.
     PARTS: parts that make up N.
@@ -59,7 +55,6 @@ class UpdateShape(NamedTuple):
     OWN: tl.constexpr
     QUERIES: tl.constexpr
     RUN: tl.constexpr
-    SPLIT: tl.constexpr
     ROWS: tl.constexpr
     PART: tl.constexpr
     PARTS: tl.constexpr
@@ -89,7 +84,6 @@ def update_shape(
         OWN=tl.constexpr(8 if short else 16),
         QUERIES=tl.constexpr(8 if tokens <= 8 else 16),
         RUN=tl.constexpr(run),
-        SPLIT=tl.constexpr(math.gcd(SPLIT, run)),
         ROWS=tl.constexpr(ROWS),
         PART=tl.constexpr(part),
         PARTS=tl.constexpr(triton.cdiv(state, part)),

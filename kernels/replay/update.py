@@ -37,14 +37,14 @@ from hybrid_runtime.kernels.replay.window_cache import (
 
 
 @triton.jit
-def zero_heads(out, first, last, i_head, o_p, RUN: tl.constexpr, shape):
+def zero_heads(out, first, last, i_head, o_p, shape):
     """Zero the program's share of the outputs of tokens `first .. last - 1`. `zero_unowned` once
     per head would be unrolled into so many loops, and double the kernel."""
     zeros = tl.zeros_like(o_p).to(out.dtype.element_ty)
     p_out = out + i_head * shape.DIM + o_p
     token = first
     while token < last:
-        for r in range(RUN):
+        for r in range(shape.RUN):
             at = p_out + token.to(tl.int64) * (shape.HEADS * shape.DIM) + r * shape.DIM
             tl.store(at, zeros, mask=o_p < shape.DIM)
         token += 1
@@ -100,10 +100,9 @@ def _replay_update_kernel(
     pdl_wait(PDL, False)
     tiles: tl.constexpr = (shape.DIM + shape.ROWS - 1) // shape.ROWS
     groups: tl.constexpr = shape.HEADS // shape.HEADS_PER_GROUP
-    RUN: tl.constexpr = shape.RUN // shape.SPLIT
     i_item = tl.program_id(0)
     i_row = tl.program_id(1)
-    i_head = i_item // tiles * RUN
+    i_head = i_item // tiles * shape.RUN
     i_group = i_head // shape.HEADS_PER_GROUP
     top = i_item % tiles * shape.ROWS
 
@@ -122,13 +121,11 @@ def _replay_update_kernel(
 
     # Tokens of padded rows, and those before and behind all rows.
     o_p = top + tl.arange(0, shape.ROWS)
-    zero_heads(out, tl.where(i_row == 0, 0, start), start, i_head, o_p, RUN, shape)
+    zero_heads(out, tl.where(i_row == 0, 0, start), start, i_head, o_p, shape)
     last = tl.where(i_row == tl.num_programs(1) - 1, tokens, end)
-    zero_heads(out, tl.where(active, end, start), last, i_head, o_p, RUN, shape)
+    zero_heads(out, tl.where(active, end, start), last, i_head, o_p, shape)
 
-    # In a row that does not write, one of SPLIT programs takes the heads of all.
-    idle = (stores == 0) & (i_item // tiles % shape.SPLIT > 0)
-    if active & (end > start) & (idle == 0):
+    if active & (end > start):
         reads = source >= 0
         scheduled = end - start
         own = scheduled - guesses
@@ -260,7 +257,7 @@ def replay_update(
     run = heads_per_program(num_rows * heads * tiles, heads // groups, num_programs(x, PROGRAMS))
     shape = update_shape(heads, groups, dim, state, ring, max_scheduled, states.element_size(), run)
     positions = rows.positions
-    _replay_update_kernel[(heads // run * shape.SPLIT.value * tiles, num_rows)](
+    _replay_update_kernel[(heads // run * tiles, num_rows)](
         x=x,
         dt=dt,
         A_log=A_log,

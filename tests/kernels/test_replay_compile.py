@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import triton.language as tl
-from helpers.hopper import compiled
+from helpers.hopper import compiled, spilled
 from triton.runtime.jit import JITFunction
 
-from hybrid_runtime.kernels.replay import flush
+from hybrid_runtime.kernels.replay import flush, launch, update
 from hybrid_runtime.kernels.replay.rounding import LAST_PLACE
 
-TYPES = dict.fromkeys(("seed", "certain", "listed", "offset", "pending", "cursor"), "*i32")
+TYPES = dict.fromkeys(
+    ("seed", "certain", "listed", "offset", "pending", "cursor", "writes"), "*i32"
+)
 TYPES |= {"x_cache": "*bf16", "B_cache": "*bf16", "dt_cache": "*fp32"}
 
 
@@ -31,3 +35,43 @@ def test_flush_compiles(dim: int, state: int, rounds: bool) -> None:
     }  # fmt: skip
     constants: dict[str, Any] = {} if rounds else {"seed": None, "place": None}
     assert compiled(kernel, moved | constants, **types).asm["cubin"]
+
+
+STRIDES = launch.InputStrides(
+    x_token=10240, x_head=64, x_dim=1, dt_token=18560, dt_head=1, B_token=10240, B_group=128,
+    B_state=1, C_token=10240, C_group=128, C_state=1,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("states", "values", "dot_type", "ring", "tokens"),
+    [
+        ("*fp32", "*bf16", tl.bfloat16, 20, 4),
+        ("*fp16", "*bf16", tl.bfloat16, 32, 16),
+        ("*bf16", "*bf16", tl.bfloat16, 7, 4),
+        ("*fp16", "*fp16", tl.float32, 20, 4),
+    ],
+)
+def test_update_compiles(
+    states: str, values: str, dot_type: tl.dtype, ring: int, tokens: int, tmp_path: Path
+) -> None:
+    kernel = update._replay_update_kernel
+    if not isinstance(kernel, JITFunction):
+        pytest.skip("the interpreter is on")
+    itemsize = 4 if states == "*fp32" else 2
+    shape = launch.update_shape(128, 8, 64, 128, ring, tokens, itemsize, 8)
+    types: dict[str, Any] = TYPES | {"strides": STRIDES, "states": states}
+    types |= {"shape": shape._make(constant.value for constant in shape)}
+    types |= dict.fromkeys(("x", "B", "C", "dt", "x_cache", "B_cache", "out"), values)
+    aligned = ("x", "B", "C", "x_cache", "B_cache", "states", "state_stride", "out")
+    constants: dict[str, Any] = {"seed": None, "place": None, "dot_type": dot_type}
+    code = compiled(kernel, constants, aligned, {"num_warps": 1}, **types)
+    if dot_type == tl.bfloat16:
+        text = code.asm["ptx"]
+        # States are copied to shared memory ahead of their use, 16 bytes at once.
+        copies = re.findall(r"cp\.async\.cg\.shared\.global \[[^]]*\], \[[^]]*\], (\S+),", text)
+        assert len(copies) >= launch.ROWS * 128 * itemsize // (16 * 32)
+        assert set(copies) == {"0x10"}
+        assert "mma.sync" in text
+        # No more than a few registers go to local memory.
+        assert spilled(code, tmp_path) <= 256
