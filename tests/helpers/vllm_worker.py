@@ -28,6 +28,10 @@ class HoleError(Exception):
     """A state that was read is not what it must be, or a block was written that is another's."""
 
 
+class CutShort(Exception):
+    """vLLM has scheduled a request for less than one token: nothing that follows is defined."""
+
+
 def next_token(tokens: tuple[int, ...]) -> int:
     return hash(tokens) % VOCABULARY
 
@@ -151,6 +155,8 @@ class Worker:
     def _row(self, name: str, output: Any) -> Row:
         request = self.running[name]
         scheduled = output.num_scheduled_tokens[name]
+        if scheduled < 1:
+            raise CutShort
         draft = len(output.scheduled_spec_decode_tokens.get(name, ()))
         column = -(-(request.computed + scheduled) // self.setting.block) - 1
         return Row(name, request, scheduled, draft, column)

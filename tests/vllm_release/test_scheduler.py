@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 import vllm
 from helpers.vllm_scheduler import Setting, request, scheduler
-from helpers.vllm_worker import VOCABULARY, HoleError, Worker, next_token
+from helpers.vllm_worker import VOCABULARY, CutShort, HoleError, Worker, next_token
 from vllm.v1.request import RequestStatus
 
 from hybrid_runtime.integrations.vllm import versions
 
 Counts = collections.Counter[str]
+OLD = versions.parsed(vllm.__version__) < (0, 27)
 
 
 def prompts(rng: random.Random, setting: Setting) -> list[tuple[int, int, list[int], int]]:
@@ -64,7 +65,11 @@ def history(seed: int, mode: str, asynchronous: bool) -> Counts:
             worker.note_owners()
             worker.counts["preemptions"] += len(output.preempted_req_ids or ())
             ran = bool(output.total_num_scheduled_tokens)
-            result = worker.step(output)
+            try:
+                result = worker.step(output)
+            except CutShort:
+                worker.counts["cut short"] += 1
+                return worker.counts
             if ran or output.finished_req_ids or output.preempted_req_ids:
                 queue.append((output, result if ran else None))
                 ran = True
@@ -112,6 +117,8 @@ def test_no_hole(count: int, asynchronous: bool) -> None:
     counts, holes = histories(0, count, "replay", asynchronous)
     print(dict(counts))
     assert not holes, (len(holes), holes[:5])
+    # Only 0.25 and 0.26 do such a thing, seldom.
+    assert counts["cut short"] <= (count / 100 if OLD else 0)
     for what in ("preemptions", "hit tokens", "pre-copies", "boundaries", "aborts"):
         assert counts[what] > count / 30, what
 
@@ -123,7 +130,7 @@ def test_vllms_own_layout_passes(asynchronous: bool) -> None:
 
 
 @pytest.mark.skipif(
-    versions.parsed(vllm.__version__) < (0, 27),
+    OLD,
     reason="our manager of 0.25 and 0.26 frees a block later by a step's drafts",
 )
 def test_a_boundary_left_to_the_next_step_is_a_hole() -> None:
