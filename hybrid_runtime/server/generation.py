@@ -101,7 +101,7 @@ class Batch:
     async def _submit(self, index: int) -> bool:
         """Pass one job's deltas on; False if the queue is full, but other jobs of this batch stand
         in it or run, and will make room."""
-        job = self.jobs[index]
+        job, refused = self.jobs[index], False
         self._submitted += 1
         stream = self.engine.stream(
             job.prompt, job.params, tenant=job.tenant, deadline=job.deadline
@@ -116,11 +116,12 @@ class Batch:
         except QueueFull:
             if self._submitted == 1:
                 raise
-            return False
+            refused = True
         finally:
             self._submitted -= 1
-            self._turn.release()
-        return True
+            if not refused:
+                self._turn.release()
+        return not refused
 
 
 async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:

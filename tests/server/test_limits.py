@@ -96,13 +96,22 @@ def test_a_flood_is_refused_and_the_others_are_served() -> None:
 def test_more_prompts_than_may_wait_take_turns() -> None:
     engine = shipped(max_requests=1, max_waiting=2, drafter=None)
     prompts = [f"{letter} = " for letter in "abcdefghij"]
+    check = engine.check_queue
+    asked: list[int] = []
+
+    def counted() -> None:
+        asked.append(0)
+        check()
+
     wanted = [a.text for a in engine.generate(prompts[:2], SamplingParams(max_tokens=3))]
     engine.hand_over()
+    engine.check_queue = counted  # type: ignore[method-assign]
     with running(engine) as server:
         body = {"prompt": prompts, "max_tokens": 3, "temperature": 0}
         answer = server.post("completions", json=body).json()
         assert [choice["text"] for choice in answer["choices"]][:2] == wanted
         assert len(answer["choices"]) == 10
+        assert len(asked) < 60  # nobody asks again before there is room
         assert len(server.post("embeddings", json={"input": prompts}).json()["data"]) == 10
 
 
