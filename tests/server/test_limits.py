@@ -120,7 +120,8 @@ def test_open_requests_are_bounded() -> None:
     with running(engine, max_concurrency=1) as server:
         body = {"prompt": "x", "max_tokens": 4000, "ignore_eos": True, "stream": True}
         with server.http.stream("POST", "/v1/completions", json=body) as first:
-            assert next(first.iter_lines())
+            lines = first.iter_lines()  # the answer is closed when nobody holds them
+            assert next(lines)
             refused = server.post("completions", json={"prompt": "x"})
             assert refused.status_code == 429
             assert "1 requests are open" in refused.json()["error"]["message"]
