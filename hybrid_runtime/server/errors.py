@@ -48,7 +48,7 @@ def body(error: BaseException) -> tuple[int, dict[str, Any]]:
         case QueueFull():
             status, message = 429, f"{error}; try again later"
         case EngineClosed():
-            status, message = 503, str(error)
+            status, message = 503, "the engine is closed or has failed; the log says why"
         case HTTPException():
             status, message = error.status_code, str(error.detail)
         case RequestValidationError():
