@@ -29,7 +29,7 @@ KINDS = (
     (
         "bookkeeping",
         r"^_(advance|advance_replay|prepare_inputs|commit_tokens|accept_drafts|uniform|fill|part"
-        r"|whole)_kernel$",
+        r"|whole|count|penalise|bias|probabilities|select|place_rows|decide_flush)_kernel$",
     ),
     (
         "state",

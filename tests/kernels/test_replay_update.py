@@ -40,7 +40,7 @@ SSMS = [
     Ssm(groups=1, pad=3),
     Ssm(heads=4),
     Ssm(heads=1, groups=1, dim=22),
-    Ssm(heads=1, groups=1, state=128),
+    Ssm(heads=1, groups=1, state=64),
     Ssm(dim=5, state=12),
     Ssm(dim=5, state=50, states=torch.float16),
     Ssm(states=torch.float16, groups=1, pad=5, skew=1),
@@ -53,7 +53,7 @@ SSMS = [
     Ssm(states=torch.float16, drafts=6, tokens=10, heads=1, groups=1),
     Ssm(states=torch.float16, drafts=0, tokens=1),
     Ssm(states=torch.bfloat16, drafts=2, tokens=6, heads=4),
-    Ssm(states=torch.float16, heads=2, groups=1, state=128, rounding=True),
+    Ssm(states=torch.float16, heads=2, groups=1, state=64, rounding=True),
     Ssm(states=torch.float16, heads=1, groups=1, dim=40, state=40),
     Ssm(states=torch.bfloat16, groups=1, limits=(0.1, 1e6), far=2e6),
 ]
