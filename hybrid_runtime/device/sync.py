@@ -66,12 +66,19 @@ def _sync_errors_off() -> Iterator[None]:
 @contextmanager
 def allowed(why: str) -> Iterator[None]:
     """Declare that waiting is meant inside this block, and why."""
-    _allowed.append(why)
+    depth = len(_allowed)
     try:
+        _allowed.append(why)
         with _sync_errors_off():
             yield
     finally:
-        _allowed.pop()
+        del _allowed[depth:]  # also what Ctrl-C left of a block inside this one
+
+
+def forget_declarations() -> None:
+    """After Ctrl-C, which may have come between a block's last line and its end: nothing is
+    declared any more. For the outermost caller alone."""
+    _allowed.clear()
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from hybrid_runtime.device.sync import allowed
+from hybrid_runtime.device.sync import allowed, forget_declarations
 from hybrid_runtime.engine.logprobs import unpack
 from hybrid_runtime.engine.pooler import Pooler
 from hybrid_runtime.engine.request import BrokenLogits, FinishReason, Request
@@ -171,6 +171,7 @@ class EngineCore:
         """Write the books anew, from what requests have emitted; those that have ended by it. It
         may be interrupted itself, and is then done again."""
         device = self._runner.manager.device
+        forget_declarations()
         if device.type == "cuda":
             with allowed("a step was interrupted"):
                 torch.cuda.synchronize(device)
