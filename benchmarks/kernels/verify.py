@@ -3,9 +3,9 @@
 128 heads x 64 x 128, 8 groups, bf16 inputs, as in Nemotron-3-Super and Nemotron-H-8B: a row of T
 tokens reads one state and writes T in the columns layout; in the replay layout it folds in what the
 state lacks (rows at different places between two writes, all guesses accepted), and every so many
-steps writes one. Launches rotate over the state of at least 12
-layers, more of it than four times the L2 cache. Beside both stands `baseline.py`, the plain form of
-the first, at the launch that is its best for so many rows of 4 tokens.
+steps writes one. Launches rotate over the state of at least 12 layers, more of it than four times
+the L2 cache. Beside both stands `baseline.py`, the plain form of the first, at the launch that is
+its best for so many rows of 4 tokens.
 """
 
 from __future__ import annotations

@@ -15,8 +15,8 @@ from hybrid_runtime.kernels.replay.products import split
 class RawSteps(NamedTuple):
     """Of one head, as memory has it.
 
-    pending: time steps of the pending tokens `[LANES]`.
-    own: raw time steps of the row's tokens `[LANES]`.
+    pending: time steps of the pending tokens `[32]`.
+    own: raw time steps of the row's tokens `[32]`.
     bias, A_log, D: scalars.
     """
 
@@ -59,7 +59,7 @@ class Factors(NamedTuple):
 
 @triton.jit
 def load_steps(inputs, cache, head, lane, ring, row, strides, shape):
-    """`RawSteps` of a head. lane: positions `[LANES]`; ring: where they lie in the window cache."""
+    """`RawSteps` of a head. lane: positions `[32]`; ring: where they lie in the window cache."""
     own = lane - row.base
     p_own = inputs.dt + head * strides.dt_head + own * strides.dt_token
     p_pending = cache.dt + head * shape.RING + ring
@@ -74,7 +74,7 @@ def load_steps(inputs, cache, head, lane, ring, row, strides, shape):
 
 @triton.jit
 def time_steps(raw, lane, row, clamp):
-    """Time steps at all positions `[LANES]`, 0 where there is no token."""
+    """Time steps at all positions `[32]`, 0 where there is no token."""
     own = lane - row.base
     steps = softplus(raw.own.to(tl.float32) + raw.bias.to(tl.float32))
     steps = tl.minimum(tl.maximum(steps, clamp.low), clamp.high)
@@ -92,7 +92,7 @@ def first(vector, COUNT: tl.constexpr):
 
 @triton.jit
 def head_factors(raw, steps, group, lane, j, i, row, WRITES: tl.constexpr, dot_type: tl.constexpr):
-    """`Factors` of a head. steps: as `time_steps`; lane, j, i: positions `[LANES]` and
+    """`Factors` of a head. steps: as `time_steps`; lane, j, i: positions `[32]` and
     `[POSITIONS]`, tokens `[QUERIES]`."""
     POSITIONS: tl.constexpr = j.shape[0]
     # Below exp(-110) all is 0; larger numbers would cost the sums' precision.

@@ -38,11 +38,6 @@ class WindowCache(NamedTuple):
     dt: Tensor
 
     @property
-    def slots(self) -> int:
-        """Of one layer's cache."""
-        return self.dt.shape[0]
-
-    @property
     def length(self) -> int:
         """L."""
         return self.dt.shape[-1]

@@ -59,6 +59,9 @@ class Mover:
     depth: steps whose entries must stay on the device at a time.
     """
 
+    replays = False
+    """Whether accepted guesses are no part of the states."""
+
     def __init__(
         self, states: StateTable, bounds: Bounds, max_requests: int, by_slot: bool, depth: int
     ) -> None:
@@ -119,4 +122,5 @@ class Mover:
             self._arrived,
             self._bounds.block_size,
             phase,
+            self.replays,
         )

@@ -10,7 +10,7 @@ from hybrid_runtime.integrations.vllm.mover import Mover
 from hybrid_runtime.integrations.vllm.replay_layers import ReplayLayers
 from hybrid_runtime.kernels.replay.flush import replay_flush
 from hybrid_runtime.kernels.step.state_table import StateTable
-from hybrid_runtime.kernels.step.vllm_decide import PRECOPY, VllmCounts, decide_and_move
+from hybrid_runtime.kernels.step.vllm_decide import PRECOPY, VllmCounts
 from hybrid_runtime.kernels.step.vllm_rows import FlushRows, decide_flush
 
 
@@ -25,6 +25,8 @@ class ReplayMover(Mover):
     convolution needs, on the tables of `StepRows`.
     """
 
+    replays = True
+
     def __init__(
         self, states: StateTable, flushed: StateTable, layers: ReplayLayers, *args: Any
     ) -> None:
@@ -37,18 +39,7 @@ class ReplayMover(Mover):
 
     def _launch(self, entries: torch.Tensor, count: int, counts: VllmCounts, phase: int) -> None:
         if phase == PRECOPY:
-            decide_and_move(
-                self.states,
-                entries,
-                count,
-                counts,
-                self.moves,
-                self.totals,
-                self._arrived,
-                self._bounds.block_size,
-                phase,
-                replays=True,
-            )
+            super()._launch(entries, count, counts, phase)
             return
         layers, flush = self._layers, self._flush
         decide_flush(
