@@ -9,6 +9,9 @@ state copies from one to the other between runs; replay has an engine of its own
     python benchmarks/vllm/serve.py compare without.json replay.json
     python benchmarks/vllm/serve.py time --out time.json -- --v2 --batch 16,64 ...
 
+Texts are compared in true fp32: Triton's products of fp32 would else be rounded to TF32, and a
+prompt that starts from a cached prefix gets other roundings than a whole one.
+
 `time` runs the model of a tool named run_nemotron.py, in the folder `--peer`; what follows `--`
 goes to that tool.
 """
@@ -22,13 +25,15 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "common"))
 
-from record import save
-from traffic import compared, digest, drive, traffic
+from comparison import compared, digest, line
+from record import environment, save
+from traffic import drive, traffic
 
 CHECKPOINT = Path(__file__).parents[2] / "hybrid_runtime" / "checkpoints" / "python-small"
 ENVIRONMENT = {
@@ -43,6 +48,11 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "TRANSFORMERS_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
+}
+PRECISE = {
+    "TRITON_F32_DEFAULT": "ieee",
+    # The same launch shapes in all engines, and so the same order of sums.
+    "VLLM_TRITON_FORCE_FIRST_CONFIG": "1",
 }
 COUNTED = (
     "vllm:spec_decode_num_drafts",
@@ -119,7 +129,7 @@ def serving_engine(args: argparse.Namespace) -> Any:
         enable_prefix_caching=args.mode == "align",
         mamba_cache_mode=args.mode,
         async_scheduling=not args.synchronous,
-        num_gpu_blocks_override=args.blocks,
+        num_gpu_blocks_override=max(args.blocks),
         gpu_memory_utilization=0.3,
         kv_cache_memory_bytes=int(args.kv_gib * 2**30) or None,
         attention_config={"backend": "TRITON_ATTN"},
@@ -131,6 +141,33 @@ def serving_engine(args: argparse.Namespace) -> Any:
     )
 
 
+class Run(NamedTuple):
+    """ours: our state copies, where the engine can change them. blocks: of the cache; fewer than
+    the engine has are a tighter pool. reads: requests start from cached prefixes."""
+
+    ours: bool
+    blocks: int
+    reads: bool = True
+
+
+def empty(llm: Any) -> None:
+    """Forget cached prefixes. A step that was queued ahead may hold blocks."""
+    for _ in range(3):
+        if llm.llm_engine.reset_prefix_cache():
+            return
+        llm.llm_engine.step()
+    raise RuntimeError("vLLM kept its prefix cache; runs would hit each other's prompts")
+
+
+@contextmanager
+def held_back(llm: Any, blocks: int) -> Iterator[None]:
+    """Keep so many blocks of the cache, which nobody uses, out of the pool."""
+    pool = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool
+    held = pool.get_new_blocks(blocks)
+    yield
+    pool.free_blocks(held)
+
+
 def serve(args: argparse.Namespace) -> dict[str, Any]:
     if args.check:
         columns = os.environ.get("HYBRID_RUNTIME_VLLM") == "columns"
@@ -139,57 +176,81 @@ def serve(args: argparse.Namespace) -> dict[str, Any]:
     llm = serving_engine(args)
     cache = llm.llm_engine.vllm_config.cache_config
     requests = traffic(args)
+    (kind, *_) = llm.collective_rpc(model_state)
     result: dict[str, Any] = {
+        "environment": environment(),
         "options": {k: v for k, v in vars(args).items() if k not in ("out", "run", "rest")},
         "start_s": time.perf_counter() - started,
         "block_size": cache.mamba_block_size,
+        "model_state": kind,
         "runs": [],
+        "comparison": [],
     }
-    (kind, *_) = llm.collective_rpc(model_state)
-    for number, ours in enumerate(_runs(args, llm, kind)):
-        llm.llm_engine.reset_prefix_cache()
-        llm.collective_rpc(set_ours, args=(ours,))
+    for number, run in enumerate(_runs(args, llm, kind)):
+        empty(llm)
+        llm.collective_rpc(set_ours, args=(run.ours,))
         before, counted = llm.collective_rpc(statistics), counters(llm)
-        run = drive(llm, requests, args.at_once, f"r{number}")
+        with held_back(llm, max(args.blocks) - run.blocks):
+            found = drive(llm, requests, args.at_once, f"r{number}", run.reads)
         after = llm.collective_rpc(statistics)
-        run |= {
-            "ours": ours and kind in (COPIES, REPLAY),
-            "model_state": kind,
+        found |= run._asdict() | {
+            "ours": run.ours and kind in (COPIES, REPLAY),
             "metrics": difference(counters(llm), counted),
             "adapter": [difference(a, b) for a, b in zip(after, before, strict=True)],
         }
-        result["runs"].append(run)
-        print(
-            f"run {number}, ours {run['ours']}: {run['metrics']} {run['adapter'][:1]}", flush=True
-        )
-    first = result["runs"][0]
-    result["comparison"] = [compared(first, run) for run in result["runs"][1:]]
-    print(json.dumps(result["comparison"]))
-    for run in result["runs"] if not args.keep_tokens else ():
-        run["tokens"] = [digest(tokens) for tokens in run["tokens"]]
-    return result
+        print(f"run {number}, {run}: {found['metrics']} {found['adapter'][:1]}", flush=True)
+        if number:
+            result["comparison"].append(compared(result["runs"][0], found))
+            print(line(result["comparison"][-1]), flush=True)
+        result["runs"].append(found)
+        if args.out:
+            save("vllm_serve", _kept(result, args.keep_tokens), args.out)
+    return _kept(result, args.keep_tokens)
 
 
-def _runs(args: argparse.Namespace, llm: Any, kind: str) -> Iterator[bool]:
-    """Whose copies each run has: vLLM's twice, so that its own repeatability shows beside ours; in
-    check mode ours, until enough steps were compared."""
+def _kept(result: dict[str, Any], whole: bool) -> dict[str, Any]:
+    """What is written: texts only as digests, if not `whole`."""
+    if whole:
+        return result
+    runs = [{**run, "tokens": [digest(text) for text in run["tokens"]]} for run in result["runs"]]
+    for run in runs:
+        del run["gaps"]
+    return {**result, "runs": runs}
+
+
+def _runs(args: argparse.Namespace, llm: Any, kind: str) -> Iterator[Run]:
+    """With our copies and vLLM's in one engine: vLLM's twice, so that its own repeatability shows
+    beside ours. Else each pool once, and the largest without the prefix cache. In check mode
+    the same until enough steps were compared."""
     if not args.check:
-        yield from (False, True, True, False) if kind == COPIES else (kind == REPLAY,) * 2
+        if kind == COPIES:
+            yield from (Run(ours, args.blocks[0]) for ours in (False, True, True, False))
+            return
+        yield from (Run(True, blocks) for blocks in args.blocks)
+        if args.unread:
+            yield Run(True, max(args.blocks), reads=False)
         return
     end = time.perf_counter() + args.seconds
     while True:
-        yield True
+        yield Run(True, args.blocks[0])
         done = llm.collective_rpc(statistics)[0].get("checked_steps", 0)
         if done >= args.steps or time.perf_counter() > end:
             return
 
 
 def compare(args: argparse.Namespace) -> dict[str, Any]:
-    """Every run of one file with the first run of another; without their tokens (`--keep-tokens`)
-    a difference has no position."""
+    """Each run of one file with the run on the same pool of another. Both keep their tokens
+    (`--keep-tokens`)."""
     one, other = (json.loads(Path(path).read_text()) for path in args.files)
-    result = {"comparison": [compared(one["runs"][0], run) for run in other["runs"]]}
-    print(json.dumps(result, indent=1))
+    pools = {(run["blocks"], run["reads"]): run for run in reversed(one["runs"])}
+    found = [(pools.get((run["blocks"], run["reads"])), run) for run in other["runs"]]
+    result = {
+        "environment": other["environment"],
+        "options": [one["options"], other["options"]],
+        "comparison": [compared(first, run) for first, run in found if first],
+    }
+    for comparison in result["comparison"]:
+        print(line(comparison))
     return result
 
 
@@ -216,7 +277,13 @@ def main() -> None:
     one.add_argument("--tokens", type=int, default=700, help="at most so many are generated")
     one.add_argument("--at-once", type=int, default=32)
     one.add_argument("--batched-tokens", type=int, default=1024)
-    one.add_argument("--blocks", type=int, default=420, help="of the cache; few: preemption")
+    one.add_argument(
+        "--blocks",
+        type=lambda text: [int(count) for count in text.split(",")],
+        default=[420],
+        help="of the cache; few: preemption; several: a run with each",
+    )
+    one.add_argument("--unread", action="store_true", help="a run that reads no cached prefix too")
     one.add_argument(
         "--mode", choices=("align", "none"), default="align", help="of the state cache"
     )
@@ -243,7 +310,7 @@ def main() -> None:
         command.add_argument("--out", type=Path)
     argv, rest = _split(sys.argv[1:])
     args = parser.parse_args(argv, argparse.Namespace(rest=rest))
-    for key, value in ENVIRONMENT.items():
+    for key, value in (ENVIRONMENT | (PRECISE if args.run is serve else {})).items():
         os.environ.setdefault(key, value)
     result = args.run(args)
     if args.out:

@@ -1,11 +1,8 @@
-"""The requests of `serve.py serve`, driving an engine through them, and comparing two runs."""
+"""The requests of `serve.py serve`, and driving an engine through them."""
 
 from __future__ import annotations
 
 import argparse
-import collections
-import hashlib
-import json
 import random
 import sysconfig
 import time
@@ -33,18 +30,30 @@ def traffic(args: argparse.Namespace) -> list[tuple[list[int], int, int | None]]
     return requests
 
 
-def drive(llm: Any, requests: list[Any], at_once: int, tag: str) -> dict[str, Any]:
-    """Serve all requests, at most `at_once` at a time; tokens and cached prefix tokens of each."""
+def drive(
+    llm: Any, requests: list[Any], at_once: int, tag: str, reads: bool = True
+) -> dict[str, Any]:
+    """Serve all requests, at most `at_once` at a time; each one's tokens, by how much the best
+    log-probability of each token's position led, and cached prefix tokens. reads: start from
+    cached prefixes."""
     from vllm import SamplingParams
 
     engine, todo = llm.llm_engine, iter(enumerate(requests))
     tokens: dict[int, list[int]] = {}
+    gaps: dict[int, list[float]] = {}
     cached: dict[int, int] = {}
     running: set[int] = set()
 
     def submit() -> None:
         for number, (prompt, length, _) in todo:
-            params = SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True)
+            params = SamplingParams(
+                temperature=0.0,
+                max_tokens=length,
+                ignore_eos=True,
+                detokenize=False,
+                logprobs=2,
+                skip_reading_prefix_cache=not reads,
+            )
             engine.add_request(f"{tag}-{number}", {"prompt_token_ids": prompt}, params)
             running.add(number)
             return
@@ -68,6 +77,7 @@ def drive(llm: Any, requests: list[Any], at_once: int, tag: str) -> dict[str, An
                 tokens[number] = tokens[number][:abort]
             elif not output.finished:
                 continue
+            gaps[number] = [lead(found) for found in output.outputs[0].logprobs or ()]
             running.discard(number)
             submit()
     while engine.has_unfinished_requests():
@@ -75,32 +85,14 @@ def drive(llm: Any, requests: list[Any], at_once: int, tag: str) -> dict[str, An
     seconds = time.perf_counter() - started
     return {
         "tokens": [tokens[n] for n in sorted(tokens)],
+        "gaps": [gaps[n] for n in sorted(gaps)],
         "cached": [cached[n] for n in sorted(cached)],
         "calls": steps,
         "seconds": seconds,
     }
 
 
-def digest(tokens: list[int]) -> str:
-    """Short stand-in for a text where only equality matters."""
-    return hashlib.sha256(json.dumps(tokens).encode()).hexdigest()[:12]
-
-
-def compared(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-    """How two runs of the same requests differ; `first_differences` by request and position."""
-    pairs = list(zip(one["tokens"], other["tokens"], strict=True))
-    places = [
-        next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
-        for a, b in pairs
-    ]
-    different = [n for n, (a, b) in enumerate(pairs) if a != b]
-    cached = zip(one["cached"], other["cached"], strict=True)
-    names = collections.ChainMap(one["metrics"], other["metrics"])
-    return {
-        "ours": [one["ours"], other["ours"]],
-        "requests": len(pairs),
-        "different_text": len(different),
-        "first_differences": [(n, places[n]) for n in different[:10]],
-        "different_prefix_hits": sum(a != b for a, b in cached),
-        "metrics": {n: [one["metrics"].get(n), other["metrics"].get(n)] for n in sorted(names)},
-    }
+def lead(logprobs: Any) -> float:
+    """By how much the best of a position's log-probabilities is ahead of the second."""
+    best, second, *_ = sorted((one.logprob for one in logprobs.values()), reverse=True)
+    return float(f"{best - second:.3g}")
