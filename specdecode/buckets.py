@@ -39,21 +39,28 @@ class Buckets:
     max_tokens: most tokens of a step.
     max_prompt_tokens: most prompt tokens of a step in which others decode; larger steps are padded
         too, but not captured: they keep the device busy for longer than their launches take.
+    block_size: tokens between two snapshots; a chunk of just so many is the most common one.
     """
 
     def __init__(
-        self, max_requests: int, width: int, max_tokens: int, max_prompt_tokens: int
+        self,
+        max_requests: int,
+        width: int,
+        max_tokens: int,
+        max_prompt_tokens: int,
+        block_size: int,
     ) -> None:
         self.width = width
-        self._max_requests = max_requests
+        self._max_requests, self._block_size = max_requests, block_size
         self._prompt_rows = min(PROMPT_ROWS, max_requests)
         self._max_tokens, self._shared = max_tokens, min(max_tokens, max_prompt_tokens)
 
     @property
     def most_tokens(self) -> int:
         """Tokens of the largest step."""
-        shared = self._max_requests * self.width + token_size(self._shared)
-        return max(shared, token_size(self._max_tokens))
+        shared = self._max_requests * self.width + self._token_size(self._shared)
+        alone = mixed_size(0, self._max_requests) * self.width + self._token_size(self._max_tokens)
+        return max(shared, alone)
 
     def of(self, update_rows: int, prompt_rows: int, prompt_tokens: int) -> Bucket:
         """The bucket of a step with so many rows and tokens.
@@ -66,22 +73,30 @@ class Buckets:
                 f"{prompt_rows} rows run prompts; at most {self._prompt_rows} may share a step"
             )
         rows = mixed_size(update_rows, self._max_requests)
-        return Bucket(rows, self._prompt_rows, token_size(prompt_tokens))
+        return Bucket(rows, self._prompt_rows, self._token_size(prompt_tokens))
 
     def captured(self) -> Iterator[Bucket]:
         """Those that are captured, largest first, so that the smaller ones fit into the memory of
         the larger ones."""
         rows = sorted({mixed_size(n, self._max_requests) for n in range(self._max_requests)})
-        for tokens in reversed(_sizes(self._shared)):
+        for tokens in reversed(self._sizes(self._shared)):
             for n in reversed(rows):
                 yield Bucket(n, self._prompt_rows, tokens)
 
     def larger(self) -> Iterator[Bucket]:
         """The others: nobody decodes in them."""
-        shared = token_size(self._shared)
-        for tokens in reversed(_sizes(self._max_tokens)):
+        shared, rows = self._token_size(self._shared), mixed_size(0, self._max_requests)
+        for tokens in reversed(self._sizes(self._max_tokens)):
             if tokens > shared:
-                yield Bucket(0, self._prompt_rows, tokens)
+                yield Bucket(rows, self._prompt_rows, tokens)
+
+    def _token_size(self, tokens: int) -> int:
+        size = token_size(tokens)
+        return self._block_size if tokens <= self._block_size < size else size
+
+    def _sizes(self, most: int) -> list[int]:
+        edges = (1, *range(64, most, 64), min(self._block_size, most), most)
+        return sorted({self._token_size(n) for n in edges})
 
 
 def most_rows(max_requests: int) -> int:
@@ -101,27 +116,19 @@ def graph_size(rows: int, max_rows: int) -> int:
 
 
 def mixed_size(rows: int, max_rows: int) -> int:
-    """Decoding rows beside prompts: fewer sizes, since each exists for every number of tokens."""
-    if rows == 0:
-        return 0
-    if rows <= 32:
-        size = max(1 << (rows - 1).bit_length(), 4)
-    else:
-        multiple = 16 if rows <= 64 else 32
-        size = -(-rows // multiple) * multiple
+    """Decoding rows beside prompts, from none on: a power of two from 8 to 64, then a multiple of
+    64; at most `max_rows`. There are few, since each exists for every number of tokens."""
+    size = max(1 << (rows - 1).bit_length(), 8) if 0 < rows <= 64 else max(-(-rows // 64) * 64, 8)
     return min(size, max_rows)
 
 
 def token_size(tokens: int) -> int:
-    """Prompt tokens: a power of two from 64 to 512, then a multiple of 256, above 1024 of 512."""
-    if tokens <= 512:
-        return max(1 << (tokens - 1).bit_length(), 64)
-    multiple = 256 if tokens <= 1024 else 512
+    """Prompt tokens: 64, or a multiple of 128, above 1024 of 256, above 2048 of 512. Each padded
+    token costs as much as a real one."""
+    if tokens <= 64:
+        return 64
+    multiple = 128 if tokens <= 1024 else 256 if tokens <= 2048 else 512
     return -(-tokens // multiple) * multiple
-
-
-def _sizes(most: int) -> list[int]:
-    return sorted({token_size(n) for n in (1, *range(64, most, 64), most)})
 
 
 def pad_rows(rows: StepRows, update_rows: int, to: int, width: int) -> StepRows:

@@ -30,10 +30,10 @@ class CapturedSteps:
     Verify pass and drafter of a step with prompts are captured once, acceptance for each kind.
 
     phases: what is launched.
-    buckets: sizes of steps with prompts; None: these are not padded, and launched one by one.
+    buckets: sizes of steps with prompts.
     """
 
-    def __init__(self, phases: Phases, buckets: Buckets | None) -> None:
+    def __init__(self, phases: Phases, buckets: Buckets) -> None:
         manager = phases.manager
         self.buckets = buckets
         self._phases, self._max_requests = phases, manager.max_requests
@@ -91,10 +91,7 @@ class CapturedSteps:
         Raises:
             torch.OutOfMemoryError: a size does not fit; it says which.
         """
-        if self.buckets is None:
-            work = self._single_prompts(accepts[0])
-        else:
-            work = self._padded_prompts(self.buckets, accepts)
+        work = self._with_prompts(accepts)
         for size in reversed(self._decoding_sizes()):
             for accept in accepts:
                 work.append((f"{size} decoding rows", partial(self.decoding, size, accept)))
@@ -111,18 +108,10 @@ class CapturedSteps:
         if progress is not None:
             progress(len(work), len(work))
 
-    def _single_prompts(self, accept: Acceptance) -> list[Work]:
-        """What steps with prompts compile, where they are not padded."""
-        work: list[Work] = []
-        most = self._phases.buffers.inputs.tokens.shape[0]
-        for length in sorted({min(length, most) for length in (1, 8, 64, most)}):
-            frame = self._phases.buffers.frame(1, length, 0, length, length, accept, pad=length)
-            work.append((f"{length} prompt tokens", partial(self._run_once, frame)))
-        return work
-
-    def _padded_prompts(self, buckets: Buckets, accepts: Sequence[Acceptance]) -> list[Work]:
+    def _with_prompts(self, accepts: Sequence[Acceptance]) -> list[Work]:
         """All sizes of steps with prompts."""
         work: list[Work] = []
+        buckets = self.buckets
         if self._phases.manager.device.type == "cuda":
             compile_all = partial(self._compile, list(buckets.captured()), accepts)
             work.append(("few rows or prompt tokens", compile_all))
@@ -137,8 +126,9 @@ class CapturedSteps:
     def _compile(self, buckets: list[Bucket], accepts: Sequence[Acceptance]) -> None:
         """Compile side by side what all sizes launch: kernels depend on how many rows decode and on
         how many prompt tokens there are, but not on both."""
-        least = min(bucket.prompt_tokens for bucket in buckets)
-        chosen = [b for b in buckets if b.update_rows == 0 or b.prompt_tokens == least]
+        rows = min(bucket.update_rows for bucket in buckets)
+        tokens = min(bucket.prompt_tokens for bucket in buckets)
+        chosen = [b for b in buckets if b.update_rows == rows or b.prompt_tokens == tokens]
         frames = [self._decoding_frame(size, accepts[0]) for size in self._decoding_sizes()]
         frames += [self._uncaptured(bucket, accepts[0]) for bucket in chosen]
         with compiling():

@@ -41,10 +41,9 @@ class SpecDecodeRunner:
     drafter: None for plain decoding.
     max_tokens: most tokens of one step.
     steps_ahead: steps that may be queued before the results of the first are read.
-    graphs: pad steps in which all rows decode to few sizes and replay CUDA graphs of them, captured
-        when first needed; on a CPU only pad them.
-    captured_prompt_tokens: with `graphs`, do so for steps with prompts, too, which `capture`
-        captures: up to so many prompt tokens beside rows that decode. 0: launch them one by one.
+    captured_prompt_tokens: pad steps to few sizes and replay CUDA graphs of them; on a CPU only pad
+        them. Steps in which all rows decode are captured when first needed; those with prompts,
+        up to so many prompt tokens, by `capture`. None: no padding, no graphs.
     stochastic_rounding: verify passes round narrow states stochastically (replay layout).
 
     Raises:
@@ -60,8 +59,7 @@ class SpecDecodeRunner:
         drafter: Drafter | None,
         max_tokens: int,
         steps_ahead: int = 0,
-        graphs: bool = False,
-        captured_prompt_tokens: int = 0,
+        captured_prompt_tokens: int | None = None,
         stochastic_rounding: bool = False,
     ) -> None:
         self.manager, self.sequences, self.caches = manager, sequences, caches
@@ -69,8 +67,9 @@ class SpecDecodeRunner:
         self.width = num_draft + 1
         rounding = Rounding(sequences.rounding_seed, layer=0) if stochastic_rounding else None
         buckets, most_tokens = None, max(max_tokens, slots * self.width)
-        if graphs and captured_prompt_tokens:
-            buckets = Buckets(slots, self.width, max_tokens, captured_prompt_tokens)
+        if captured_prompt_tokens is not None:
+            block_size = manager.layout.block_size
+            buckets = Buckets(slots, self.width, max_tokens, captured_prompt_tokens, block_size)
             most_tokens = max(most_tokens, buckets.most_tokens)
             if manager.max_rows < most_rows(slots):
                 raise ValueError(
@@ -79,7 +78,7 @@ class SpecDecodeRunner:
                 )
         self._buffers = StepBuffers(manager, most_tokens, num_draft, rounding)
         self._phases = Phases(target, manager, sequences, caches, drafter, self._buffers)
-        self._captured = CapturedSteps(self._phases, buckets) if graphs else None
+        self._captured = None if buckets is None else CapturedSteps(self._phases, buckets)
         self.waits = Waits()
         self._results = Readback(
             manager.max_rows * (self.width + 1), steps_ahead + 1, device, self.waits
@@ -210,8 +209,6 @@ class SpecDecodeRunner:
     def _bucket(self, rows: StepRows, num_update_rows: int) -> Bucket | None:
         """The size that a step with prompts is padded to."""
         if self._captured is None or len(rows) == num_update_rows:
-            return None
-        if self._captured.buckets is None:
             return None
         tokens = int(rows.scheduled[num_update_rows:].sum())
         return self._captured.buckets.of(num_update_rows, len(rows) - num_update_rows, tokens)

@@ -43,7 +43,7 @@ def state_manager(
         config.strategy,
         steps_in_flight=config.steps_ahead_on(device),
         readback=config.strategy in ("blocking", "defer"),
-        max_rows=most_rows(config.max_requests) if config.prompt_graphs_on(device) else None,
+        max_rows=most_rows(config.max_requests) if config.graphs_on(device) else None,
     )
 
 
@@ -154,8 +154,7 @@ def runner(
         make_drafter(config.drafter, head, caches, k, config.sampled_drafts),
         config.max_tokens_per_step,
         config.steps_ahead_on(model.device),
-        config.graphs_on(model.device),
-        config.max_prompt_tokens if config.prompt_graphs_on(model.device) else 0,
+        config.max_prompt_tokens if config.graphs_on(model.device) else None,
         config.stochastic_rounding,
     )
 

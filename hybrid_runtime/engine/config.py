@@ -50,7 +50,6 @@ class EngineOptions(TypedDict, total=False):
     max_waiting: int | None
     steps_ahead: int | None
     graphs: bool | None
-    prompt_graphs: bool
     strategy: Strategy
     state_layout: LayoutKind
     window: int
@@ -105,12 +104,8 @@ class EngineConfig:
     never waits for the host."""
 
     graphs: bool | None = None
-    """Pad steps in which every row decodes to few sizes and replay CUDA graphs of them; on a CPU
-    only pad them. None: on a GPU."""
-
-    prompt_graphs: bool = False
-    """The same for steps with prompts in them, which `capture` then captures; needs `graphs`. Their
-    text has been checked on a CPU only."""
+    """Pad steps to few sizes and replay CUDA graphs of them; on a CPU only pad them. Those with
+    prompts in them are captured by `capture` alone, up to `max_prompt_tokens`. None: on a GPU."""
 
     strategy: Strategy = "auto"
     """Who decides when states are saved; see `HybridStateManager`."""
@@ -193,10 +188,6 @@ class EngineConfig:
         """`graphs`, whatever was left to the default."""
         return device.type == "cuda" if self.graphs is None else self.graphs
 
-    def prompt_graphs_on(self, device: torch.device) -> bool:
-        """Whether steps with prompts are padded, and captured on a GPU."""
-        return self.prompt_graphs and self.graphs_on(device)
-
     def layout(self, model: NemotronHConfig, dtype: torch.dtype) -> StateLayout:
         """State blocks for a model with weights of this dtype; `ValueError` names the option that
         does not go with the model."""
@@ -231,7 +222,6 @@ class EngineConfig:
         check_choice("conv_layout", self.conv_layout, get_args(ConvLayout))
         check_choice("steps_ahead", self.steps_ahead, (None, 0, 1))
         check_choice("graphs", self.graphs, (None, False, True))
-        check_choice("prompt_graphs", self.prompt_graphs, (False, True))
         check_dtype("ssm_dtype", self.ssm_dtype)
         for name in ("sampled_drafts", "stochastic_rounding", "prefix_caching"):
             check_flag(name, getattr(self, name))

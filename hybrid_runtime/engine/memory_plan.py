@@ -139,7 +139,7 @@ class Planner:
         shape, itemsize = self._model.config, self._model.dtype.itemsize
         emitting = max_requests * (self.config.num_draft + 1)
         tokens = max(self.config.max_tokens_per_step, emitting)
-        if self.config.prompt_graphs_on(self._device):  # their memory is apart
+        if self.config.graphs_on(self._device):  # their memory is apart
             tokens += emitting + min(self.config.max_prompt_tokens, self.config.max_tokens_per_step)
             emitting *= 2
         return MemoryPlan(

@@ -60,6 +60,7 @@ class Request:
     times: per arrival of tokens, seconds of perf_counter and how many arrived.
     tenant: requests of other tenants find nothing that it computed.
     prefill: tokens known when it was last admitted, all of which run before it decodes.
+    turn: prompts run in the order of these, see `Scheduler`.
     epoch: how often it was preempted; results of steps queued before that are dropped.
     hit: what it found in the prefix cache when it was last admitted.
     hashes: keys of its full blocks in the prefix cache.
@@ -86,6 +87,7 @@ class Request:
     tenant: str = ""
     lasts: float | None = None
     prefill: int = 0
+    turn: int = 0
     epoch: int = 0
     hit: Hit = field(default_factory=Hit)
     hashes: list[bytes] = field(default_factory=list)

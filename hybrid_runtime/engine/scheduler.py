@@ -1,4 +1,4 @@
-"""Who runs in the next step, and how much of each: continuous batching, first come first served."""
+"""Who runs in the next step, and how much of each: continuous batching."""
 
 from __future__ import annotations
 
@@ -48,6 +48,11 @@ class Schedule:
 class Scheduler:
     """Waiting queue, running set, and the blocks of both caches.
 
+    Requests are admitted in the order in which they came. Their prompts then share the steps'
+    tokens: first comes the one that would be done first if, from when it was admitted, all tokens
+    were its own. So a short prompt overtakes a long one, but not once as many prompt tokens have
+    run since the long one was admitted as that has itself.
+
     A request is admitted when there are blocks for all tokens that it and those who run are known
     to need. Where blocks run out later, the youngest gives its own back and waits again, in front
     of the queue: what it has computed is computed again, from its last snapshot that is still
@@ -74,6 +79,8 @@ class Scheduler:
         self.steps_ahead, self.cache = steps_ahead, cache
         self._state_budget = manager.layout.block_budget(steps_ahead)
         self.preemptions = 0
+        # Prompt tokens run so far: the clock of `Request.turn`.
+        self._prompt_tokens = 0
         self.max_tokens_per_step, self.max_length = max_tokens_per_step, max_length
         self.max_prompt_tokens = max_prompt_tokens
         self._max_waiting = max_waiting
@@ -143,6 +150,7 @@ class Scheduler:
                 hit = self.cache.promote(request, hit)
             request.slot = self._slots.pop()
             request.prefill, request.computed = request.length, hit.tokens
+            request.turn = self._prompt_tokens + request.prefill - hit.tokens
             request.hit, request.filed = hit, hit.tokens // self.block_size
             column = hit.tokens // self.block_size - 1 if hit.tokens else None
             self.manager.admit(request.slot, hit.tokens, column)
@@ -239,6 +247,7 @@ class Scheduler:
             )
             requests = [r for r, _, _ in chosen]
             if self._allocate(rows, np.array([r.computed for r in requests], np.int32)):
+                self._prompt_tokens += int(rows.scheduled[num_decoding:].sum())
                 return Schedule.of(requests, rows, num_decoding)
             if len(self.running) == 1:
                 raise RuntimeError("a request needs more blocks than check() lets it")
@@ -260,6 +269,7 @@ class Scheduler:
         num_decoding = len(chosen)
         if chosen:  # who decodes must not wait long
             budget = min(budget, self.max_prompt_tokens)
+        prefilling.sort(key=lambda waits: waits[0].turn)
         for request, left in prefilling[:PROMPT_ROWS]:
             if budget > 0:
                 chunk = self._chunk(request, min(left, budget))

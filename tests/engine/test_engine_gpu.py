@@ -131,7 +131,7 @@ def test_captured_steps_with_prompts_give_the_text_of_eager_ones(
     found = []
     prompts = [f"{prompt}{'# ' * n}" for n in range(9) for prompt in PROMPTS]
     for graphs in (True, False):
-        runs = build("cuda", graphs=graphs, prompt_graphs=graphs, **options)
+        runs = build("cuda", graphs=graphs, **options)
         runs.capture()
         caches = runs.runner.caches
         for pair in (*caches.kv.values(), *caches.states.values()):

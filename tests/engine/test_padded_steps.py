@@ -57,7 +57,7 @@ def test_padding_changes_no_text_and_no_byte(
 ) -> None:
     params = SamplingParams(max_tokens=len(wanted[0]), ignore_eos=True)
     plain = engine(hf, tokenizer, **SIZES | options)
-    padded = engine(hf, tokenizer, **SIZES | options, graphs=True, prompt_graphs=True)
+    padded = engine(hf, tokenizer, **SIZES | options, graphs=True)
     padded.capture()
     found = [served(runs, prompts, params) for runs in (plain, padded)]
     for prompt, one, other, want in zip(prompts, *found, wanted, strict=True):
@@ -76,7 +76,7 @@ def test_a_step_may_fill_its_size(hf: NemotronHForCausalLM, tokenizer: Tokenizer
     for graphs in (False, True):
         runs = engine(
             hf, tokenizer, **MTP, max_tokens_per_step=64, steps_ahead=1, prefix_caching=False,
-            graphs=graphs, prompt_graphs=graphs,
+            graphs=graphs,
         )  # fmt: skip
         runs.capture()
         requests = [runs.submit(text(length, seed=length), params) for length in (48, 30)]
@@ -95,7 +95,7 @@ def test_embeddings_are_those_of_steps_without_padding(
     """Beside a text, so that padded rows stand before the pooled ones."""
     found = []
     for graphs in (False, True):
-        runs = engine(hf, tokenizer, **SIZES | MTP, graphs=graphs, prompt_graphs=graphs)
+        runs = engine(hf, tokenizer, **SIZES | MTP, graphs=graphs)
         runs.capture()
         beside = runs.submit(prompts[3], SamplingParams(max_tokens=40, ignore_eos=True))
         runs.step()
@@ -110,7 +110,7 @@ def test_sampled_text_is_that_of_steps_without_padding(
     params = SamplingParams(temperature=1.0, seed=5, max_tokens=12, ignore_eos=True)
     found = []
     for graphs in (False, True):
-        runs = engine(hf, tokenizer, **SIZES | MTP, graphs=graphs, prompt_graphs=graphs)
+        runs = engine(hf, tokenizer, **SIZES | MTP, graphs=graphs)
         runs.capture()
         found.append([r.output for r in served(runs, prompts, params)])
     assert found[0] == found[1]
@@ -135,7 +135,7 @@ def test_nothing_is_captured_under_load(
         assert first[-1] <= len(frame.inputs.tokens)
 
     monkeypatch.setattr(Phases, "prepare", prepare)
-    runs = engine(hf, tokenizer, **SIZES | MTP, graphs=True, prompt_graphs=True)
+    runs = engine(hf, tokenizer, **SIZES | MTP, graphs=True)
     shown: list[tuple[int, int]] = []
     runs.runner.capture(runs._accepts, lambda done, total: shown.append((done, total)))
     assert shown[-1] == (len(shown) - 1, len(shown) - 1)
@@ -154,9 +154,7 @@ def test_nothing_is_captured_under_load(
 def test_a_size_that_does_not_fit_is_named(
     hf: NemotronHForCausalLM, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    runs = engine(
-        hf, tokenizer, **SIZES | MTP | {"max_tokens_per_step": 600}, graphs=True, prompt_graphs=True
-    )
+    runs = engine(hf, tokenizer, **SIZES | MTP | {"max_tokens_per_step": 600}, graphs=True)
     forward = runs.model.forward
 
     def small(tokens: Tensor, *more: Any) -> Tensor:
@@ -165,5 +163,5 @@ def test_a_size_that_does_not_fit_is_named(
         return forward(tokens, *more)
 
     monkeypatch.setattr(runs.model, "forward", small)
-    with pytest.raises(torch.OutOfMemoryError, match="0 decoding rows and 768 prompt tokens"):
+    with pytest.raises(torch.OutOfMemoryError, match="5 decoding rows and 640 prompt tokens"):
         runs.capture()
