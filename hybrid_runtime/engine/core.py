@@ -178,7 +178,7 @@ class EngineCore:
         self._queue.clear()
         self._leaving.clear()
         live = [request for request in self._live.values() if request.finish_reason is None]
-        logger.warning("a step was interrupted: %d requests are computed again", len(live))
+        logger.warning("a step was interrupted; requests to compute again: %d", len(live))
         for request in live:
             request.finish_reason = self._emit(request, request.restore)
         ended = [request for request in live if request.finish_reason is not None]

@@ -111,10 +111,11 @@ class Planner:
             ValueError: it does not fit.
         """
         self._check_blocks()
-        room = self._room(memory or device_memory(self._device))
+        memory = memory or device_memory(self._device)
+        room = self._room(memory)
         least = self.needed(self.config.max_requests)
         if least.total > room:
-            raise ValueError(self._refusal(least, room))
+            raise ValueError(self._refusal(least, room, memory))
         if self.config.num_blocks is not None or self._device.type != "cuda":
             return least
         return self._filled(least, room)
@@ -209,15 +210,19 @@ class Planner:
             return 2 / (1 + self._columns)  # one a prompt, prompts of half the length
         return self._layout.block_size / retention
 
-    def _refusal(self, least: MemoryPlan, room: int) -> str:
+    def _refusal(self, least: MemoryPlan, room: int, memory: DeviceMemory) -> str:
         config = self.config
         free = f"{gib(room)} free"
         if self._device.type == "cuda" and config.num_blocks is None:
             free += f" within memory_fraction={config.memory_fraction}"
+        free += f" ({gib(memory.total - memory.free)} of {gib(memory.total)} are in use already)"
         if least.weights > room:
+            must = "fit, in a narrower dtype or on another device"
+            if least.weights <= self._room(DeviceMemory(memory.total, memory.total)):
+                must = "fit beside what is in use: close other engines and programs first"
             return (
                 f"dtype is {self._model.dtype}: the weights need {gib(least.weights)}, {free}; "
-                "they must fit, in a narrower dtype or on another device"
+                f"they must {must}"
             )
         what = "max_requests" if config.num_blocks is None else "num_blocks"
         needs = f"{what} is {getattr(config, what)}: needs {gib(least.total)}, {free} ({least})"

@@ -83,6 +83,18 @@ def test_what_can_never_fit_is_told_apart() -> None:
         planner(CPU, max_tokens_per_step=10**7).plan(memory)
 
 
+def test_who_holds_the_memory_is_told() -> None:
+    """A second engine on a GPU that the first one has filled: its dtype is not what is wrong."""
+    memory = DeviceMemory(free=7 * GIB, total=80 * GIB)
+    beside = r"0.0 MiB free within memory_fraction=0.9 \(73.0 GiB of 80.0 GiB are in use already\)"
+    with pytest.raises(ValueError, match=f"weights need 1.0 GiB, {beside}; .* close other engines"):
+        planner(CUDA, weights=GIB).plan(memory)
+    with pytest.raises(ValueError, match=f"weights need 79.0 GiB, {beside}; .* narrower dtype"):
+        planner(CUDA, weights=79 * GIB).plan(memory)
+    with pytest.raises(ValueError, match=f"max_requests is 8: needs .* GiB, {beside}"):
+        planner(CUDA).plan(memory)
+
+
 def in_use(plan: MemoryPlan, memory: DeviceMemory) -> float:
     return (memory.total - memory.free + plan.total) / memory.total
 
