@@ -29,7 +29,8 @@ def pytest_configure() -> None:
     torch.set_num_threads(1)
     # Fills what torch.empty and its like return with NaN, or the largest integer: reading memory
     # that nobody wrote fails then, instead of passing when the memory happens to hold zeros.
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    # (torch.use_deterministic_algorithms would import its compiler, a second or two a process.)
+    torch._C._set_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
     if torch.cuda.is_available():
         from hybrid_runtime.engine import memory_plan

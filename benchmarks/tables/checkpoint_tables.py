@@ -11,20 +11,66 @@ from markdown import markdown
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "common"))
 
-from shapes import SHAPES, config
+from shapes import SHAPES, Shape, config
 
 from hybrid_runtime.engine import EngineConfig
 from hybrid_runtime.engine.memory_plan import Planner
 from hybrid_runtime.models.mtp import MTPHead
 from hybrid_runtime.models.nemotron_h import NemotronH
 
-# Shape to hub id, and whether the checkpoint brings an MTP head.
+BIG_H = {
+    "hidden_size": 8192, "num_attention_heads": 64, "num_key_value_heads": 8,
+    "mamba_num_heads": 256, "mamba_head_dim": 64, "ssm_state_size": 256,
+}  # fmt: skip
+# Hub id to its shape, and whether the checkpoint brings an MTP head. Those that nothing here is
+# measured with have their sizes from NVIDIA's own Megatron-Bridge.
 PUBLIC = {
-    "8b": ("nvidia/Nemotron-H-8B-Base-8K", False),
-    "9b-v2": ("nvidia/NVIDIA-Nemotron-Nano-9B-v2", False),
-    "nano-30b": ("nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", False),
-    "super-120b": ("nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-BF16", True),
-}
+    "nvidia/Nemotron-H-4B-Base-8K": (
+        Shape(
+            "Nemotron-H-4B",
+            SHAPES["8b"].pattern,
+            {
+                "hidden_size": 3072, "intermediate_size": 12288,
+                "num_attention_heads": 32, "num_key_value_heads": 8,
+                "mamba_num_heads": 112, "mamba_head_dim": 64,
+            },
+        ),
+        False,
+    ),
+    "nvidia/Nemotron-H-8B-Base-8K": (SHAPES["8b"], False),
+    "nvidia/Nemotron-H-47B-Base-8K": (
+        Shape(
+            "Nemotron-H-47B",
+            "M-M-M-M-M-M-M-M-M*-M-M-M-M-M-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-M-M---MM---M-M*"
+            "-M-M-M-M-M-",
+            BIG_H | {"intermediate_size": 30720},
+        ),
+        False,
+    ),
+    "nvidia/Nemotron-H-56B-Base-8K": (
+        Shape(
+            "Nemotron-H-56B",
+            "M-M-M-M*" + 9 * "-M-M-M-M-M*" + "-M-M-M-M-M-",
+            BIG_H | {"intermediate_size": 32768},
+        ),
+        False,
+    ),
+    "nvidia/NVIDIA-Nemotron-Nano-9B-v2": (SHAPES["9b-v2"], False),
+    "nvidia/NVIDIA-Nemotron-Nano-12B-v2": (
+        Shape(
+            "Nemotron-Nano-12B-v2",
+            "M-M-M-M*" + 5 * "-M-M-M-M*" + "-M-M-M-M-",
+            {
+                "hidden_size": 5120, "intermediate_size": 20480,
+                "num_attention_heads": 40, "num_key_value_heads": 8,
+                "mamba_num_heads": 128, "mamba_head_dim": 80,
+            },
+        ),
+        False,
+    ),
+    "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": (SHAPES["nano-30b"], False),
+    "nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-BF16": (SHAPES["super-120b"], True),
+}  # fmt: skip
 GPUS = {"80 GB": 80 * 10**9, "141 GB": 141 * 10**9}
 LENGTH = 8192
 GIB, MIB = 2**30, 2**20
@@ -33,8 +79,8 @@ GIB, MIB = 2**30, 2**20
 def checkpoints() -> str:
     """Weights, bytes of a request, and how many requests fit a GPU."""
     lines = []
-    for name, (hub_id, has_mtp) in PUBLIC.items():
-        sizes = config(SHAPES[name], len(SHAPES[name].pattern))
+    for hub_id, (shape, has_mtp) in PUBLIC.items():
+        sizes = config(shape, len(shape.pattern))
         if not has_mtp:
             sizes = replace(sizes, num_nextn_predict_layers=0, mtp_pattern="")
         model = NemotronH(sizes, "meta", torch.bfloat16)

@@ -11,11 +11,15 @@ import sys
 import pytest
 import torch
 import triton
+from helpers.quick_interpreter import quicken
 
 CUDA = torch.cuda.is_available()
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 kernels = pytest.mark.skipif(not (CUDA or INTERPRETED), reason="runs in the interpreter's process")
 elsewhere = pytest.mark.skipif(CUDA or INTERPRETED, reason="the kernels run in this process")
+
+if INTERPRETED:
+    quicken()
 
 
 def run_in_interpreter(file: str, *options: str) -> None:

@@ -22,9 +22,8 @@ SEEDS = range(5 if CUDA else 1)
 
 @pytest.mark.slow
 @elsewhere
-@pytest.mark.parametrize("tests", ["test_causal_conv_scan", "not test_causal_conv_scan"])
-def test_kernels_in_the_interpreter(tests: str) -> None:
-    run_in_interpreter(__file__, "-k", tests)
+def test_kernels_in_the_interpreter() -> None:
+    run_in_interpreter(__file__)
 
 
 MIXED = (1, 5, 16, 17, 33, 3)

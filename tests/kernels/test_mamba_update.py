@@ -22,9 +22,8 @@ SEEDS = range(5 if CUDA else 1)
 
 @pytest.mark.slow
 @elsewhere
-@pytest.mark.parametrize("tests", ["test_causal_conv_update", "not test_causal_conv_update"])
-def test_kernels_in_the_interpreter(tests: str) -> None:
-    run_in_interpreter(__file__, "-k", tests)
+def test_kernels_in_the_interpreter() -> None:
+    run_in_interpreter(__file__)
 
 
 @dataclass(frozen=True)

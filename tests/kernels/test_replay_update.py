@@ -71,6 +71,7 @@ if CUDA:
         Ssm(**BIG, states=torch.bfloat16, drafts=5, tokens=6),
         Ssm(**BIG, x=torch.float32, drafts=7, tokens=8),
         Ssm(heads=128, groups=8, dim=80, state=128),
+        Ssm(heads=64, groups=8, dim=64, state=256),
         Ssm(heads=64, groups=8, dim=64, state=128, drafts=0, tokens=1, pad=32),
     ]
 
