@@ -9,7 +9,8 @@ and vLLM beside it on the same GPU with the same requests, taking turns.
 Closed loop: the next request is sent when one of so many places is free. `--rates` adds Poisson
 arrivals: requests per second, or a share of what the engine itself served per second in the closed
 loop with the most places. Before anything is timed, both engines serve the whole list once. Figures
-are medians over the repeats; order of the engines: ABBA. `plot` needs matplotlib.
+are medians over the repeats; order of the engines: ABBA. The JSON is written after every repeat, so
+that nothing is lost where time runs out. `plot` needs matplotlib.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import shlex
 import statistics
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from functools import reduce
 from operator import getitem
@@ -31,7 +32,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1] / "common"))
 
 import workload
-from record import arguments, save, show
+from record import arguments, environment, save, show
 from serving import Child
 from shapes import SHAPES, config
 
@@ -49,11 +50,14 @@ NAMES = ["_".join(path) for path in FIGURES]
 """What is compared, as paths into `serving.figures`, and the names that rows give it."""
 
 
-def measure(args: argparse.Namespace, commands: dict[str, list[str]]) -> Row:
+def measure(
+    args: argparse.Namespace, commands: dict[str, list[str]], keep: Callable[[Row], object]
+) -> Row:
     """Figures of every load and engine.
 
     commands: how each engine's process is started, by name; ratios are the first one's to the
         others'.
+    keep: is called with what there is after every repeat.
     """
     settings = _settings(args)
     with tempfile.TemporaryDirectory() as folder:
@@ -63,13 +67,19 @@ def measure(args: argparse.Namespace, commands: dict[str, list[str]]) -> Row:
             for name, command in reversed(commands.items()):
                 children.insert(0, Child(name, command, settings, Path(folder)))
                 print(f"{name} ready: {children[0].about['ready_s']:.0f} s", file=sys.stderr)
-            rows = _loads(args, settings, children, Path(folder))
-            profiles = _profiles(args, settings, children[0], Path(folder))
+            result: Row = {
+                "settings": settings,
+                "engines": {child.name: child.about for child in children},
+                "rows": [],
+                "profiles": [],
+            }
+            for rows, profiles in _loads(args, settings, children, Path(folder)):
+                result |= {"rows": rows, "profiles": profiles}
+                keep(result)
         finally:
             for child in children:
                 child.close()
-    engines = {child.name: child.about for child in children}
-    return {"settings": settings, "engines": engines, "rows": rows, "profiles": profiles}
+    return result
 
 
 def _settings(args: argparse.Namespace) -> Row:
@@ -95,24 +105,32 @@ def _settings(args: argparse.Namespace) -> Row:
     }
 
 
-def _loads(args: argparse.Namespace, settings: Row, children: list[Child], folder: Path) -> Row:
-    """Closed loops first, since arrivals may be a share of what they reach."""
+def _loads(
+    args: argparse.Namespace, settings: Row, children: list[Child], folder: Path
+) -> Iterator[tuple[list[Row], list[Row]]]:
+    """Rows and profiles so far, after every repeat. Closed loops come first, since arrivals may be
+    a share of what they reach."""
     rows: list[Row] = []
-    capacity: dict[str, float] = {}
     for places in args.places:
-        made = _take_turns(args, settings, children, folder, places, {})
+        made: list[Row] = []
+        for made in _take_turns(args, settings, children, folder, places, {}):
+            yield [*rows, *made], []
         rows += made
-        capacity = {row["engine"]: row["requests_s"] for row in made}
+    profiles = _profiles(args, settings, children[0], folder)
+    yield rows, profiles
+    most = max(args.places)
+    capacity = {row["engine"]: row["requests_s"] for row in rows if row["places"] == most}
     for asked in args.rates:
         share = float(asked.removesuffix("%")) / 100
         rates = {
             name: capacity[name] * share if asked.endswith("%") else float(asked)
             for name in capacity
         }
-        rows += _take_turns(args, settings, children, folder, None, rates)
-        for row in rows[-len(children) :]:
-            row["load"] = asked
-    return rows
+        made = []
+        for made in _take_turns(args, settings, children, folder, None, rates):
+            made = [row | {"load": asked} for row in made]
+            yield [*rows, *made], profiles
+        rows += made
 
 
 def _take_turns(
@@ -122,8 +140,8 @@ def _take_turns(
     folder: Path,
     places: int | None,
     rates: dict[str, float],
-) -> list[Row]:
-    """All repeats of one load, a row per engine."""
+) -> Iterator[list[Row]]:
+    """One load, a row per engine, after every repeat."""
     count = args.per_place * (places or max(args.places))
     repeats: dict[str, list[Row]] = {child.name: [] for child in children}
     for number in range(-1, args.repeats):
@@ -137,11 +155,17 @@ def _take_turns(
             said = child.ask({"requests": str(path), "places": places, "objective": args.objective})
             if number >= 0:  # the first one only warms up
                 repeats[child.name].append(said)
-    rows = []
-    for child in children:
-        row: Row = {"engine": child.name, "places": places, "rate": rates.get(child.name)}
-        row["requests"] = count
-        rows.append(row | _medians(repeats[child.name]) | {"repeats": repeats[child.name]})
+        if number >= 0:
+            load = {"places": places, "requests": count}
+            yield _compared(
+                {"engine": name, "rate": rates.get(name)} | load | _medians(said)
+                for name, said in repeats.items()
+            )
+
+
+def _compared(made: Iterable[Row]) -> list[Row]:
+    """Rows of one load, with the first engine's figures over those of the others."""
+    rows = list(made)
     first = rows[0]
     for row in rows[1:]:
         row["ours_to_this"] = {
@@ -151,15 +175,25 @@ def _take_turns(
 
 
 def _medians(repeats: list[Row]) -> Row:
-    """Every figure's median, and the median of every quantile, which only the row keeps."""
+    """The repeats, every figure's median, and the median of every quantile, which only the row
+    keeps."""
     row: Row = {}
     for path, name in zip(FIGURES, NAMES, strict=True):
         values = [reduce(getitem, path, one) for one in repeats]
         row[name] = None if None in values else statistics.median(values)
     for name in ("ttft_ms", "itl_ms", "e2e_s"):
-        columns = zip(*(one[name].pop("quantiles") for one in repeats), strict=True)
+        columns = zip(*(one[name]["quantiles"] for one in repeats), strict=True)
         row[f"{name}_quantiles"] = [statistics.median(column) for column in columns]
-    return row
+    return row | {"repeats": [_without_quantiles(one) for one in repeats]}
+
+
+def _without_quantiles(figures: Row) -> Row:
+    return {
+        name: {k: v for k, v in value.items() if k != "quantiles"}
+        if isinstance(value, dict)
+        else value
+        for name, value in figures.items()
+    }
 
 
 def _profiles(args: argparse.Namespace, settings: Row, ours: Child, folder: Path) -> list[Row]:
@@ -181,8 +215,13 @@ def run(argv: Sequence[str]) -> Path:
     if args.vllm:
         commands["vllm"] = [*shlex.split(args.vllm), PEER]
     chosen = {k: v for k, v in vars(args).items() if k != "out"}
-    result = {"name": SHAPES[args.shape].name, "options": chosen} | measure(args, commands)
-    path = save(f"serve-{args.shape}", result, args.out)
+    about = {"environment": environment(), "name": SHAPES[args.shape].name, "options": chosen}
+
+    def keep(measured: Row) -> Path:
+        return save(f"serve-{args.shape}", about | measured, args.out)
+
+    result = about | measure(args, commands, keep)
+    path = keep(result)
     show(f"{result['name']}, {args.lengths} lengths, acceptance {args.acceptance}", _lines(result))
     return path
 

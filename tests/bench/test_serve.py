@@ -109,13 +109,17 @@ def test_idle_time_belongs_to_the_step_that_it_is_in() -> None:
 
 def test_two_engines_take_turns(tmp_path: Path) -> None:
     options = [
-        "--shape=tiny", "--lengths=tiny", "--places=2", "--per-place=2", "--repeats=1",
+        "--shape=tiny", "--lengths=tiny", "--places=2", "--per-place=2", "--repeats=2",
         "--rates=80%", "--prefixes=1", "--prefix-tokens=16",
         '--options={"block_size": 16, "max_tokens_per_step": 32}',
     ]  # fmt: skip
     args = serve._parse(options)
-    result = serve.measure(args, {"ours": serve.OURS, "peer": serve.OURS})
-    json.dumps(result)
+    kept: list[str] = []
+    commands = {"ours": serve.OURS, "peer": serve.OURS}
+    result = serve.measure(args, commands, lambda found: kept.append(json.dumps(found)))
+    counts = [[len(row["repeats"]) for row in json.loads(found)["rows"]] for found in kept]
+    assert counts == [[1, 1], [2, 2], [2, 2], [2, 2, 1, 1], [2, 2, 2, 2]]
+    assert json.loads(kept[-1]) == json.loads(json.dumps(result))
     rows = result["rows"]
     assert [(row["engine"], row["places"]) for row in rows] == [
         ("ours", 2), ("peer", 2), ("ours", None), ("peer", None),
