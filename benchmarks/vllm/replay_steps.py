@@ -134,11 +134,12 @@ def compare(args: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
     result["engines"] = {side: engine.answer() for side, engine in sides.items()}
     print(json.dumps(result["engines"]), flush=True)
     end = time.perf_counter() + args.seconds
-    for batch in args.batches:
+    rounds = args.rounds if len(args.rounds) > 1 else args.rounds * len(args.batches)
+    for batch, most in zip(args.batches, rounds, strict=True):
         runs: list[dict[str, Any]] = []
         for engine in sides.values():
             engine.ask(batch=batch, seed=10**6)
-        for number in range(args.rounds):
+        for number in range(most):
             for side in ("replay", "vllm", "vllm", "replay"):
                 runs.append({"side": side, **sides[side].ask(batch=batch, seed=number)})
             if time.perf_counter() > end:
@@ -167,13 +168,19 @@ def summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
     return {**medians, "ratios": ratios, "ratio": stats.median(ratios) if ratios else None}
 
 
+def _numbers(text: str) -> list[int]:
+    return [int(number) for number in text.split(",")]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--peer", type=Path, default=Path(".peer"), help="run_nemotron.py's folder")
-    parser.add_argument("--batches", type=lambda s: [int(b) for b in s.split(",")], default=[1, 16])
-    parser.add_argument("--rounds", type=int, default=2, help="of ABBA each")
+    parser.add_argument("--batches", type=_numbers, default=[1, 16])
+    parser.add_argument(
+        "--rounds", type=_numbers, default=[2], help="of ABBA, of each batch or all"
+    )
     parser.add_argument("--seconds", type=float, default=150, help="no new round after")
     parser.add_argument("--fit", type=int, default=0, help="requests sent at once, in the end")
     parser.add_argument("--serve", action="store_true", help="be one of the engines")
