@@ -88,6 +88,36 @@ def timing() -> str:
     return f"{markdown(header, lines)}\n\n{note} {where}"
 
 
+def replay_steps() -> str:
+    """Steps with replay beside vLLM's own, and requests that run at once in the same cache."""
+    result = load("h200", "vllm_replay_steps")
+    lines = []
+    for rows, found in sorted(result["batches"].items(), key=lambda item: int(item[0])):
+        ratios = found["ratios"]
+        lines.append(
+            [
+                rows,
+                f"{found['replay_ms']:.2f}",
+                f"{found['vllm_ms']:.2f}",
+                f"{found['ratio']:.3f}",
+                f"{min(ratios):.2f} to {max(ratios):.2f}",
+                str(len(found["runs"])),
+            ]
+        )
+    header = ["rows", "replay, ms", "vLLM V2, ms", "÷ V2", "of neighbours", "runs"]
+    options = result["options"]
+    cache = options[options.index("--kv-gib") + 1]
+    ours, theirs = (result["fit"][side] for side in ("replay", "vllm"))
+    fit = (
+        f"In the same {cache} GiB of cache {ours['running']} requests ran at once with replay, "
+        f"{theirs['running']} without: {ours['tokens_per_s']:.0f} and "
+        f"{theirs['tokens_per_s']:.0f} tokens/s, prompts included."
+    )
+    env = result["environment"]
+    where = f"{env['device']}, {env['cpu']}, commit {env['commit']}."
+    return f"{markdown(header, lines)}\n\n{fit} {where}"
+
+
 def releases() -> str:
     """Names, signatures and attributes that the adapter touches, by release."""
     result = load("cpu", "vllm_compat")
@@ -99,7 +129,12 @@ def releases() -> str:
     return markdown(["release", "looked up", "missing"], lines) + "\n\n" + note
 
 
-TABLES = {"vllm-releases": releases, "vllm-serving": serving, "vllm-timing": timing}
+TABLES = {
+    "vllm-releases": releases,
+    "vllm-serving": serving,
+    "vllm-timing": timing,
+    "vllm-replay-steps": replay_steps,
+}
 COUNTED = ("prefix_cache_hits", "spec_decode_num_accepted_tokens", "num_preemptions")
 
 
