@@ -64,7 +64,7 @@ def flashinfer_side(state: str, tokens: int) -> type[FlashInfer] | None:
 class FlashInfer:
     """Its arguments, in the order of flashinfer/mamba/checkpointing_ssu.py (0.7.2)."""
 
-    late = 0
+    window, late = WINDOW, 0
     module: Any
     public: Any
 

@@ -62,15 +62,17 @@ def chance(mean: float, tokens: int) -> float:
     return low
 
 
-def walk(rows: int, tokens: int, mean: float, steps: int, seed: int, late: int) -> list[Places]:
-    """Consecutive steps of rows that have decoded for 200. late: a step that writes does so after
-    its certain token (ours); otherwise before its own (FlashInfer)."""
+def walk(rows: int, tokens: int, mean: float, steps: int, seed: int, side: Any) -> list[Places]:
+    """Consecutive steps of rows that have decoded for 200. side.window: most tokens that a state
+    may lack. side.late: a step that writes does so after its certain token (ours); otherwise before
+    its own (FlashInfer)."""
+    window, late = side.window, side.late
     generator = torch.Generator().manual_seed(seed)
     p = chance(min(mean, tokens * 0.999), tokens)
     start, pending = torch.zeros(2, rows, dtype=torch.int64)
     found = []
     for i in range(200 + steps):
-        writes = pending + tokens > MAX_WINDOW
+        writes = pending + tokens > window
         if i >= 200:
             found.append(Places(start, pending, writes))
         draws = torch.rand(rows, tokens - 1, generator=generator) < p
@@ -80,10 +82,10 @@ def walk(rows: int, tokens: int, mean: float, steps: int, seed: int, late: int) 
     return found
 
 
-def steady(rows: int, tokens: int, mean: float, steps: int, late: int) -> list[Places]:
+def steady(rows: int, tokens: int, mean: float, steps: int, side: Any) -> list[Places]:
     """Of 64 walks the one in which as many rows write as in the long run."""
-    share = _share(walk(2048, tokens, mean, 100, 12345, late))
-    walks = (walk(rows, tokens, mean, steps, seed, late) for seed in range(64))
+    share = _share(walk(2048, tokens, mean, 100, 12345, side))
+    walks = (walk(rows, tokens, mean, steps, seed, side) for seed in range(64))
     return min(walks, key=lambda path: abs(_share(path) - share))
 
 
@@ -127,7 +129,7 @@ class Case:
 class Ours:
     """`replay_update`."""
 
-    late = 1
+    window, late = MAX_WINDOW, 1
 
     def __init__(self, case: Case) -> None:
         self.case = case
@@ -181,7 +183,7 @@ def times(side: Any, case: Case, mean: float, repeats: int) -> tuple[list[float]
     for cache in caches:
         for part in cache:
             part.uniform_(0.001, 0.1)
-    path = steady(case.rows, case.tokens, mean, max(6, 48 // len(states)), side.late)
+    path = steady(case.rows, case.tokens, mean, max(6, 48 // len(states)), side)
     at = [side.positions(places) for places in path]
 
     def calls(form: Any) -> list[Callable[[], object]]:
@@ -212,7 +214,7 @@ def errors(side: Any, case: Case, steps: int = 24) -> tuple[float, float]:
         mixed = torch.randn(
             case.rows * case.tokens, WIDTH, generator=generator, device=case.device
         ).bfloat16()
-        writes = pending + case.tokens > MAX_WINDOW
+        writes = pending + case.tokens > side.window
         y = side.run(states, cache, side.positions(Places(start, pending, writes)), mixed)
         x, dt, B, C = (
             part.double().unflatten(0, (case.rows, case.tokens))

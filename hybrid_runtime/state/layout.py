@@ -9,13 +9,18 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from hybrid_runtime.kernels.replay.window_cache import MAX_WINDOW, WindowCache, ring_length
+from hybrid_runtime.kernels.replay.window_cache import (
+    MAX_TOKENS,
+    MAX_WINDOW,
+    WindowCache,
+    ring_length,
+)
 
 ConvLayout = Literal["SD", "DS"]
 LayoutKind = Literal["columns", "replay"]
 KERNEL_GRANULARITY = 16
 """Attention kernels address KV in units of this many tokens, so block sizes are multiples of it."""
-MAX_DRAFTS = MAX_WINDOW - 1
+MAX_DRAFTS = MAX_TOKENS - 1
 """Most guesses of a step: kernels take steps of as many tokens as a window has."""
 ALIGNMENT = 16
 """Bytes: every component starts on this boundary, so that copies may use 16-byte accesses."""
@@ -92,7 +97,7 @@ class StateLayout:
     kind: "columns" keeps a state for every guess that may be accepted, each in a column of its own.
         "replay" keeps one live state in the last column of the block table, and the inputs of the
         last tokens in a `WindowCache`; the columns below hold snapshots.
-    window: replay layout: tokens whose inputs are kept before a state is written, K + 1 to 16; 0:
+    window: replay layout: tokens whose inputs are kept before a state is written, K + 1 to 15; 0:
         every step writes. Without guesses every step does.
     """
 
@@ -129,7 +134,7 @@ class StateLayout:
                 f"block_size is {self.block_size}; it must be larger than num_speculative_tokens "
                 f"({self.num_speculative_tokens}), or one step could cross two boundaries"
             )
-        least = self.num_speculative_tokens + 1
+        least = min(self.num_speculative_tokens + 1, MAX_WINDOW)
         if self.replays and least > 1 and self.window and not least <= self.window <= MAX_WINDOW:
             raise ValueError(
                 f"window is {self.window} with num_speculative_tokens="

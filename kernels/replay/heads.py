@@ -7,11 +7,13 @@ S of step times rate up to a position, and h the state that is read,
     y_i = exp(S_i) C_i h + D x_i + sum over j <= i of exp(S_i - S_j) step_j (C_i B_j) x_j
     h'  = exp(S_c) h + sum over j <= c of exp(S_c - S_j) step_j x_j B_j
 
-where c is the last position that is folded. All sums over tokens or columns are matrix products. x,
-B and C are exact operands; what is fp32 goes in as a sum of bfloat16 (`split`). What is added to a
-state is summed up by itself first, because the matrix units' own additions round down.
+where c is the last position that is folded. A row that writes takes its outputs from h', which has
+all tokens up to its last certain one, so that both sums run over 16 positions at most. All sums
+over tokens or columns are matrix products. x, B and C are exact operands; what is fp32 goes in as a
+sum of bfloat16 (`split`). What is added to a state is summed up by itself first, because the matrix
+units' own additions round down.
 
-Guesses are masked out of h', so that one that is not finite leaves it alone; it spoils the row's
+Guesses have no part in h', so that one that is not finite leaves it alone; it spoils the row's
 outputs.
 """
 
@@ -21,7 +23,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from hybrid_runtime.kernels.replay.factors import Group, head_factors, load_steps, time_steps
+from hybrid_runtime.kernels.replay.factors import (
+    Group,
+    load_steps,
+    output_factors,
+    state_factors,
+    time_steps,
+)
 from hybrid_runtime.kernels.replay.products import (
     into_range,
     load_apart,
@@ -33,34 +41,53 @@ from hybrid_runtime.kernels.replay.products import (
 )
 from hybrid_runtime.kernels.replay.rounding import round_state
 
+POSITIONS = tl.constexpr(16)
+"""Tokens that a product sums over: most that are pending and outstanding, or that are folded."""
+
 
 @triton.jit
-def ring_index(position, row, shape):
-    """Where positions lie in the window cache: the row's own follow the pending ones."""
-    own = position - row.base
+def ring_index(position, base, row, shape):
+    """Where positions lie in the window cache: the row's own, from `base` on, follow the pending
+    ones."""
+    own = position - base
     index = row.cursor + tl.where(own < 0, position, own + row.pending)
     return tl.where(index >= shape.RING, index - shape.RING, index)
 
 
 @triton.jit
-def load_B(inputs, cache, live, j, ring, part, row, strides, shape):
+def load_B(inputs, cache, live, j, ring, base, part, strides, shape):
     """The columns `part` of B at the positions that are `live`, `[POSITIONS, PART]`."""
     p_B = tl.where(
-        (j < row.base)[:, None],
+        (j < base)[:, None],
         cache.B + ring[:, None] * shape.STATE + part[None, :],
-        inputs.B + (j - row.base)[:, None] * strides.B_token + part[None, :] * strides.B_state,
+        inputs.B + (j - base)[:, None] * strides.B_token + part[None, :] * strides.B_state,
     )
     return load_apart(p_B, live[:, None] & (part < shape.STATE)[None, :])
 
 
 @triton.jit
-def load_group(inputs, cache, j, i, ring, row, share, strides, shape, state_type: tl.constexpr,
+def point_x(inputs, cache, head, j, ring, base, p, strides, shape):
+    """Where x lies at positions j of a head, `[POSITIONS, ROWS]`, and the distance `[POSITIONS, 1]`
+    to the next head's."""
+    p_x = tl.where(
+        (j < base)[:, None],
+        cache.x + (head * shape.RING + ring)[:, None] * shape.DIM + p[None, :],
+        inputs.x
+        + (j - base)[:, None] * strides.x_token
+        + head * strides.x_head
+        + p[None, :] * strides.x_dim,
+    )
+    return p_x, tl.where((j < base)[:, None], shape.RING * shape.DIM, strides.x_head)
+
+
+@triton.jit
+def load_group(inputs, cache, j, i, ring, base, row, share, strides, shape, SCALES: tl.constexpr,
     dot_type: tl.constexpr):  # fmt: skip
     """Parts of C as operands `[PART, QUERIES]`, and what the heads of the group have in common.
-    B of the row's tokens goes to the window cache on the way."""
-    own = j - row.base
+    B of the row's tokens goes to the window cache on the way. SCALES: C must become fp16."""
+    own = j - base
     is_own = (own >= 0) & (own < row.scheduled)
-    live = (j < row.pending) | is_own
+    live = (j < base) | is_own
     kept = is_own & (own >= row.skipped) & share.writes_B
     queries = ()
     most = tl.zeros((shape.QUERIES,), tl.float32)
@@ -68,7 +95,7 @@ def load_group(inputs, cache, j, i, ring, row, share, strides, shape, state_type
     for s in tl.static_range(shape.PARTS):
         part = tl.arange(0, shape.PART) + s * shape.PART
         in_state = (part < shape.STATE)[None, :]
-        b_B = load_B(inputs, cache, live, j, ring, part, row, strides, shape)
+        b_B = load_B(inputs, cache, live, j, ring, base, part, strides, shape)
         p_C = inputs.C + i[:, None] * strides.C_token + part[None, :] * strides.C_state
         b_C = load_apart(p_C, (i < row.scheduled)[:, None] & in_state)
         queries += (tl.trans(rename(b_C)),)
@@ -77,13 +104,12 @@ def load_group(inputs, cache, j, i, ring, row, share, strides, shape, state_type
         p_B = cache.B + ring[:, None] * shape.STATE + part[None, :]
         store_apart(p_B, b_B, kept[:, None] & in_state)
     unit = tl.full((shape.QUERIES,), 1.0, tl.float32)
-    if (state_type == tl.float16) & (dot_type != tl.float32):
+    if SCALES:
         queries, unit = into_range(queries, most)
     group = Group(
         overlaps=overlaps,
-        diagonal=tl.where(j[:, None] == i[None, :] + row.base, 1.0, 0.0),
+        diagonal=tl.where(j[:, None] == i[None, :] + base, 1.0, 0.0),
         unit=unit,
-        folds=(j < tl.minimum(row.folds, row.pending)) | (is_own & (own < row.folds - row.pending)),
     )
     return queries, group
 
@@ -118,10 +144,11 @@ def update_heads(
     PARTS: tl.constexpr = shape.PARTS
     RING: tl.constexpr = shape.RING
     RUN: tl.constexpr = shape.RUN
-    # Pending tokens and the row's own fit a window if nothing is written.
-    POSITIONS: tl.constexpr = shape.PAST + shape.OWN if WRITES else 16
     FULL: tl.constexpr = (DIM % shape.ROWS == 0) & (STATE == PARTS * PART)
     WIDE: tl.constexpr = source.dtype.element_ty == tl.float32
+    SCALES: tl.constexpr = (
+        (source.dtype.element_ty == tl.float16) & (dot_type != tl.float32) & (not WRITES)
+    )
     # What two leave out would show in fp32, and change some bits of what is rounded stochastically.
     PIECES: tl.constexpr = 3 if WIDE or place is not None else 2
     n = tl.arange(0, PART)
@@ -131,24 +158,20 @@ def update_heads(
     # One position per lane, even if there are fewer: a load of fewer would be repeated by lane.
     lane = tl.arange(0, 32)
     in_dim = p < DIM
-    own = j - row.base
+    # Positions that outputs sum over: behind h' there are only the row's own tokens.
+    base = row.lacks
+    if WRITES:
+        base = 0
+    own = j - base
     is_own = (own >= 0) & (own < row.scheduled)
-    live = (j < row.pending) | is_own
+    live = (j < base) | is_own
     kept = is_own & (own >= row.skipped)
-    ring = ring_index(j, row, shape)
-    lane_ring = ring_index(lane, row, shape)
-    lane_kept = (lane - row.base >= row.skipped) & (lane - row.base < row.scheduled)
+    ring = ring_index(j, base, row, shape)
+    lane_ring = ring_index(lane, base, row, shape)
+    lane_kept = (lane - base >= row.skipped) & (lane - base < row.scheduled)
     cell = p[:, None] * STATE + n[None, :]
     p_source = source + share.head * (DIM * STATE) + cell
-    p_x = tl.where(
-        (j < row.base)[:, None],
-        cache.x + (share.head * RING + ring)[:, None] * DIM + p[None, :],
-        inputs.x
-        + own[:, None] * strides.x_token
-        + share.head * strides.x_head
-        + p[None, :] * strides.x_dim,
-    )
-    x_next = tl.where((j < row.base)[:, None], RING * DIM, strides.x_head)
+    p_x, x_next = point_x(inputs, cache, share.head, j, ring, base, p, strides, shape)
 
     # The state of a single head is on its way while all else is loaded; those of several are
     # copied ahead by the loop.
@@ -157,34 +180,52 @@ def update_heads(
         for s in tl.static_range(PARTS):
             inside = in_dim[:, None] & (n + s * PART < STATE)[None, :] & row.reads
             early += (tl.load(p_source + s * PART, mask=inside, other=0.0),)
-    ahead = load_steps(inputs, cache, share.head, lane, lane_ring, row, strides, shape)
-    queries, group = load_group(
-        inputs, cache, j, i, ring, row, share, strides, shape, source.dtype.element_ty, dot_type
-    )
-    folded = ()
-    if WRITES:  # loaded again: these are operands of another form
+    ahead = load_steps(inputs, cache, share.head, lane, lane_ring, base, row, strides, shape)
+    if WRITES:
+        f_ring = ring_index(j, row.lacks, row, shape)
+        f_lane_ring = ring_index(lane, row.lacks, row, shape)
+        f_x, f_next = point_x(inputs, cache, share.head, j, f_ring, row.lacks, p, strides, shape)
+        f_ahead = load_steps(
+            inputs, cache, share.head, lane, f_lane_ring, row.lacks, row, strides, shape
+        )
+        folds = j < row.folds
+        folded = ()
         for s in tl.static_range(PARTS):
-            b_B = load_B(inputs, cache, group.folds, j, ring, n + s * PART, row, strides, shape)
+            b_B = load_B(inputs, cache, folds, j, f_ring, row.lacks, n + s * PART, strides, shape)
             folded += (rename(b_B),)
+    queries, group = load_group(
+        inputs, cache, j, i, ring, base, row, share, strides, shape, SCALES, dot_type
+    )
 
     for r in tl.range(RUN, num_stages=shape.STAGES):
         head = share.head + r
-        raw = ahead
         beyond = tl.minimum(head + 1, HEADS - 1)
-        ahead = load_steps(inputs, cache, beyond, lane, lane_ring, row, strides, shape)
-        steps = time_steps(raw, lane, row, clamp)
+        raw = ahead
+        ahead = load_steps(inputs, cache, beyond, lane, lane_ring, base, row, strides, shape)
+        steps = time_steps(raw, lane, base, row, clamp)
         if share.writes_dt:
             tl.store(cache.dt + head * RING + lane_ring, steps, mask=lane_kept)
-        factors = head_factors(raw, steps, group, lane, j, i, row, WRITES, dot_type)
+        if WRITES:
+            steps = tl.where(lane < row.taken, 0.0, steps)
+        mixes, carries = output_factors(raw, steps, group, lane, j, i, base, dot_type)
 
         b_x = load_apart(p_x + r * x_next, live[:, None] & in_dim[None, :])
         p_kept = cache.x + (head * RING + ring)[:, None] * DIM + p[None, :]
         store_apart(p_kept, b_x, kept[:, None] & in_dim[None, :])
         b_x = tl.trans(b_x)
         if WRITES:
-            certain = tl.where(group.folds[None, :], b_x, 0.0).to(tl.float32)
-            inflows = split(certain * factors.weights[None, :], PIECES, dot_type)
+            f_raw = f_ahead
+            f_ahead = load_steps(
+                inputs, cache, beyond, lane, f_lane_ring, row.lacks, row, strides, shape
+            )
+            f_steps = time_steps(f_raw, lane, row.lacks, row, clamp)
+            f_steps = tl.where(lane < row.folds, f_steps, 0.0)
+            weights, decay = state_factors(f_raw, f_steps, POSITIONS)
+            b_f = tl.trans(load_apart(f_x + r * f_next, folds[:, None] & in_dim[None, :]))
+            inflows = split(b_f.to(tl.float32) * weights[None, :], PIECES, dot_type)
+        # Two sums, since each product waits for the sum before it.
         y = tl.zeros((shape.ROWS, shape.QUERIES), tl.float32)
+        z = tl.zeros((shape.ROWS, shape.QUERIES), tl.float32)
         for s in tl.static_range(PARTS):
             inside = in_dim[:, None] & (n + s * PART < STATE)[None, :]
             p_part = p_source + r * (DIM * STATE) + s * PART
@@ -195,23 +236,26 @@ def update_heads(
             else:
                 b_h = tl.load(p_part, mask=inside & row.reads, other=0.0)
             b_h = rename(b_h)
-            operands = (b_h,)
-            if WIDE:
-                operands = split(b_h, 2, dot_type)
-            for k in tl.static_range(len(operands)):
-                y = product(operands[k], queries[s], y, dot_type)
             if WRITES:
                 inflow = tl.zeros((shape.ROWS, PART), tl.float32)
                 for k in tl.static_range(len(inflows)):
                     inflow = product(inflows[len(inflows) - 1 - k], folded[s], inflow, dot_type)
-                new = name_back(b_h.to(tl.float32) * factors.decay + inflow)
+                b_h = b_h.to(tl.float32) * decay + inflow
+                new = name_back(b_h)
                 element = cell + (head * (DIM * STATE) + s * PART)
                 if FULL:
                     inside = tl.full((shape.ROWS, PART), True, tl.int1)
                 store_state(target + element, new, element, inside, key, place)
-        y *= factors.carries[None, :]
-        for k in tl.static_range(len(factors.mixes)):
-            y = product(b_x, factors.mixes[k], y, dot_type)
+            operands = (b_h,)
+            if WIDE or WRITES:
+                operands = split(b_h, 2, dot_type)
+            y = product(operands[0], queries[s], y, dot_type)
+            if len(operands) > 1:
+                z = product(operands[1], queries[s], z, dot_type)
+        y = (y + z) * carries[None, :]
+        for k in tl.static_range(len(mixes)):
+            y = product(b_x, mixes[k], y, dot_type)
         p_out = out + i[:, None] * (HEADS * DIM) + (head * DIM + p)[None, :]
         y = tl.trans(y).to(out.dtype.element_ty)
-        store_apart(p_out, y, (i < row.scheduled)[:, None] & in_dim[None, :])
+        outgoing = (i >= row.silent) & (i < row.scheduled)
+        store_apart(p_out, y, outgoing[:, None] & in_dim[None, :])

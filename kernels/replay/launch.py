@@ -12,6 +12,9 @@ Strides = tuple[int, ...]
 
 ROWS = 16
 """Rows of a head's state per program, a program being one warp."""
+REGISTERS = 168
+"""Of a thread, at most. Few values are spilled for it, none that the loop over heads needs, and a
+multiprocessor holds 12 programs instead of 8."""
 STAGES = 3
 """Heads whose state is on its way or in use at a time."""
 PROGRAMS = 7
@@ -36,8 +39,6 @@ class UpdateShape(NamedTuple):
     DIM: P.
     STATE: N.
     RING: tokens of a slot's ring in the window cache.
-    PAST: positions of pending tokens in a row that writes.
-    OWN: positions of its own tokens.
     QUERIES: most tokens of a row, padded.
     RUN: heads per program.
     ROWS: rows of P per program.
@@ -51,8 +52,6 @@ class UpdateShape(NamedTuple):
     DIM: tl.constexpr
     STATE: tl.constexpr
     RING: tl.constexpr
-    PAST: tl.constexpr
-    OWN: tl.constexpr
     QUERIES: tl.constexpr
     RUN: tl.constexpr
     ROWS: tl.constexpr
@@ -70,9 +69,6 @@ def update_shape(
     ring: tokens of the window cache's rings. tokens: most of a row. itemsize: bytes of a state's
     element. run: heads per program.
     """
-    # Half as many positions where they are enough, without a window: a ring holds what is pending
-    # and at least one token more.
-    short = tokens <= 8 and ring <= 9
     part = 64 // itemsize
     return UpdateShape(
         HEADS=tl.constexpr(heads),
@@ -80,8 +76,6 @@ def update_shape(
         DIM=tl.constexpr(dim),
         STATE=tl.constexpr(state),
         RING=tl.constexpr(ring),
-        PAST=tl.constexpr(8 if short else 16),
-        OWN=tl.constexpr(8 if short else 16),
         QUERIES=tl.constexpr(8 if tokens <= 8 else 16),
         RUN=tl.constexpr(run),
         ROWS=tl.constexpr(ROWS),

@@ -36,20 +36,24 @@ class Row(NamedTuple):
     """Counts of the row.
 
     scheduled: its tokens.
-    base: position of the first of them; the pending tokens have positions 0, 1, ..
     pending: tokens of the window cache that come before them.
     cursor: ring index of the first of those.
+    lacks: so many of the pending ones, all or none, are not in the state that is read.
+    folds: so many of those it lacks and then of its own tokens are in the state that is written.
+    taken: so many of its own tokens are among them.
     skipped: its first tokens, so many, are not stored in the window cache.
-    folds: so many of the pending and then of its own tokens are in the state that is written.
+    silent: its first tokens, so many, have no outputs here.
     reads: there is a state to start from; else it is 0.
     """
 
     scheduled: Value
-    base: Value
     pending: Value
     cursor: Value
-    skipped: Value
+    lacks: Value
     folds: Value
+    taken: Value
+    skipped: Value
+    silent: Value
     reads: Value
 
 

@@ -16,9 +16,10 @@ from torch import Tensor
 from hybrid_runtime.kernels.common.backend import num_programs, runs_triton
 from hybrid_runtime.kernels.common.pdl import pdl, pdl_wait
 from hybrid_runtime.kernels.common.types import operand_type
-from hybrid_runtime.kernels.replay.heads import update_heads
+from hybrid_runtime.kernels.replay.heads import POSITIONS, update_heads
 from hybrid_runtime.kernels.replay.launch import (
     PROGRAMS,
+    REGISTERS,
     ROWS,
     heads_per_program,
     input_strides,
@@ -29,7 +30,7 @@ from hybrid_runtime.kernels.replay.program import Cache, Clamp, Inputs, Row, Sha
 from hybrid_runtime.kernels.replay.rounding import LAST_PLACE, Rounding, last_place, rounding_key
 from hybrid_runtime.kernels.replay.rows import ReplayRows
 from hybrid_runtime.kernels.replay.window_cache import (
-    MAX_WINDOW,
+    MAX_TOKENS,
     WindowCache,
     check_contiguous,
     check_window_cache,
@@ -158,27 +159,39 @@ def _replay_update_kernel(
             writes_B=writes_dt & (i_head % shape.HEADS_PER_GROUP == 0),
         )
         clamp = Clamp(low=dt_min, high=dt_max)
-        if stores == 0:
+        # Outputs of certain tokens before the last come from a state that is not written.
+        fits = before + scheduled <= POSITIONS
+        if (stores == 0) | ((own > 1) & fits):
             row = Row(
                 scheduled=scheduled,
-                base=before,
                 pending=before,
                 cursor=ring_start,
-                skipped=0,
+                lacks=before,
                 folds=0,
+                taken=0,
+                skipped=tl.where(stores == 0, 0, scheduled),
+                silent=0,
                 reads=reads,
             )
             update_heads(
                 inputs, cache, p_read, p_read, out, row, share, 0, clamp, strides, shape, place,
                 dot_type, False,
             )  # fmt: skip
-        else:
+        if stores != 0:
             # First the snapshot, if there is one: the state is read from where it is written next.
-            passes = tl.where(kept >= 0, 2, 1)
-            while passes > 0:
-                is_last = passes == 1
-                column = tl.where(is_last, target, kept)
-                upto = tl.where(is_last, own, after)
+            # What is too much at once is folded in two passes: the pending tokens first.
+            apart = (before + own > POSITIONS) | ((own > 1) & (fits == 0))
+            snapshot = tl.where(before + after > POSITIONS, 1, 0)
+            snapshot = tl.where(kept >= 0, snapshot, -1)
+            passes = 1 + apart.to(tl.int32) + tl.where(kept >= 0, 1, 0)
+            lacks = before
+            has_state = reads
+            done = 0
+            while done < passes:
+                is_last = done == passes - 1
+                is_snapshot = done == snapshot
+                column = tl.where(is_snapshot, kept, target)
+                upto = tl.where(is_last, own, tl.where(is_snapshot, after, 0))
                 p_write = states + tl.load(table + column).to(tl.int64) * state_stride
                 key = row_slot.to(tl.uint32)
                 if place is not None:
@@ -186,18 +199,25 @@ def _replay_update_kernel(
                     key = rounding_key(tl.load(seed + row_slot), layer, position)
                 row = Row(
                     scheduled=scheduled,
-                    base=shape.PAST,
                     pending=before,
                     cursor=ring_start,
+                    lacks=lacks,
+                    folds=lacks + upto,
+                    taken=upto,
                     skipped=tl.where(is_last, own, scheduled),
-                    folds=before + upto,
-                    reads=reads,
+                    silent=tl.where(is_snapshot, scheduled, tl.where(is_last, own - 1, 0)),
+                    reads=has_state,
                 )
                 update_heads(
                     inputs, cache, p_read, p_write, out, row, share, key, clamp, strides, shape,
                     place, dot_type, True,
                 )  # fmt: skip
-                passes -= 1
+                done += 1
+                if (is_last == 0) & (is_snapshot == 0):
+                    p_read = p_write
+                    has_state = target >= 0
+                    lacks = 0
+                    tl.debug_barrier()  # other lanes read it
 
 
 def replay_update(
@@ -223,14 +243,18 @@ def replay_update(
 
     Each block of `states` and the window cache must be contiguous, the cache's x and B of x's
     dtype, and no row may read or write a block that another row of the same call writes. Rows of
-    more than `MAX_WINDOW` tokens, rings of more than twice as many, and fp64 go to the reference.
+    more than `MAX_TOKENS` tokens, rings of more than twice as many, and fp64 go to the reference.
     Inputs other than bfloat16 are multiplied in fp32, without matrix units.
+
+    At most `POSITIONS` tokens are folded at once, and outputs come from sums over as many. A row of
+    which more are outstanding, and with several certain ones, is therefore folded in two passes; a
+    state of 16 bits is rounded after each.
 
     Raises:
         ValueError: as the reference, or a tensor is not contiguous or has another dtype.
     """
     ring = window_cache.length
-    small = max_scheduled <= MAX_WINDOW and ring <= 2 * MAX_WINDOW
+    small = max_scheduled <= MAX_TOKENS and ring <= 2 * MAX_TOKENS
     if not runs_triton(x) or not small or torch.float64 in (x.dtype, states.dtype):
         y = replay_update_reference(
             x, dt, A_log, B, C, D, dt_bias, states, window_cache, rows, max_scheduled, rounding,
@@ -294,6 +318,7 @@ def replay_update(
         place=place,
         dot_type=operand_type(torch.bfloat16, x) if x.dtype == torch.bfloat16 else tl.float32,
         num_warps=1,
+        maxnreg=REGISTERS,
         **pdl(x),
     )
     return out

@@ -9,8 +9,12 @@ from torch import Tensor
 
 from hybrid_runtime.kernels.mamba.naive import check_ssm_shapes
 
-MAX_WINDOW = 16
-"""Longest window, in tokens, that the kernels take; a step has at most as many tokens."""
+MAX_TOKENS = 16
+"""Most tokens of a row that the kernels take."""
+
+MAX_WINDOW = MAX_TOKENS - 1
+"""Longest window, in tokens: the kernels fold as many tokens as a row may have, and a step that
+writes folds one of its own besides the pending ones."""
 
 
 def ring_length(num_speculative_tokens: int, window: int) -> int:

@@ -136,8 +136,8 @@ BAD: list[tuple[dict[str, Any], str]] = [
     # These need the model's config.
     ({"block_size": 3}, "block_size is 3; it must be larger than num_speculative_tokens"),
     ({"num_speculative_tokens": 16}, r"num_speculative_tokens is 16; it must be in 0\.\.15"),
-    ({"window": 3}, r"window is 3 with num_speculative_tokens=3; it must be 0 or 4\.\.16"),
-    ({"window": 17}, r"window is 17 .*; it must be 0 or 4\.\.16"),
+    ({"window": 3}, r"window is 3 with num_speculative_tokens=3; it must be 0 or 4\.\.15"),
+    ({"window": 16}, r"window is 16 .*; it must be 0 or 4\.\.15"),
     (
         {"max_requests": 10**8, "drafter": "mtp"},
         "max_requests is 100000000: needs .* fits",

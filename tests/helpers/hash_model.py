@@ -30,7 +30,7 @@ class HashRunner:
         *,
         block_size: int = 8,
         num_draft: int = 3,
-        window: int = 16,
+        window: int = 15,
         max_requests: int = 4,
         strategy: str = "auto",
         in_place: bool = False,

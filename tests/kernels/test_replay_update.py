@@ -132,12 +132,13 @@ def test_replay_update(shape: Ssm) -> None:
         active = rows.active
         written = {int(rows.table[row.slot, row.write]) for row in active if row.writes}
         written |= {int(rows.table[row.slot, row.snapshot]) for row in active if row.snapshot >= 0}
+        once = {int(rows.table[row.slot, row.write]) for row in active if row.rounds_once}
         got = after[shape.skew :].view(rows.blocks, -1)[:, :size].unflatten(1, states.shape[1:])
         for block in written:
             want = states[block].float()
             assert want.isfinite().all()
             assert (got[block].float() - want).abs().max() <= tolerance * want.abs().max()
-            if shape.rounding:
+            if shape.rounding and block in once:
                 assert (got[block] == states[block]).float().mean() > 0.99
             # Nothing else changed: put the reference's states over ours and compare all bytes.
             got[block] = states[block]

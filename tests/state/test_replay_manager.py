@@ -217,11 +217,11 @@ def test_a_released_request_leaves_what_its_last_guesses_reached(depth: int) -> 
 def test_flush_inputs_must_fit_the_layout() -> None:
     made = HybridStateManager(LAYOUT, SLOTS, K, "cpu")
     table = torch.zeros(SLOTS, COLUMNS, dtype=torch.int32)
-    window_cache = WindowCache.allocate(1, SLOTS, K, 16, (1, 1, 4), 1, torch.float32, "cpu")
+    window_cache = WindowCache.allocate(1, SLOTS, K, 15, (1, 1, 4), 1, torch.float32, "cpu")
     for inputs, message in (
         (
             FlushInputs(window_cache.layer(0), torch.zeros(1, 1)),
-            r"flush_inputs.window_cache.dt is \[4, 1, 20\]; it must be \[1, 4, 1, 20\]",
+            r"flush_inputs.window_cache.dt is \[4, 1, 19\]; it must be \[1, 4, 1, 19\]",
         ),
         (
             FlushInputs(window_cache, torch.zeros(2, 1)),
@@ -282,7 +282,7 @@ def test_blocks_per_request_are_bounded() -> None:
 def test_any_number_of_drafts(k: int, conv_layout: str, window: str) -> None:
     runs = ReplayRunner(
         num_draft=k, block_size=k + 1 + k % 2, conv_layout=conv_layout, columns=90,
-        window={"none": 0, "shortest": k + 1, "longest": 16}[window],
+        window={"none": 0, "shortest": min(k + 1, 15), "longest": 15}[window],
     )  # fmt: skip
     runs.admit(0, [1, 2, 3])
     runs.step([(0, 3, [], 1)])

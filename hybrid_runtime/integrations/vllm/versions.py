@@ -7,7 +7,7 @@ import os
 import re
 from typing import Any
 
-from hybrid_runtime.kernels.replay.window_cache import MAX_WINDOW
+from hybrid_runtime.kernels.replay.window_cache import MAX_TOKENS
 
 OLDEST, NEWEST = (0, 25, 1), (0, 33, 0)
 
@@ -88,8 +88,8 @@ def replay_unhandled(vllm_config: Any) -> str | None:
         return why
     if not drafts:
         return "there are no drafts"
-    if drafts >= MAX_WINDOW:
-        return f"a step has {drafts} drafts, the kernel takes up to {MAX_WINDOW - 1}"
+    if drafts >= MAX_TOKENS:
+        return f"a step has {drafts} drafts, the kernel takes up to {MAX_TOKENS - 1}"
     if cache.mamba_cache_mode not in ("align", "none"):
         return f"mamba_cache_mode is {cache.mamba_cache_mode!r}"
     if parallel.pipeline_parallel_size > 1:
