@@ -16,7 +16,7 @@ STRATEGIES = ("8b-strategies", "9b-v2", "nano-30b", "super-120b")
 OTHERS = ("blocking", "defer", "always")
 
 
-def headline() -> str | None:
+def lockstep() -> str | None:
     """Nemotron-H-8B beside vLLM's V2 runner: both layouts in one line a batch."""
     result = _load("8b")
     by_batch: dict[int, dict[str, Row]] = {}
@@ -142,7 +142,7 @@ def shapes() -> str | None:
 
 
 TABLES = {
-    "headline": headline,
+    "lockstep": lockstep,
     "itl-peer": peer,
     "itl-strategies": strategies,
     "itl-shapes": shapes,

@@ -18,6 +18,7 @@ import checkpoint_tables
 import itl_tables
 import memory_tables
 import sampling_tables
+import serve_tables
 import server_tables
 import state_tables
 import vllm_tables
@@ -34,6 +35,7 @@ TABLES: dict[str, Callable[[], str | None]] = {
     **itl_tables.TABLES,
     **memory_tables.TABLES,
     **sampling_tables.TABLES,
+    **serve_tables.TABLES,
     **server_tables.TABLES,
     **state_tables.TABLES,
     **vllm_tables.TABLES,

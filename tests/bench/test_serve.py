@@ -107,7 +107,7 @@ def test_idle_time_belongs_to_the_step_that_it_is_in() -> None:
     assert (shares["decode"]["steps"], shares["decode"]["idle_share"]) == (1, 0.0)
 
 
-def test_two_engines_take_turns(tmp_path: Path) -> None:
+def test_two_engines_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options = [
         "--shape=tiny", "--lengths=tiny", "--places=2", "--per-place=2", "--repeats=2",
         "--rates=80%", "--prefixes=1", "--prefix-tokens=16",
@@ -115,21 +115,36 @@ def test_two_engines_take_turns(tmp_path: Path) -> None:
     ]  # fmt: skip
     args = serve._parse(options)
     kept: list[str] = []
-    commands = {"ours": serve.OURS, "peer": serve.OURS}
+    commands = {"ours": serve.OURS, "vllm": serve.OURS}
     result = serve.measure(args, commands, lambda found: kept.append(json.dumps(found)))
     counts = [[len(row["repeats"]) for row in json.loads(found)["rows"]] for found in kept]
     assert counts == [[1, 1], [2, 2], [2, 2], [2, 2, 1, 1], [2, 2, 2, 2]]
     assert json.loads(kept[-1]) == json.loads(json.dumps(result))
     rows = result["rows"]
     assert [(row["engine"], row["places"]) for row in rows] == [
-        ("ours", 2), ("peer", 2), ("ours", None), ("peer", None),
+        ("ours", 2), ("vllm", 2), ("ours", None), ("vllm", None),
     ]  # fmt: skip
-    for ours, peer in (rows[:2], rows[2:]):
-        assert ours["repeats"][0]["output_tokens"] == peer["repeats"][0]["output_tokens"] > 0
-        assert peer["ours_to_this"]["output_tok_s"] > 0
+    for ours, theirs in (rows[:2], rows[2:]):
+        assert ours["repeats"][0]["output_tokens"] == theirs["repeats"][0]["output_tokens"] > 0
+        assert theirs["ours_to_this"]["output_tok_s"] > 0
         assert len(ours["itl_ms_quantiles"]) == 101
     assert rows[2]["rate"] == pytest.approx(0.8 * rows[0]["requests_s"])
     assert serve._lines(result)
+
+    monkeypatch.syspath_prepend(str(Path(serve.__file__).parents[1] / "tables"))
+    import serve_tables
+
+    monkeypatch.setattr(serve_tables, "RESULTS", tmp_path)
+    assert {table() for table in serve_tables.TABLES.values()} == {None}
+    result["engines"]["vllm"]["vllm"] = "9.9"
+    (tmp_path / "h200").mkdir()
+    serve.save("serve-8b", {"options": vars(args)} | result, tmp_path / "h200" / "serve-8b.json")
+    found, arrivals = (table() for table in serve_tables.TABLES.values())
+    assert found is not None
+    assert arrivals is not None
+    assert f"| 2 | {rows[0]['output_tok_s']:.0f} : {rows[1]['output_tok_s']:.0f} |" in found
+    assert "medians of 2 repeats, vLLM 9.9" in found
+    assert arrivals.count("| 80% |") == 2
 
 
 @pytest.mark.parametrize(

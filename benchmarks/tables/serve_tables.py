@@ -1,0 +1,95 @@
+"""Tables of the serving load, from `serve-8b.json` of each GPU; None while there are no results."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from markdown import markdown
+from source import RESULTS, environment
+
+Row = dict[str, Any]
+
+CLOSED = (
+    ("output_tok_s", "tokens/s", ".0f"),
+    ("ttft_ms_mean", "TTFT, ms", ".0f"),
+    ("itl_ms_mean", "ITL, ms", ".2f"),
+    ("itl_ms_p99", "ITL p99, ms", ".1f"),
+)
+"""Figure, its name, its format; each beside vLLM's, and over it."""
+OPEN = (
+    ("rate", "requests/s", ".1f"),
+    ("output_tok_s", "tokens/s", ".0f"),
+    ("goodput_s", "goodput, requests/s", ".1f"),
+    ("ttft_ms_mean", "TTFT, ms", ".0f"),
+    ("ttft_ms_p99", "TTFT p99, ms", ".0f"),
+    ("itl_ms_mean", "ITL, ms", ".2f"),
+    ("itl_ms_p99", "ITL p99, ms", ".1f"),
+)
+
+
+def closed() -> str | None:
+    """So many places, always taken: this engine beside vLLM."""
+    parts = []
+    for result in _results():
+        lines = []
+        for ours, theirs in sorted(_pairs(result), key=lambda pair: pair[0]["places"] or 0):
+            if ours["places"] is None:
+                continue
+            line = [str(ours["places"])]
+            for figure, _, form in CLOSED:
+                line.append(f"{ours[figure]:{form}} : {theirs[figure]:{form}}")
+                line.append(f"{theirs['ours_to_this'][figure]:.2f}")
+            lines.append(line)
+        header = ["places", *(x for _, name, _ in CLOSED for x in (f"{name}, ours : vLLM", "÷"))]
+        if lines:
+            parts.append(f"{markdown(header, lines)}\n\n{_note(result)}")
+    return "\n\n".join(parts) or None
+
+
+def arrivals() -> str | None:
+    """Poisson arrivals, as a share of what each engine serves at most."""
+    parts = []
+    for result in _results():
+        lines = [
+            [name, row["load"], *(f"{row[figure]:{form}}" for figure, _, form in OPEN)]
+            for pair in _pairs(result)
+            for name, row in zip(("ours", "vLLM"), pair, strict=True)
+            if row["places"] is None
+        ]
+        if lines:
+            header = ["engine", "load", *(name for _, name, _ in OPEN)]
+            limits = result["options"]["objective"]
+            said = (
+                "Load: share of the requests/s that the engine itself served with the most places. "
+                f"Goodput: requests with TTFT up to {limits['ttft']:.0f} ms and ITL up to "
+                f"{limits['itl']:.0f} ms. "
+            )
+            parts.append(f"{markdown(header, lines)}\n\n{said}{_note(result)}")
+    return "\n\n".join(parts) or None
+
+
+TABLES = {"serving": closed, "serving-arrivals": arrivals}
+
+
+def _results() -> list[Row]:
+    return [json.loads(path.read_text()) for path in sorted(RESULTS.glob("*/serve-8b.json"))]
+
+
+def _pairs(result: Row) -> list[tuple[Row, Row]]:
+    """Our row of each load and vLLM's."""
+    rows = result["rows"]
+    return [(a, b) for a, b in zip(rows[::2], rows[1::2], strict=True) if b["engine"] == "vllm"]
+
+
+def _note(result: Row) -> str:
+    options, engines = result["options"], result["engines"]
+    repeats = [len(ours["repeats"]) for ours, _ in _pairs(result)]
+    counts = str(min(repeats)) if min(repeats) == max(repeats) else f"{min(repeats)}-{max(repeats)}"
+    return (
+        f"{options['lengths'].capitalize()} lengths, {options['drafts']} drafts, acceptance "
+        f"{options['acceptance']}, {options['dtype']} weights, {options['ssm_dtype']} state, at "
+        f"most {options['max_tokens_per_step']} tokens a step, {options['per_place']} requests per "
+        f"place, medians of {counts} repeats, vLLM {engines['vllm']['vllm']}. "
+        f"{environment(result)}"
+    )
