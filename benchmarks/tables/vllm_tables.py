@@ -6,10 +6,21 @@ from statistics import median
 from typing import Any
 
 from markdown import markdown
-from source import load
+from source import RESULTS, environment, load
 
 SERVED = (("serve-3", "one GPU"), ("serve-0", "one GPU"), ("serve-3-tp2", "two, tensor parallel"))
 TIMED = (("time-8b", "Nemotron-H-8B"), ("time-narrow", "narrow, 40 Mamba layers"))
+TEXTS = (
+    ("sync3", "3 drafts, synchronous"),
+    ("async1", "1 draft"),
+    ("graphs3", "3 drafts, graphs"),
+    ("graphs5", "5 drafts, graphs"),
+    ("ds3", "3 drafts, synchronous, DS windows"),
+    ("tp2", "3 drafts, two GPUs"),
+    ("vllm", "vLLM alone, synchronous"),
+    ("vllm-tf32", "the same with TF32"),
+)
+"""Comparisons of texts: vLLM : replay, and of vLLM with itself."""
 HOOKS = ("preprocess_state", "postprocess_state")
 
 
@@ -118,6 +129,34 @@ def replay_steps() -> str:
     return f"{markdown(header, lines)}\n\n{fit} {where}"
 
 
+def replay_texts() -> str | None:
+    """The same requests with replay and with vLLM's own path, in fp32."""
+    lines = []
+    for name, what in TEXTS:
+        if not (RESULTS / "h200" / f"vllm-texts-{name}.json").exists():
+            continue
+        result = load("h200", f"vllm-texts-{name}")
+        for found in result["comparison"]:
+            counts = (found["metrics"][f"vllm:{key}"] for key in COUNTED)
+            lead = found["largest_lead"]
+            lines.append(
+                [
+                    what,
+                    f"{found['runs'][1]['blocks']}",
+                    f"{found['different_text']} of {found['requests']}",
+                    "-" if lead is None else f"{lead:.1e}",
+                    *(" : ".join(f"{count:.0f}" for count in pair) for pair in counts),
+                ]
+            )
+    if not lines:
+        return None
+    header = [
+        "runs", "blocks", "texts that differ", "led by at most", "prefix-hit tokens",
+        "accepted drafts", "preemptions",
+    ]  # fmt: skip
+    return f"{markdown(header, lines)}\n\n{environment(result)}"
+
+
 def releases() -> str:
     """Names, signatures and attributes that the adapter touches, by release."""
     result = load("cpu", "vllm_compat")
@@ -134,6 +173,7 @@ TABLES = {
     "vllm-serving": serving,
     "vllm-timing": timing,
     "vllm-replay-steps": replay_steps,
+    "vllm-replay-texts": replay_texts,
 }
 COUNTED = ("prefix_cache_hits", "spec_decode_num_accepted_tokens", "num_preemptions")
 

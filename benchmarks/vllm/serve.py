@@ -239,14 +239,19 @@ def _runs(args: argparse.Namespace, llm: Any, kind: str) -> Iterator[Run]:
 
 
 def compare(args: argparse.Namespace) -> dict[str, Any]:
-    """Each run of one file with the run on the same pool of another. Both keep their tokens
-    (`--keep-tokens`)."""
-    one, other = (json.loads(Path(path).read_text()) for path in args.files)
-    pools = {(run["blocks"], run["reads"]): run for run in reversed(one["runs"])}
-    found = [(pools.get((run["blocks"], run["reads"])), run) for run in other["runs"]]
+    """Each run of one file with the run on the same pool of another; of one file alone, with its
+    first run. The files keep their tokens (`--keep-tokens`)."""
+    one, *others = (json.loads(Path(path).read_text()) for path in args.files)
+    if others:
+        pools = {(run["blocks"], run["reads"]): run for run in reversed(one["runs"])}
+        found = [
+            (pools.get((r["blocks"], r["reads"])), r) for other in others for r in other["runs"]
+        ]
+    else:
+        found = [(one["runs"][0], run) for run in one["runs"][1:]]
     result = {
-        "environment": other["environment"],
-        "options": [one["options"], other["options"]],
+        "environment": one["environment"],
+        "options": [file["options"] for file in (one, *others)],
         "comparison": [compared(first, run) for first, run in found if first],
     }
     for comparison in result["comparison"]:
@@ -304,7 +309,7 @@ def main() -> None:
     two.add_argument("--peer", type=Path, default=Path(".peer"), help="run_nemotron.py's folder")
     two.set_defaults(run=measure)
     three = commands.add_parser("compare")
-    three.add_argument("files", nargs=2)
+    three.add_argument("files", nargs="+")
     three.set_defaults(run=compare)
     for command in (one, two, three):
         command.add_argument("--out", type=Path)
