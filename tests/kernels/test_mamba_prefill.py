@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.interpreter import CUDA, elsewhere, kernels, run_in_interpreter
+from helpers.replayed import check_replay
 from helpers.state_rows import Rows, prefill_rows
 from helpers.tensors import DEVICE, ints, noise, same_bytes
 from torch import Tensor
@@ -339,24 +340,7 @@ def test_nothing_waits_and_the_graph_replays() -> None:
         y = conv1d_varlen(x, weight, None, windows, **where)
         return y, chunk_scan(states=states, **arguments)
 
-    held = windows.clone(), pages.clone()
-    run()
-    windows.copy_(held[0])
-    pages.copy_(held[1])
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        want = [t.clone() for t in (*run(), windows, pages)]
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = run()
-    windows.copy_(held[0])
-    pages.copy_(held[1])
-    graph.replay()
-    for got, expected in zip((*out, windows, pages), want, strict=True):
-        assert same_bytes(got, expected)
+    check_replay(run, [windows, pages])
 
 
 @pytest.mark.gpu

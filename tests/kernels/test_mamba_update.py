@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.interpreter import CUDA, elsewhere, kernels, run_in_interpreter
+from helpers.replayed import check_replay
 from helpers.state_rows import update_rows
 from helpers.tensors import DEVICE, noise, same_bytes
 from torch import Tensor
@@ -308,24 +309,7 @@ def test_nothing_waits_and_the_graph_replays(tokens: int) -> None:
         inputs = (y.view(-1, 4, 16), x[:, :4], vector, group, group, vector, vector)
         return y, selective_state_update(*inputs, states, **where)
 
-    held = windows.clone(), states.clone()
-    run()
-    windows.copy_(held[0])
-    states.copy_(held[1])
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        want = [t.clone() for t in (*run(), windows, states)]
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = run()
-    windows.copy_(held[0])
-    states.copy_(held[1])
-    graph.replay()
-    for got, expected in zip((*out, windows, states), want, strict=True):
-        assert same_bytes(got, expected)
+    check_replay(run, [windows, states])
 
 
 @pytest.mark.gpu

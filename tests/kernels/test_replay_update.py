@@ -9,6 +9,7 @@ import pytest
 import torch
 from helpers.interpreter import CUDA, INTERPRETED, elsewhere, kernels, run_in_interpreter
 from helpers.replay_cases import BIG, ROUNDS, SEEDS, Rows, Ssm, plain
+from helpers.replayed import check_replay
 from helpers.tensors import DEVICE, ints, noise, same_bytes
 from torch import Tensor
 from triton.runtime.interpreter import InterpreterBuilder
@@ -310,7 +311,6 @@ def test_nothing_waits_and_the_graph_replays() -> None:
     window_cache = shape.window_cache(generator, rows.slots)
     x = arguments["x"].flatten(1)
     weight = noise(generator, 64, 4, dtype=torch.bfloat16)
-    kept = [states, windows, *window_cache]
 
     def run() -> tuple[Tensor, Tensor]:
         y = replay_conv1d_update(x, weight, None, windows, **rows.arguments)
@@ -318,27 +318,7 @@ def test_nothing_waits_and_the_graph_replays() -> None:
             **arguments, **rows.arguments, states=states, window_cache=window_cache
         )
 
-    def reset() -> None:
-        for tensor, value in zip(kept, held, strict=True):
-            tensor.copy_(value)
-
-    held = [t.clone() for t in kept]
-    run()
-    reset()
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        want = [t.clone() for t in (*run(), *kept)]
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    reset()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = run()
-    reset()
-    graph.replay()
-    for got, expected in zip((*out, *kept), want, strict=True):
-        assert same_bytes(got, expected)
+    check_replay(run, [states, windows, *window_cache])
 
 
 @pytest.mark.gpu

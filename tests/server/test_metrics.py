@@ -1,0 +1,46 @@
+"""What `/metrics` counts is what the server did."""
+
+from __future__ import annotations
+
+from helpers.http_server import completed, running, shipped
+
+NAME = "hybrid_runtime"
+BODY = {"prompt": "import ", "max_tokens": 6, "temperature": 0, "ignore_eos": True}
+
+
+def test_after_known_requests() -> None:
+    with running(shipped()) as server:
+        texts = [
+            completed(server.post("completions", json=BODY | {"stream": s})) for s in (False, True)
+        ]
+        assert texts[0] == texts[1]
+        assert server.post("completions", json={"prompt": ""}).status_code == 400
+        assert len(server.post("embeddings", json={"input": "x = 1"}).json()["data"]) == 1
+        server.until(f"{NAME}_http_requests_open", 1)  # the one that asks
+        found = server.metrics()
+    want: dict[str, float] = {
+        'http_requests_total{path="/v1/completions",status="200"}': 2,
+        'http_requests_total{path="/v1/completions",status="400"}': 1,
+        'http_requests_total{path="/v1/embeddings",status="200"}': 1,
+        'completions_total{finish_reason="length"}': 2,
+        'completions_total{finish_reason="embedded"}': 1,
+        "prompt_tokens_total": 2 * len("import ") + len("x = 1"),
+        "generation_tokens_total": 2 * 6,
+        "time_to_first_token_seconds_count": 2,
+        "inter_token_latency_seconds_count": 2 * (6 - 1),
+        "prefix_queried_tokens_total": 2 * len("import ") + len("x = 1"),
+        "requests_waiting": 0,
+        "requests_running": 0,
+        'blocks_used{pool="kv"}': 0,
+        'blocks_used{pool="state"}': 0,
+        'blocks{pool="kv"}': server.engine.scheduler.kv.pool.size,
+        'blocks{pool="state"}': server.engine.scheduler.state.pool.size,
+        'prefix_short_hits_total{reason="short_prompt"}': 3,
+    }
+    assert {name: found.get(f"{NAME}_{name}") for name in want} == want
+    rows, tokens = (found[f"{NAME}_drafted_row{kind}_total"] for kind in ("s", "_tokens"))
+    assert found[f"{NAME}_acceptance_length"] == tokens / rows > 1
+    assert 0 < found[f"{NAME}_state_steps_skipped_total"] <= found[f"{NAME}_state_steps_total"]
+    assert (
+        found[f"{NAME}_http_request_seconds_sum"] > found[f"{NAME}_time_to_first_token_seconds_sum"]
+    )
