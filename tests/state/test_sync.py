@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from helpers.hash_model import HashRunner
@@ -101,3 +104,21 @@ def test_three_hundred_steps_of_the_manager_never_synchronise(in_place: bool) ->
                 length[number % 8] = 0
     # The counts of two steps may be on their way; whatever was waited for was their turn.
     assert set(guard.reasons) <= {"too many steps in flight", "staging buffer still being copied"}
+
+
+WAITS = """
+import torch
+from hybrid_runtime.device.sync import allowed, sync_guard
+
+with allowed("a result is handed to the caller"):
+    torch.cuda.synchronize()
+with sync_guard(), allowed("a result is handed to the caller"):
+    torch.cuda.synchronize()
+"""
+
+
+@pytest.mark.gpu
+def test_users_hear_nothing_of_torchs_debug_mode() -> None:
+    """It warns, once a process, of being a prototype."""
+    refused = "error:Synchronization debug mode:UserWarning"
+    subprocess.run([sys.executable, "-W", refused, "-c", WAITS], check=True)
