@@ -17,20 +17,17 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import shlex
-import statistics
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
-from functools import reduce
-from operator import getitem
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "common"))
 
+import serve_rows
 import workload
 from record import arguments, environment, save, show
 from serving import Child
@@ -40,14 +37,6 @@ Row = dict[str, Any]
 HERE = Path(__file__).parent
 OURS = [sys.executable, str(HERE / "serve_ours.py")]
 PEER = str(HERE.parent / "vllm" / "nemotron.py")
-FIGURES = (
-    ("output_tok_s",), ("requests_s",), ("goodput_s",), ("good_share",), ("tokens_per_arrival",),
-    ("ttft_ms", "mean"), ("ttft_ms", "p50"), ("ttft_ms", "p99"),
-    ("itl_ms", "mean"), ("itl_ms", "p50"), ("itl_ms", "p99"),
-    ("e2e_s", "p50"), ("e2e_s", "p99"),
-)  # fmt: skip
-NAMES = ["_".join(path) for path in FIGURES]
-"""What is compared, as paths into `serving.figures`, and the names that rows give it."""
 
 
 def measure(
@@ -157,43 +146,10 @@ def _take_turns(
                 repeats[child.name].append(said)
         if number >= 0:
             load = {"places": places, "requests": count}
-            yield _compared(
-                {"engine": name, "rate": rates.get(name)} | load | _medians(said)
+            yield serve_rows.compared(
+                {"engine": name, "rate": rates.get(name)} | load | serve_rows.medians(said)
                 for name, said in repeats.items()
             )
-
-
-def _compared(made: Iterable[Row]) -> list[Row]:
-    """Rows of one load, with the first engine's figures over those of the others."""
-    rows = list(made)
-    first = rows[0]
-    for row in rows[1:]:
-        row["ours_to_this"] = {
-            name: first[name] / row[name] for name in NAMES if row[name] and first[name]
-        }
-    return rows
-
-
-def _medians(repeats: list[Row]) -> Row:
-    """The repeats, every figure's median, and the median of every quantile, which only the row
-    keeps."""
-    row: Row = {}
-    for path, name in zip(FIGURES, NAMES, strict=True):
-        values = [reduce(getitem, path, one) for one in repeats]
-        row[name] = None if None in values else statistics.median(values)
-    for name in ("ttft_ms", "itl_ms", "e2e_s"):
-        columns = zip(*(one[name]["quantiles"] for one in repeats), strict=True)
-        row[f"{name}_quantiles"] = [statistics.median(column) for column in columns]
-    return row | {"repeats": [_without_quantiles(one) for one in repeats]}
-
-
-def _without_quantiles(figures: Row) -> Row:
-    return {
-        name: {k: v for k, v in value.items() if k != "quantiles"}
-        if isinstance(value, dict)
-        else value
-        for name, value in figures.items()
-    }
 
 
 def _profiles(args: argparse.Namespace, settings: Row, ours: Child, folder: Path) -> list[Row]:
@@ -222,24 +178,11 @@ def run(argv: Sequence[str]) -> Path:
 
     result = about | measure(args, commands, keep)
     path = keep(result)
-    show(f"{result['name']}, {args.lengths} lengths, acceptance {args.acceptance}", _lines(result))
+    show(
+        f"{result['name']}, {args.lengths} lengths, acceptance {args.acceptance}",
+        serve_rows.lines(result),
+    )
     return path
-
-
-def _lines(result: Row) -> list[Row]:
-    """The table on the terminal."""
-    lines = []
-    for row in result["rows"]:
-        load = f"{row['places']} places" if row["places"] else f"{row['rate']:.3g}/s"
-        line = {"load": load, "engine": row["engine"]}
-        shown = ("output_tok_s", "goodput_s", "ttft_ms_mean", "itl_ms_mean", "itl_ms_p99")
-        ratio = row.get("ours_to_this", {})
-        for name in shown:
-            line[name.removesuffix("_mean")] = row[name]
-            if len(result["engines"]) > 1:
-                line[f"÷ {name.removesuffix('_mean')}"] = ratio.get(name, math.nan)
-        lines.append(line)
-    return lines
 
 
 def plot(argv: Sequence[str]) -> Path:

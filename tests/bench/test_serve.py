@@ -14,6 +14,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "engine"))
 
 import serve
+import serve_rows
 import serving
 import workload
 
@@ -129,7 +130,7 @@ def test_two_engines_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         assert theirs["ours_to_this"]["output_tok_s"] > 0
         assert len(ours["itl_ms_quantiles"]) == 101
     assert rows[2]["rate"] == pytest.approx(0.8 * rows[0]["requests_s"])
-    assert serve._lines(result)
+    assert serve_rows.lines(result)
 
     monkeypatch.syspath_prepend(str(Path(serve.__file__).parents[1] / "tables"))
     import serve_tables
