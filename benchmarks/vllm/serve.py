@@ -22,10 +22,8 @@ import argparse
 import json
 import os
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,27 +31,9 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "common"))
 
 from comparison import compared, digest, line
 from record import environment, save
-from traffic import drive, traffic
+from shipped import ENVIRONMENT, PRECISE, serving_engine
+from traffic import drive, empty, held_back, traffic
 
-CHECKPOINT = Path(__file__).parents[2] / "hybrid_runtime" / "checkpoints" / "python-small"
-ENVIRONMENT = {
-    "VLLM_USE_V2_MODEL_RUNNER": "1",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
-    "VLLM_USE_FLASHINFER_SAMPLER": "0",
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_HOST_IP": "127.0.0.1",
-    "GLOO_SOCKET_IFNAME": "lo",
-    "NCCL_SOCKET_IFNAME": "lo",
-    "HF_HUB_OFFLINE": "1",
-    "TRANSFORMERS_OFFLINE": "1",
-    "TOKENIZERS_PARALLELISM": "false",
-}
-PRECISE = {
-    "TRITON_F32_DEFAULT": "ieee",
-    # The same launch shapes in all engines, and so the same order of sums.
-    "VLLM_TRITON_FORCE_FIRST_CONFIG": "1",
-}
 COUNTED = (
     "vllm:spec_decode_num_drafts",
     "vllm:spec_decode_num_draft_tokens",
@@ -62,7 +42,6 @@ COUNTED = (
     "vllm:prefix_cache_hits",
     "vllm:num_preemptions",
 )
-
 
 COPIES, REPLAY = "HybridRuntimeModelState", "HybridRuntimeReplayState"
 """Our model states: an engine with the first can change to vLLM's copies and back."""
@@ -96,51 +75,6 @@ def counters(llm: Any) -> dict[str, float]:
     return {m.name: m.value for m in llm.get_metrics() if m.name in COUNTED}
 
 
-def checkpoint(dtype: str) -> str:
-    """The shipped checkpoint, said to be of `dtype`: vLLM's draft head takes it from the file even
-    where the engine is told otherwise."""
-    directory = Path(tempfile.mkdtemp())
-    for file in CHECKPOINT.iterdir():
-        (directory / file.name).symlink_to(file)
-    config = directory / "config.json"
-    config.unlink()
-    values = json.loads((CHECKPOINT / config.name).read_text())
-    config.write_text(json.dumps(values | {"dtype": dtype}))
-    return str(directory)
-
-
-def serving_engine(args: argparse.Namespace) -> Any:
-    from vllm import LLM
-
-    draft = None
-    if args.drafts:
-        draft = {
-            "method": "mtp",
-            "num_speculative_tokens": args.drafts,
-            "attention_backend": "TRITON_ATTN",
-        }
-    return LLM(
-        model=checkpoint(args.dtype),
-        dtype=args.dtype,
-        max_model_len=2048,
-        max_num_seqs=args.at_once,
-        max_num_batched_tokens=args.batched_tokens,
-        enforce_eager=not args.graphs,
-        enable_prefix_caching=args.mode == "align",
-        mamba_cache_mode=args.mode,
-        async_scheduling=not args.synchronous,
-        num_gpu_blocks_override=max(args.blocks),
-        gpu_memory_utilization=0.3,
-        kv_cache_memory_bytes=int(args.kv_gib * 2**30) or None,
-        attention_config={"backend": "TRITON_ATTN"},
-        tensor_parallel_size=args.tensor_parallel,
-        disable_custom_all_reduce=args.tensor_parallel > 1,
-        speculative_config=draft,
-        disable_log_stats=False,
-        seed=0,
-    )
-
-
 class Run(NamedTuple):
     """ours: our state copies, where the engine can change them. blocks: of the cache; fewer than
     the engine has are a tighter pool. reads: requests start from cached prefixes."""
@@ -148,24 +82,6 @@ class Run(NamedTuple):
     ours: bool
     blocks: int
     reads: bool = True
-
-
-def empty(llm: Any) -> None:
-    """Forget cached prefixes. A step that was queued ahead may hold blocks."""
-    for _ in range(3):
-        if llm.llm_engine.reset_prefix_cache():
-            return
-        llm.llm_engine.step()
-    raise RuntimeError("vLLM kept its prefix cache; runs would hit each other's prompts")
-
-
-@contextmanager
-def held_back(llm: Any, blocks: int) -> Iterator[None]:
-    """Keep so many blocks of the cache, which nobody uses, out of the pool."""
-    pool = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool
-    held = pool.get_new_blocks(blocks)
-    yield
-    pool.free_blocks(held)
 
 
 def serve(args: argparse.Namespace) -> dict[str, Any]:

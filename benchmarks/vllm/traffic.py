@@ -6,6 +6,8 @@ import argparse
 import random
 import sysconfig
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,24 @@ def traffic(args: argparse.Namespace) -> list[tuple[list[int], int, int | None]]
         abort = rng.randrange(4, length) if rng.random() < 0.1 else None
         requests.append((list(prompt), length, abort))
     return requests
+
+
+def empty(llm: Any) -> None:
+    """Forget cached prefixes. A step that was queued ahead may hold blocks."""
+    for _ in range(3):
+        if llm.llm_engine.reset_prefix_cache():
+            return
+        llm.llm_engine.step()
+    raise RuntimeError("vLLM kept its prefix cache; runs would hit each other's prompts")
+
+
+@contextmanager
+def held_back(llm: Any, blocks: int) -> Iterator[None]:
+    """Keep so many blocks of the cache, which nobody uses, out of the pool."""
+    pool = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool
+    held = pool.get_new_blocks(blocks)
+    yield
+    pool.free_blocks(held)
 
 
 def drive(

@@ -1,0 +1,75 @@
+"""An engine of vLLM with the checkpoint that this package ships, for `serve.py serve`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+CHECKPOINT = Path(__file__).parents[2] / "hybrid_runtime" / "checkpoints" / "python-small"
+ENVIRONMENT = {
+    "VLLM_USE_V2_MODEL_RUNNER": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_HOST_IP": "127.0.0.1",
+    "GLOO_SOCKET_IFNAME": "lo",
+    "NCCL_SOCKET_IFNAME": "lo",
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+PRECISE = {
+    "TRITON_F32_DEFAULT": "ieee",
+    # The same launch shapes in all engines, and so the same order of sums.
+    "VLLM_TRITON_FORCE_FIRST_CONFIG": "1",
+}
+"""Beside these, where texts are compared: true fp32, and sums in one order."""
+
+
+def checkpoint(dtype: str) -> str:
+    """The shipped checkpoint, said to be of `dtype`: vLLM's draft head takes it from the file even
+    where the engine is told otherwise."""
+    directory = Path(tempfile.mkdtemp())
+    for file in CHECKPOINT.iterdir():
+        (directory / file.name).symlink_to(file)
+    config = directory / "config.json"
+    config.unlink()
+    values = json.loads((CHECKPOINT / config.name).read_text())
+    config.write_text(json.dumps(values | {"dtype": dtype}))
+    return str(directory)
+
+
+def serving_engine(args: argparse.Namespace) -> Any:
+    from vllm import LLM
+
+    draft = None
+    if args.drafts:
+        draft = {
+            "method": "mtp",
+            "num_speculative_tokens": args.drafts,
+            "attention_backend": "TRITON_ATTN",
+        }
+    return LLM(
+        model=checkpoint(args.dtype),
+        dtype=args.dtype,
+        max_model_len=2048,
+        max_num_seqs=args.at_once,
+        max_num_batched_tokens=args.batched_tokens,
+        enforce_eager=not args.graphs,
+        enable_prefix_caching=args.mode == "align",
+        mamba_cache_mode=args.mode,
+        async_scheduling=not args.synchronous,
+        num_gpu_blocks_override=max(args.blocks),
+        gpu_memory_utilization=0.3,
+        kv_cache_memory_bytes=int(args.kv_gib * 2**30) or None,
+        attention_config={"backend": "TRITON_ATTN"},
+        tensor_parallel_size=args.tensor_parallel,
+        disable_custom_all_reduce=args.tensor_parallel > 1,
+        speculative_config=draft,
+        disable_log_stats=False,
+        seed=0,
+    )
