@@ -11,6 +11,7 @@ the other engine lives there too; `settings["vllm"]` changes options.
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import sys
@@ -101,7 +102,8 @@ class Vllm:
     def __init__(self, settings: dict[str, Any], chosen: dict[str, Any]) -> None:
         from vllm import LLM
 
-        self.engine: Any = LLM(**chosen).llm_engine
+        # vLLM puts objects of its own into what it is given.
+        self.engine: Any = LLM(**copy.deepcopy(chosen)).llm_engine
         self._sampling = settings["sampling"]
         self._runs = 0
 

@@ -21,7 +21,8 @@ from hybrid_runtime.kernels.step.advance_replay import ReplayPositions
 plain = pytest.mark.skipif(INTERPRETED, reason="runs no kernel")
 SEEDS = range(5 if CUDA else 1)
 BIG: dict[str, Any] = {"heads": 128, "groups": 8, "dim": 64, "state": 128}
-ROUNDS = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}
+# A sum of logarithms of decays of 100 has an ulp of 8e-6, by which a weight may be off.
+ROUNDS = {torch.float32: 2e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from helpers.replay_cases import ROUNDS, History, Ssm, plain
 
 from hybrid_runtime.kernels.replay.naive import replay_update_reference
 from hybrid_runtime.kernels.replay.update import replay_update
+from hybrid_runtime.kernels.replay.window_cache import MAX_WINDOW
 
 
 @pytest.mark.slow
@@ -44,11 +45,11 @@ def test_the_longest_window_is_used_whole() -> None:
     shape = Ssm(x=torch.float64, states=torch.float64)
     history = History(shape, slots=1, seed=0, block=1 << 30)
     lacks = []
-    for _ in range(60):
+    for _ in range(200):
         y, wide = history.step(replay_update_reference)
         torch.testing.assert_close(y, wide, rtol=1e-11, atol=1e-11)
         lacks.append(history.certain[0] + history.fold[0] - history.written[0])
-    assert max(lacks) == 16
+    assert max(lacks) == MAX_WINDOW
 
 
 def histories(update: Any, shape: Ssm, windows: list[int], steps: int, tolerance: float) -> None:
