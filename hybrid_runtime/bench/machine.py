@@ -20,7 +20,9 @@ def machine() -> dict[str, Any]:
     cuda = torch.cuda.is_available()
     return {
         "device": torch.cuda.get_device_name() if cuda else "CPU",
-        "driver": output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
+        "driver": output(
+            "nvidia-smi", "--id=0", "--query-gpu=driver_version", "--format=csv,noheader"
+        ),
         "cpu": _cpu(),
         "cores": os.cpu_count(),
         "python": platform.python_version(),
