@@ -22,6 +22,7 @@ import serve_tables
 import server_tables
 import state_tables
 import vllm_tables
+import window_tables
 
 ROOT = Path(__file__).parents[2]
 PAGES = (
@@ -39,6 +40,7 @@ TABLES: dict[str, Callable[[], str | None]] = {
     **server_tables.TABLES,
     **state_tables.TABLES,
     **vllm_tables.TABLES,
+    **window_tables.TABLES,
 }
 
 

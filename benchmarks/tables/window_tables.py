@@ -1,0 +1,55 @@
+"""The replay layout's state update in steady decode, and whole steps with a window and without."""
+
+from __future__ import annotations
+
+from markdown import markdown
+from source import RESULTS, environment, load
+from state_tables import us
+
+
+def window() -> str:
+    """GPU time of one layer's update beside FlashInfer's, and both errors."""
+    result = load("h200", "window")
+    rows = []
+    for row in result["gpu"]:
+        rows.append(
+            [
+                row["state"],
+                str(row["tokens"]),
+                str(row["rows"]),
+                *(us(row[name]) for name in ("ours", "ours floor", "flashinfer")),
+                f"{row['ours ÷ flashinfer']:.2f}",
+                *(f"{row[f'{side} state error']:.1e}" for side in ("ours", "flashinfer")),
+            ]
+        )
+    header = [
+        "state", "tokens", "rows", "`replay`", "floor", "FlashInfer", "÷ FlashInfer",
+        "error of states", "FlashInfer's",
+    ]  # fmt: skip
+    return markdown(header, rows) + "\n\n" + environment(result)
+
+
+def window_steps() -> str | None:
+    """Lockstep decode with the window, and with a write in every step."""
+    names = ("itl-8b-window", "itl-8b-no-window")
+    if not all((RESULTS / "h200" / f"{name}.json").is_file() for name in names):
+        return None
+    results = [load("h200", name) for name in names]
+    pairs = zip(*(result["rows"] for result in results), strict=True)
+    lines = []
+    for with_, without in sorted(pairs, key=lambda pair: pair[0]["batch"]):
+        assert with_["batch"] == without["batch"]
+        lines.append(
+            [
+                str(with_["batch"]),
+                *(f"{row['step_ms']:.2f}" for row in (with_, without)),
+                f"{with_['step_ms'] / without['step_ms']:.3f}",
+                f"{with_['decode_tok_s']:.0f}",
+            ]
+        )
+    header = ["rows", "window, ms", "none, ms", "÷", "tokens/s"]
+    return markdown(header, lines) + "\n\n" + environment(results[0])
+
+
+TABLES = {"window": window, "window-steps": window_steps}
+"""Tables in Markdown."""
