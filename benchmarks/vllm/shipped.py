@@ -53,7 +53,7 @@ def serving_engine(args: argparse.Namespace) -> Any:
             "num_speculative_tokens": args.drafts,
             "attention_backend": "TRITON_ATTN",
         }
-    return LLM(
+    llm = LLM(
         model=checkpoint(args.dtype),
         dtype=args.dtype,
         max_model_len=2048,
@@ -73,3 +73,24 @@ def serving_engine(args: argparse.Namespace) -> Any:
         disable_log_stats=False,
         seed=0,
     )
+    if args.drafts and args.mode == "align":
+        mend(llm)
+    return llm
+
+
+def mend(llm: Any) -> None:
+    """Give prefix hits all of their attention blocks.
+
+    Where no cache group is marked as the drafter's, vLLM 0.25.1 takes all of them for it. The
+    attention group then looks for one block more than it needs and gives that up; so does the Mamba
+    group, but it gives up nothing. A hit is then a block longer than the attention's, whose keys
+    and values are never computed, and the text is wrong, whoever moves the states.
+    """
+    from vllm.v1.kv_cache_interface import MambaSpec
+
+    coordinator = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager.coordinator
+    for index, group in enumerate(coordinator.attention_groups):
+        if isinstance(group.spec, MambaSpec):
+            coordinator.attention_groups[index] = group._replace(use_eagle=False)
+            for manager in group.group_ids:
+                coordinator.single_type_managers[manager].use_eagle = False
