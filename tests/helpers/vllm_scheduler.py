@@ -119,8 +119,9 @@ def cache_config(setting: Setting) -> KVCacheConfig:
     )
     if not setting.spare:
         mamba = versions.without_spare_blocks(mamba)
-    eagle = "is_eagle_group" in KVCacheGroupSpec.__dataclass_fields__
-    more = {"is_eagle_group": setting.eagle} if eagle else {}
+    # Before, vLLM marks no group of such a model, and then takes all for the drafter's.
+    marks = versions.parsed(vllm.__version__) >= (0, 29)
+    more = {"is_eagle_group": setting.eagle} if marks else {}
     groups = [KVCacheGroupSpec(["attention"], full, **more), KVCacheGroupSpec(["mamba"], mamba)]
     config = KVCacheConfig(num_blocks=setting.blocks, kv_cache_tensors=[], kv_cache_groups=groups)
     if hasattr(config, "prefix_cache_retention_interval"):
