@@ -138,13 +138,13 @@ def replay_texts() -> str | None:
         result = load("h200", f"vllm-texts-{name}")
         for found in result["comparison"]:
             counts = (found["metrics"][f"vllm:{key}"] for key in COUNTED)
-            lead = found["largest_lead"]
+            lead, pool = found["largest_lead"], found["runs"][1]
             lines.append(
                 [
                     what,
-                    f"{found['runs'][1]['blocks']}",
+                    f"{pool['blocks']}{'' if pool['reads'] else ', hits not taken'}",
                     f"{found['different_text']} of {found['requests']}",
-                    "-" if lead is None else f"{lead:.1e}",
+                    "-" if lead is None else f"{lead:.2g}",
                     *(" : ".join(f"{count:.0f}" for count in pair) for pair in counts),
                 ]
             )
