@@ -8,20 +8,10 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import nemotron
+
 CHECKPOINT = Path(__file__).parents[2] / "hybrid_runtime" / "checkpoints" / "python-small"
-ENVIRONMENT = {
-    "VLLM_USE_V2_MODEL_RUNNER": "1",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
-    "VLLM_USE_FLASHINFER_SAMPLER": "0",
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_HOST_IP": "127.0.0.1",
-    "GLOO_SOCKET_IFNAME": "lo",
-    "NCCL_SOCKET_IFNAME": "lo",
-    "HF_HUB_OFFLINE": "1",
-    "TRANSFORMERS_OFFLINE": "1",
-    "TOKENIZERS_PARALLELISM": "false",
-}
+ENVIRONMENT = nemotron.ENVIRONMENT | {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
 PRECISE = {
     "TRITON_F32_DEFAULT": "ieee",
     # The same launch shapes in all engines, and so the same order of sums.

@@ -215,7 +215,7 @@ def _replay_update_kernel(
                 done += 1
                 if (is_last == 0) & (is_snapshot == 0):
                     p_read = p_write
-                    has_state = target >= 0
+                    has_state = active
                     lacks = 0
                     tl.debug_barrier()  # other lanes read it
 
@@ -246,9 +246,9 @@ def replay_update(
     more than `MAX_TOKENS` tokens, rings of more than twice as many, and fp64 go to the reference.
     Inputs other than bfloat16 are multiplied in fp32, without matrix units.
 
-    At most `POSITIONS` tokens are folded at once, and outputs come from sums over as many. A row of
-    which more are outstanding, and with several certain ones, is therefore folded in two passes; a
-    state of 16 bits is rounded after each.
+    At most `POSITIONS` tokens are folded at once, and outputs are sums over as many. So a row that
+    does not write has no more tokens than that, pending and own. One that writes, has more, and
+    several of them certain, is folded in two passes; a state of 16 bits is rounded after each.
 
     Raises:
         ValueError: as the reference, or a tensor is not contiguous or has another dtype.
