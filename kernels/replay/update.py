@@ -184,8 +184,9 @@ def _replay_update_kernel(
             snapshot = tl.where(before + after > POSITIONS, 1, 0)
             snapshot = tl.where(kept >= 0, snapshot, -1)
             passes = 1 + apart.to(tl.int32) + tl.where(kept >= 0, 1, 0)
+            # Two passes: the first has all outputs, from a state that is not rounded yet.
+            certain_before = tl.where(apart, 0, own - 1)
             lacks = before
-            has_state = reads
             done = 0
             while done < passes:
                 is_last = done == passes - 1
@@ -205,8 +206,8 @@ def _replay_update_kernel(
                     folds=lacks + upto,
                     taken=upto,
                     skipped=tl.where(is_last, own, scheduled),
-                    silent=tl.where(is_snapshot, scheduled, tl.where(is_last, own - 1, 0)),
-                    reads=has_state,
+                    silent=tl.where(is_snapshot | (is_last & apart), scheduled, certain_before),
+                    reads=reads,
                 )
                 update_heads(
                     inputs, cache, p_read, p_write, out, row, share, key, clamp, strides, shape,
@@ -215,7 +216,6 @@ def _replay_update_kernel(
                 done += 1
                 if (is_last == 0) & (is_snapshot == 0):
                     p_read = p_write
-                    has_state = active
                     lacks = 0
                     tl.debug_barrier()  # other lanes read it
 

@@ -143,6 +143,9 @@ class Rows:
         spec.append(Case(tokens, draft, read=-1, snapshot=2, after=1))
         spec.append(Case(tokens, 0, min(1, most), snapshot=2, after=tokens))
         spec.append(Case(1, 0, most, offset=min(drafts, most)))
+        near = MAX_TOKENS - 3
+        if near <= most and tokens >= 4 and draft >= 2:  # the guesses are too much, not the others
+            spec.append(Case(4, 2, near))
         spec.append(Case(1, 0))
         slots = len(spec)
         table = torch.randperm(3 * slots, generator=generator).int() + 1

@@ -133,7 +133,13 @@ def test_replay_update(shape: Ssm) -> None:
         active = rows.active
         written = {int(rows.table[row.slot, row.write]) for row in active if row.writes}
         written |= {int(rows.table[row.slot, row.snapshot]) for row in active if row.snapshot >= 0}
-        once = {int(rows.table[row.slot, row.write]) for row in active if row.rounds_once}
+        once = {
+            int(rows.table[row.slot, column])
+            for row in active
+            if row.rounds_once
+            for column in (row.write, row.snapshot)
+            if column >= 0
+        }
         got = after[shape.skew :].view(rows.blocks, -1)[:, :size].unflatten(1, states.shape[1:])
         for block in written:
             want = states[block].float()
