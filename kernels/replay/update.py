@@ -159,11 +159,13 @@ def _replay_update_kernel(
             writes_B=writes_dt & (i_head % shape.HEADS_PER_GROUP == 0),
         )
         clamp = Clamp(low=dt_min, high=dt_max)
-        # Outputs of certain tokens before the last come from a state that is not written.
-        fits = before + scheduled <= POSITIONS
-        if (stores == 0) | ((own > 1) & fits):
+        # What is too much at once is folded in two passes: the pending tokens first.
+        apart = before + own > POSITIONS
+        # Outputs of certain tokens before the last come from a state that is not written. The
+        # others, perhaps more than there are positions, follow below.
+        if (stores == 0) | ((own > 1) & (apart == 0)):
             row = Row(
-                scheduled=scheduled,
+                scheduled=scheduled - tl.maximum(before + scheduled - POSITIONS, 0),
                 pending=before,
                 cursor=ring_start,
                 lacks=before,
@@ -179,12 +181,10 @@ def _replay_update_kernel(
             )  # fmt: skip
         if stores != 0:
             # First the snapshot, if there is one: the state is read from where it is written next.
-            # What is too much at once is folded in two passes: the pending tokens first.
-            apart = (before + own > POSITIONS) | ((own > 1) & (fits == 0))
             snapshot = tl.where(before + after > POSITIONS, 1, 0)
             snapshot = tl.where(kept >= 0, snapshot, -1)
             passes = 1 + apart.to(tl.int32) + tl.where(kept >= 0, 1, 0)
-            # Two passes: the first has all outputs, from a state that is not rounded yet.
+            # Of two passes the first has all outputs, from a state that is not rounded yet.
             certain_before = tl.where(apart, 0, own - 1)
             lacks = before
             done = 0
@@ -247,8 +247,8 @@ def replay_update(
     Inputs other than bfloat16 are multiplied in fp32, without matrix units.
 
     At most `POSITIONS` tokens are folded at once, and outputs are sums over as many. So a row that
-    does not write has no more tokens than that, pending and own. One that writes, has more, and
-    several of them certain, is folded in two passes; a state of 16 bits is rounded after each.
+    does not write has no more tokens than that, pending and own. One that writes, and has more that
+    are certain, is folded in two passes; a state of 16 bits is rounded after each.
 
     Raises:
         ValueError: as the reference, or a tensor is not contiguous or has another dtype.

@@ -101,8 +101,8 @@ class Case(NamedTuple):
 
     @property
     def rounds_once(self) -> bool:
-        """Rows with several certain tokens may be folded in two passes, see `replay_update`."""
-        return self.scheduled - self.draft == 1 or self.pending + self.scheduled <= MAX_TOKENS
+        """Not folded in two passes, see `replay_update`."""
+        return self.pending + self.scheduled - self.draft <= MAX_TOKENS
 
 
 class Rows:
