@@ -148,7 +148,7 @@ _MARK = "serving: "
 
 def _say(value: Row) -> None:
     # Engines print too, some of them to standard output.
-    print(_MARK + json.dumps(value, default=str), flush=True)
+    print(_MARK + json.dumps(value), flush=True)
 
 
 class Child:

@@ -3,18 +3,24 @@ and of what drafts get accepted."""
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
 from typing import Any
 
 from markdown import markdown
 from source import load, machine
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
+
+from capacity import memory_table
 
 LAYOUTS = ("columns", "replay")
 
 
 def request() -> str:
     """State of one request, by shape and dtype."""
-    result, lines = load("h200", "capacity"), []
-    for entry in result["memory"]:
+    lines = []
+    for entry in memory_table():
         parts = [entry[layout] for layout in LAYOUTS]
         lines.append(
             [
@@ -32,8 +38,7 @@ def request() -> str:
         "shape", "state", "block, tokens", "live state", "a snapshot", "guesses, `columns`",
         "records, `replay`", "sum, `columns`", "sum, `replay`", "ratio", "KV, KiB a token",
     ]  # fmt: skip
-    note = f"From the layouts of commit {result['environment']['commit']}; nothing is measured."
-    return markdown(header, lines) + "\n\n" + note
+    return markdown(header, lines) + "\n\nFrom the layouts; nothing is measured."
 
 
 def capacity() -> str:

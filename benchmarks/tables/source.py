@@ -21,9 +21,9 @@ def machine(result: dict[str, Any]) -> str:
 
 
 def environment(result: dict[str, Any]) -> str:
-    """Device, processor, versions and commit."""
+    """Device, processor, versions and commit, and what was changed on the device besides."""
     env = result["environment"]
     return (
         f"{env['device']}, {env['cpu']}, torch {env['torch']}, Triton {env['triton']}, "
-        f"NumPy {env['numpy']}, commit {env['commit']}."
+        f"NumPy {env['numpy']}, commit {env['commit']}{env.get('changed', '')}."
     )

@@ -46,8 +46,10 @@ def held_back(llm: Any, blocks: int) -> Iterator[None]:
     """Keep so many blocks of the cache, which nobody uses, out of the pool."""
     pool = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool
     held = pool.get_new_blocks(blocks)
-    yield
-    pool.free_blocks(held)
+    try:
+        yield
+    finally:
+        pool.free_blocks(held)
 
 
 def drive(

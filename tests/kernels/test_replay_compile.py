@@ -76,3 +76,19 @@ def test_update_compiles(
         assert "mma.sync" in text
         # Few registers go to local memory, bytes a thread: none that the loop over heads needs.
         assert spilled(code, tmp_path) <= 400
+
+
+@pytest.mark.parametrize(("dim", "state", "rounds"), [(80, 128, True), (60, 100, False)])
+def test_update_compiles_for_one_head(dim: int, state: int, rounds: bool) -> None:
+    """Sizes that tiles do not divide, and stochastic rounding."""
+    kernel = update._replay_update_kernel
+    if not isinstance(kernel, JITFunction):
+        pytest.skip("the interpreter is on")
+    shape = launch.update_shape(128, 8, dim, state, 19, 4, 2, 1)
+    types: dict[str, Any] = TYPES | {"strides": STRIDES, "states": "*fp16"}
+    types |= {"shape": shape._make(constant.value for constant in shape)}
+    types |= {"place": LAST_PLACE[torch.float16]} if rounds else {}
+    constants: dict[str, Any] = {"dot_type": tl.bfloat16}
+    constants |= {} if rounds else {"seed": None, "place": None}
+    options = {"num_warps": 1, "maxnreg": launch.registers(1, 4)}
+    assert compiled(kernel, constants, (), options, **types).asm["cubin"]

@@ -72,7 +72,7 @@ class ReplayLayers:
 
 
 MOST_COLUMNS = 128
-"""Columns of a head's state; with 256 the kernel compiles for minutes, and is not tuned."""
+"""Columns of a head's state; with 256 the kernel compiles, but has not been measured."""
 
 
 def unhandled(layers: list[Any]) -> str | None:
