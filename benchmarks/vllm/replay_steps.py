@@ -3,8 +3,10 @@
     python benchmarks/vllm/replay_steps.py --fit 400 --out steps.json -- --v2 --batch 1,16,64 ...
 
 The layout of the cache is fixed when an engine starts, so there are two, each in a process of its
-own, which take turns (ABBA) on one GPU. Both are started by a tool named run_nemotron.py, in the
-folder `--peer`; what follows `--` goes to that tool.
+own, which take turns (ABBA) on one GPU. Two of a model that fills more than half of the GPU's
+memory run one after another, the first once more in the end (`--alone`). They are started by a tool
+named run_nemotron.py, in the folder `--peer`; what follows `--` goes to that tool. The JSON is
+written after every batch.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ class Engine:
     """One engine in a process of its own."""
 
     def __init__(self, side: str, arguments: list[str], log: Path) -> None:
-        self.log = log.open("w")
+        self.side, self.log = side, log.open("w")
         self.process = subprocess.Popen(
             [sys.executable, __file__, "--serve", *arguments],
             env=os.environ | {SWITCH: SIDES[side]},
@@ -57,6 +59,11 @@ class Engine:
         self.process.stdin.write(json.dumps(what) + "\n")
         self.process.stdin.flush()
         return self.answer()
+
+    def close(self) -> None:
+        self.process.terminate()
+        self.process.wait()
+        self.log.close()
 
 
 def reply(**what: Any) -> None:
@@ -127,15 +134,12 @@ def fit(
 
 def compare(args: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
     """Start both engines, and have them take turns."""
-    arguments = ["--peer", str(args.peer), "--", *rest]
-    logs = args.out.parent if args.out else Path()
-    sides = {side: Engine(side, arguments, logs / f"engine-{side}.log") for side in SIDES}
+    sides = {side: start(side, args, rest) for side in SIDES}
     result: dict[str, Any] = {"options": rest, "batches": {}}
     result["engines"] = {side: engine.answer() for side, engine in sides.items()}
     print(json.dumps(result["engines"]), flush=True)
     end = time.perf_counter() + args.seconds
-    rounds = args.rounds if len(args.rounds) > 1 else args.rounds * len(args.batches)
-    for batch, most in zip(args.batches, rounds, strict=True):
+    for batch, most in rounds(args):
         runs: list[dict[str, Any]] = []
         for engine in sides.values():
             engine.ask(batch=batch, seed=10**6)
@@ -152,8 +156,49 @@ def compare(args: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
         result["fit"] = {side: engine.ask(fit=args.fit) for side, engine in sides.items()}
         print(f"fit: {result['fit']}", flush=True)
     for engine in sides.values():
-        engine.process.terminate()
+        engine.close()
     return result
+
+
+def alone(args: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
+    """One engine at a time, in the order ABBA: half of the rounds, all of them with vLLM's, the
+    other half. Neighbours are the runs of both with the same prompts."""
+    result: dict[str, Any] = {"options": rest, "engines": {}, "batches": {}}
+    engine: Engine | None = None
+    for side, half in (("replay", 0), ("vllm", 0), ("vllm", 1), ("replay", 1)):
+        if engine is None or engine.side != side:
+            if engine is not None:
+                engine.close()
+            engine = start(side, args, rest)
+            result["engines"].setdefault(side, engine.answer())
+            for batch in args.batches:
+                engine.ask(batch=batch, seed=10**6)
+        for batch, most in rounds(args):
+            found = result["batches"].setdefault(str(batch), {"runs": []})
+            for seed in range(half * most, (half + 1) * most):
+                found["runs"].append(
+                    {"side": side, "seed": seed, **engine.ask(batch=batch, seed=seed)}
+                )
+            both = {r["seed"] for r in found["runs"] if r["side"] != side}
+            paired = [run for run in found["runs"] if run["seed"] in both]
+            found |= summary(sorted(paired, key=lambda run: run["seed"]))
+            print(f"{side}, batch {batch}: {found['runs'][-1]}, {found['ratios']}", flush=True)
+            if args.out:
+                save("vllm_replay_steps", result, args.out)
+    if engine is not None:
+        engine.close()
+    return result
+
+
+def start(side: str, args: argparse.Namespace, rest: list[str]) -> Engine:
+    logs = args.out.parent if args.out else Path()
+    return Engine(side, ["--peer", str(args.peer), "--", *rest], logs / f"engine-{side}.log")
+
+
+def rounds(args: argparse.Namespace) -> list[tuple[int, int]]:
+    """Each batch, and its rounds."""
+    most = args.rounds if len(args.rounds) > 1 else args.rounds * len(args.batches)
+    return list(zip(args.batches, most, strict=True))
 
 
 def summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
@@ -183,6 +228,7 @@ def main() -> None:
     )
     parser.add_argument("--seconds", type=float, default=150, help="no new round after")
     parser.add_argument("--fit", type=int, default=0, help="requests sent at once, in the end")
+    parser.add_argument("--alone", action="store_true", help="one engine at a time")
     parser.add_argument("--serve", action="store_true", help="be one of the engines")
     parser.add_argument("--out", type=Path)
     place = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
@@ -190,7 +236,7 @@ def main() -> None:
     if args.serve:
         serve(args, rest)
         return
-    result = compare(args, rest)
+    result = alone(args, rest) if args.alone else compare(args, rest)
     if args.out:
         save("vllm_replay_steps", result, args.out)
 

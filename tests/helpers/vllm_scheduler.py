@@ -99,7 +99,8 @@ class Setting:
 
 
 def has_checkpoints() -> bool:
-    return "num_prefill_checkpoint_blocks" in MambaSpec.__dataclass_fields__
+    # 0.29 has them too, but counts them otherwise.
+    return "prefill_checkpoint_alignment" in MambaSpec.__dataclass_fields__
 
 
 def cache_config(setting: Setting) -> KVCacheConfig:
