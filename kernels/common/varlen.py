@@ -40,6 +40,44 @@ class StateRows(NamedTuple):
         return (self.slot >= 0) & (self.write_column >= 0)
 
 
+class Cuts(NamedTuple):
+    """Snapshots that rows without guesses leave on the way, at most one each; int32 `[rows]`.
+
+    A cut row leaves what two calls would that split it there.
+
+    Attributes:
+        after: tokens of the row that are in the snapshot, less than it has; 0 = it leaves none.
+        column: column that gets the snapshot, another one than `write_column`; not read
+            where `after` is 0.
+    """
+
+    after: Tensor
+    column: Tensor
+
+
+def split_rows(rows: StateRows, cuts: Cuts) -> tuple[StateRows, StateRows]:
+    """The same tokens as two calls, twice as many rows each: the parts before the cuts, which write
+    the snapshots, and those from there on, which read them."""
+    starts = torch.stack([rows.cu_seqlens[:-1], rows.cu_seqlens[:-1] + cuts.after], 1).flatten()
+    starts = torch.cat([starts, rows.cu_seqlens[-1:]])
+    is_cut, none = cuts.after > 0, torch.full_like(rows.slot, -1)
+
+    def part(second: bool, **changed: Tensor) -> StateRows:
+        fields = rows._asdict() | changed
+        for name in ("slot", "draft", "read_column", "read_offset", "write_column"):
+            pair = (none, fields[name]) if second else (fields[name], none)
+            fields[name] = torch.stack(pair, 1).flatten()
+        return StateRows(**(fields | {"cu_seqlens": starts}))
+
+    first = part(False, slot=torch.where(is_cut, rows.slot, -1), write_column=cuts.column)
+    second = part(
+        True,
+        read_column=torch.where(is_cut, cuts.column, rows.read_column),
+        read_offset=torch.where(is_cut, 0, rows.read_offset),
+    )
+    return first, second
+
+
 def row_tokens(
     cu_seqlens: Tensor, max_scheduled: int, tokens: int, active: Tensor
 ) -> tuple[Tensor, Tensor]:

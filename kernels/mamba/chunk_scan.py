@@ -23,15 +23,15 @@ from torch import Tensor
 
 from hybrid_runtime.kernels.common.backend import runs_triton
 from hybrid_runtime.kernels.common.types import operand_type
-from hybrid_runtime.kernels.common.varlen import StateRows
+from hybrid_runtime.kernels.common.varlen import Cuts, StateRows
 from hybrid_runtime.kernels.mamba.chunk_scan_kernels import (
     carry_kernel,
     outputs_kernel,
     steps_kernel,
 )
-from hybrid_runtime.kernels.mamba.conv1d_varlen import tile_bound
 from hybrid_runtime.kernels.mamba.naive import check_ssm_shapes, chunk_scan_reference
 from hybrid_runtime.kernels.mamba.strides import ChannelStrides, HeadStrides, StateStrides
+from hybrid_runtime.kernels.mamba.tiles import tile_bound
 
 
 class ScanTiling(NamedTuple):
@@ -125,6 +125,7 @@ def chunk_scan(
     chunk_size: int,
     dt_min: float = 0.0,
     dt_max: float = math.inf,
+    cuts: Cuts | None = None,
     tiling: ScanTiling | None = None,
 ) -> Tensor:
     """`chunk_scan_reference` by three launches where Triton runs.
@@ -157,6 +158,7 @@ def chunk_scan(
             chunk_size,
             dt_min,
             dt_max,
+            cuts,
         )
     tokens, heads, dim = x.shape
     heads_per_group = check_ssm_shapes(x, B, states)
@@ -169,13 +171,14 @@ def chunk_scan(
     product = torch.promote_types(x.dtype, torch.promote_types(B.dtype, C.dtype))
     tiling = tiling or scan_tiling(dim, B.shape[2], product)
     shape = scan_shape(heads, heads_per_group, dim, B.shape[2], tiling.chunk, product)
-    num_chunks = tile_bound(tokens, num_rows, tiling.chunk)
+    parts = num_rows if cuts is None else 2 * num_rows
+    num_chunks = tile_bound(tokens, parts, tiling.chunk)
     exact = product == torch.float32
     sums = torch.empty((3 if exact else 2, heads, num_chunks, tiling.chunk), device=x.device)
     carried = torch.empty((num_chunks, *states.shape[1:]), dtype=product, device=x.device)
-    _sum_chunks(dt, A_log, dt_bias, dt_min, dt_max, rows, out, sums, shape)
-    _carry_states(x, B, states, rows, max_scheduled, sums, carried, shape, tiling)
-    _compute_outputs(x, B, C, D, rows, sums, carried, out, shape, tiling)
+    _sum_chunks(dt, A_log, dt_bias, dt_min, dt_max, rows, cuts, out, sums, shape)
+    _carry_states(x, B, states, rows, max_scheduled, cuts, sums, carried, shape, tiling)
+    _compute_outputs(x, B, C, D, rows, cuts, sums, carried, out, shape, tiling)
     return out
 
 
@@ -190,6 +193,7 @@ def _sum_chunks(
     dt_min: float,
     dt_max: float,
     rows: StateRows,
+    cuts: Cuts | None,
     out: Tensor,
     sums: Tensor,
     shape: ScanShape,
@@ -205,6 +209,7 @@ def _sum_chunks(
         slot=rows.slot,
         cu_seqlens=rows.cu_seqlens,
         write_column=rows.write_column,
+        cut=None if cuts is None else cuts.after,
         out=out,
         steps=steps,
         totals=totals,
@@ -226,12 +231,14 @@ def _carry_states(
     states: Tensor,
     rows: StateRows,
     max_scheduled: int,
+    cuts: Cuts | None,
     sums: Tensor,
     carried: Tensor,
     shape: ScanShape,
     tiling: ScanTiling,
 ) -> None:
-    """Store the state at the start of every chunk in `carried`, and each row's last in `states`."""
+    """Store the state at the start of every chunk in `carried`, and in `states` each row's last and
+    that at its cut."""
     steps, totals, rests = sums[0], sums[1], sums[-1]
     heads, state = carried.shape[1], carried.shape[3]
     tile = min(tiling.tile, max(triton.next_power_of_2(state), 16))
@@ -249,6 +256,8 @@ def _carry_states(
         read_column=rows.read_column,
         read_offset=rows.read_offset,
         write_column=rows.write_column,
+        cut=None if cuts is None else cuts.after,
+        cut_column=None if cuts is None else cuts.column,
         chunks=sums.shape[2],
         x_stride=HeadStrides(*x.stride()),
         B_stride=HeadStrides(*B.stride()),
@@ -269,6 +278,7 @@ def _compute_outputs(
     C: Tensor,
     D: Tensor,
     rows: StateRows,
+    cuts: Cuts | None,
     sums: Tensor,
     carried: Tensor,
     out: Tensor,
@@ -292,6 +302,7 @@ def _compute_outputs(
         slot=rows.slot,
         cu_seqlens=rows.cu_seqlens,
         write_column=rows.write_column,
+        cut=None if cuts is None else cuts.after,
         out=out,
         rows=rows.slot.shape[0],
         x_stride=HeadStrides(*x.stride()),

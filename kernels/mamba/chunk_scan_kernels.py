@@ -7,13 +7,28 @@ import triton.language as tl
 
 from hybrid_runtime.kernels.common.math import softplus
 from hybrid_runtime.kernels.common.zero_fill import zero_tokens
-from hybrid_runtime.kernels.mamba.conv1d_varlen import first_tile, row_of_tile
+from hybrid_runtime.kernels.mamba.tiles import first_tile, part_of_tile, part_start
+
+
+@triton.jit
+def tokens_of_chunk(cu_seqlens, cut, rows, chunk, CHUNK: tl.constexpr):
+    """A chunk's row, -1 if it has none, its first token, and how many tokens of the row's part
+    there are from there on (none if that is not positive)."""
+    part, number = part_of_tile(cu_seqlens, cut, rows, chunk, CHUNK)
+    here = part >= 0
+    start = part_start(cu_seqlens, cut, part, here) + number * CHUNK
+    left = part_start(cu_seqlens, cut, part + 1, here) - start
+    if cut is not None:
+        part = tl.where(here, part // 2, -1)
+    return part, start, left
 
 
 @triton.jit(
     do_not_specialize=["tokens", "rows"],
-    do_not_specialize_on_alignment=["dt", "A_log", "dt_bias", "slot", "cu_seqlens", "write_column"],
-)
+    do_not_specialize_on_alignment=[
+        "dt", "A_log", "dt_bias", "slot", "cu_seqlens", "write_column", "cut",
+    ],
+)  # fmt: skip
 def steps_kernel(
     dt,
     A_log,
@@ -21,6 +36,7 @@ def steps_kernel(
     slot,
     cu_seqlens,
     write_column,
+    cut,
     out,
     steps,
     totals,
@@ -35,7 +51,8 @@ def steps_kernel(
 ):
     """Per head and chunk: time steps, and log2 of the decay from the chunk's start to each token.
 
-    Behind a row's end the step is 0, so the chunk's last total is that of its last token.
+    Behind the end of a row's part the step is 0, so the chunk's last total is that of its last
+    token.
     """
     HEADS: tl.constexpr = shape.HEADS
     DIM: tl.constexpr = shape.DIM
@@ -55,15 +72,13 @@ def steps_kernel(
     behind = tl.load(cu_seqlens + rows) + chunk
     zero_tokens(given, real, behind, tokens, tl.num_programs(1), size)
 
-    row, number = row_of_tile(cu_seqlens, rows, chunk, CHUNK)
+    row, start, left = tokens_of_chunk(cu_seqlens, cut, rows, chunk, CHUNK)
     if row < 0:
         return
-    start = tl.load(cu_seqlens + row)
-    left = tl.load(cu_seqlens + row + 1) - start - number * CHUNK
     if (left <= 0) | (tl.load(slot + row) < 0) | (tl.load(write_column + row) < 0):
         return
     t = tl.arange(0, CHUNK)
-    at = (start + number * CHUNK + t).to(tl.int64) * dt_stride.token
+    at = (start + t).to(tl.int64) * dt_stride.token
     live = (t < left)[:, None] & is_head[None, :]
     p_dt = dt + at[:, None] + head[None, :] * dt_stride.channel
     raw = tl.load(p_dt, mask=live, other=0.0).to(tl.float32)
@@ -83,10 +98,71 @@ def steps_kernel(
         tl.store(rests + to, (total - high.to(tl.float64)).to(tl.float32), mask=is_head[None, :])
 
 
+@triton.jit
+def carry(
+    h,
+    start,
+    tokens,
+    first,
+    given_x,
+    given_B,
+    steps,
+    totals,
+    rests,
+    kept,
+    line,
+    n,
+    x_stride,
+    B_stride,
+    dot_type: tl.constexpr,
+    shape,
+    TRIPS: tl.constexpr,
+):
+    """One tile of a head's state, `h`, through `tokens` tokens from `start` on, in chunks from
+    `first` on; the state at the start of each chunk goes to `kept`.
+
+    given_x, given_B, kept: addresses for token 0 or chunk 0. line: chunks before the head's own in
+    `steps` and its like. n: columns of the tile.
+    """
+    HEADS: tl.constexpr = shape.HEADS
+    DIM: tl.constexpr = shape.DIM
+    STATE: tl.constexpr = shape.STATE
+    CHUNK: tl.constexpr = shape.CHUNK
+    EXACT: tl.constexpr = shape.EXACT
+    p = tl.arange(0, shape.BLOCK_P)
+    t = tl.arange(0, CHUNK)
+    real = (p < DIM)[:, None] & (n < STATE)[None, :]
+    first = first.to(tl.int64)
+    sums = (line + first) * CHUNK
+    kept += first * (HEADS * DIM * STATE)
+    # Triton 3.6's interpreter has no loops of run-time length; there TRIPS bounds them.
+    for trip in range(TRIPS if TRIPS > 0 else tl.cdiv(tokens, CHUNK)):
+        here = trip * CHUNK < tokens
+        live = trip * CHUNK + t < tokens
+        token = (start + trip * CHUNK + t).to(tl.int64)
+        mask = (p < DIM)[:, None] & live[None, :]
+        xs = tl.load(given_x + token[None, :] * x_stride.token, mask=mask, other=0.0)
+        mask = live[:, None] & (n < STATE)[None, :]
+        Bs = tl.load(given_B + token[:, None] * B_stride.token, mask=mask, other=0.0)
+        at = sums + trip * CHUNK
+        step = tl.load(steps + at + t, mask=here, other=0.0)
+        whole = tl.load(totals + at + (CHUNK - 1), mask=here, other=0.0)
+        left = whole - tl.load(totals + at + t, mask=here, other=0.0)
+        if EXACT:
+            left += tl.load(rests + at + (CHUNK - 1), mask=here, other=0.0)
+            left -= tl.load(rests + at + t, mask=here, other=0.0)
+        to = kept + tl.cast(trip, tl.int64) * (HEADS * DIM * STATE)
+        tl.store(to, h.to(kept.dtype.element_ty), mask=real & here)
+        xs = (xs.to(tl.float32) * (step * tl.exp2(left))[None, :]).to(dot_type)
+        h = tl.dot(xs, Bs.to(dot_type), h * tl.exp2(whole), input_precision="ieee")
+    return h
+
+
 @triton.jit(
     do_not_specialize=["chunks"],
     do_not_specialize_on_alignment=[
-        "block_table", "slot", "cu_seqlens", "read_column", "read_offset", "write_column",
+        "block_table", "slot", "cu_seqlens", "read_column", "read_offset", "write_column", "cut",
+        "cut_column",
     ],
 )  # fmt: skip
 def carry_kernel(
@@ -103,6 +179,8 @@ def carry_kernel(
     read_column,
     read_offset,
     write_column,
+    cut,
+    cut_column,
     chunks,
     x_stride,
     B_stride,
@@ -114,13 +192,11 @@ def carry_kernel(
     TILE: tl.constexpr,
 ):
     """One tile of one head's state through a whole row."""
-    HEADS: tl.constexpr = shape.HEADS
     HEADS_PER_GROUP: tl.constexpr = shape.HEADS_PER_GROUP
     DIM: tl.constexpr = shape.DIM
     STATE: tl.constexpr = shape.STATE
     CHUNK: tl.constexpr = shape.CHUNK
     BLOCK_P: tl.constexpr = shape.BLOCK_P
-    EXACT: tl.constexpr = shape.EXACT
     tiles: tl.constexpr = (STATE + TILE - 1) // TILE
     head = tl.program_id(0) // tiles
     row = tl.program_id(1)
@@ -133,7 +209,6 @@ def carry_kernel(
         return
     p = tl.arange(0, BLOCK_P)
     n = tl.program_id(0) % tiles * TILE + tl.arange(0, TILE)
-    t = tl.arange(0, CHUNK)
     real = (p < DIM)[:, None] & (n < STATE)[None, :]
     wide = head.to(tl.int64)
     table = block_table + row_slot.to(tl.int64) * table_stride
@@ -145,31 +220,31 @@ def carry_kernel(
     old = states + block * state_stride.block + element
     h = tl.load(old, mask=real & (source >= 0), other=0.0).to(tl.float32)
 
-    first = first_tile(start, row, CHUNK).to(tl.int64)
-    sums = (wide * chunks + first) * CHUNK
     given_x = x + wide * x_stride.head + p[:, None] * x_stride.dim
     given_B = B + (head // HEADS_PER_GROUP).to(tl.int64) * B_stride.head + n[None, :] * B_stride.dim
-    kept = carried + (first * HEADS + wide) * (DIM * STATE) + p[:, None] * STATE + n[None, :]
-    # Triton 3.6's interpreter has no loops of run-time length; there TRIPS bounds them.
-    for trip in range(TRIPS if TRIPS > 0 else tl.cdiv(scheduled, CHUNK)):
-        here = trip * CHUNK < scheduled
-        live = trip * CHUNK + t < scheduled
-        token = (start + trip * CHUNK + t).to(tl.int64)
-        mask = (p < DIM)[:, None] & live[None, :]
-        xs = tl.load(given_x + token[None, :] * x_stride.token, mask=mask, other=0.0)
-        mask = live[:, None] & (n < STATE)[None, :]
-        Bs = tl.load(given_B + token[:, None] * B_stride.token, mask=mask, other=0.0)
-        at = sums + trip * CHUNK
-        step = tl.load(steps + at + t, mask=here, other=0.0)
-        whole = tl.load(totals + at + (CHUNK - 1), mask=here, other=0.0)
-        left = whole - tl.load(totals + at + t, mask=here, other=0.0)
-        if EXACT:
-            left += tl.load(rests + at + (CHUNK - 1), mask=here, other=0.0)
-            left -= tl.load(rests + at + t, mask=here, other=0.0)
-        to = kept + tl.cast(trip, tl.int64) * (HEADS * DIM * STATE)
-        tl.store(to, h.to(carried.dtype.element_ty), mask=real & here)
-        xs = (xs.to(tl.float32) * (step * tl.exp2(left))[None, :]).to(dot_type)
-        h = tl.dot(xs, Bs.to(dot_type), h * tl.exp2(whole), input_precision="ieee")
+    kept = carried + wide * (DIM * STATE) + p[:, None] * STATE + n[None, :]
+    number = row
+    if cut is not None:
+        before = tl.load(cut + row)
+        h = carry(
+            h, start, before, first_tile(start, 2 * row, CHUNK), given_x, given_B, steps, totals,
+            rests, kept, wide * chunks, n, x_stride, B_stride, dot_type, shape, TRIPS,
+        )  # fmt: skip
+        # What goes on is what a later call would read.
+        snapshot = h.to(states.dtype.element_ty)
+        h = tl.where(before > 0, snapshot.to(tl.float32), h)
+        tl.debug_barrier()  # as below: the snapshot's block may be the one that was read
+        column = tl.load(cut_column + row)
+        to = tl.load(table + column, mask=before > 0, other=0).to(tl.int64)
+        stored = states + to * state_stride.block + element
+        tl.store(stored, snapshot, mask=real & (before > 0))
+        start += before
+        scheduled -= before
+        number = 2 * row + 1
+    h = carry(
+        h, start, scheduled, first_tile(start, number, CHUNK), given_x, given_B, steps, totals,
+        rests, kept, wide * chunks, n, x_stride, B_stride, dot_type, shape, TRIPS,
+    )  # fmt: skip
 
     # A row's read and write column may be the same block: each element is read and written by this
     # program alone, and what is stored depends on what was loaded. The barrier covers layouts in
@@ -181,7 +256,7 @@ def carry_kernel(
 
 @triton.jit(
     do_not_specialize=["rows"],
-    do_not_specialize_on_alignment=["D", "slot", "cu_seqlens", "write_column"],
+    do_not_specialize_on_alignment=["D", "slot", "cu_seqlens", "write_column", "cut"],
 )
 def outputs_kernel(
     x,
@@ -195,6 +270,7 @@ def outputs_kernel(
     slot,
     cu_seqlens,
     write_column,
+    cut,
     out,
     rows,
     x_stride,
@@ -222,11 +298,9 @@ def outputs_kernel(
     part = tl.program_id(0) % parts
     head = tl.program_id(0) // parts * EACH
     chunk = tl.program_id(1)
-    row, number = row_of_tile(cu_seqlens, rows, chunk, CHUNK)
+    row, start, left = tokens_of_chunk(cu_seqlens, cut, rows, chunk, CHUNK)
     if row < 0:
         return
-    start = tl.load(cu_seqlens + row) + number * CHUNK
-    left = tl.load(cu_seqlens + row + 1) - start  # tokens of the row from here on
     if part * TOKENS >= left:
         return
     m = part * TOKENS + tl.arange(0, TOKENS)

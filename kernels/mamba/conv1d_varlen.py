@@ -19,49 +19,18 @@ from torch import Tensor
 
 from hybrid_runtime.kernels.common.backend import runs_triton
 from hybrid_runtime.kernels.common.math import silu
-from hybrid_runtime.kernels.common.varlen import StateRows
+from hybrid_runtime.kernels.common.varlen import Cuts, StateRows
 from hybrid_runtime.kernels.common.zero_fill import zero_tokens
 from hybrid_runtime.kernels.mamba.naive import check_conv_shapes, conv1d_reference
 from hybrid_runtime.kernels.mamba.strides import ChannelStrides, WindowStrides
-
-
-@triton.jit
-def first_tile(start, row, SIZE: tl.constexpr):
-    """Where the tiles of a row begin, when rows are cut into tiles of SIZE tokens.
-
-    With floor(a) + ceil(b) <= floor(a + b) + 1 the tiles of a row end before the next row's begin,
-    and all of them lie below `tile_bound`: no row has to know the lengths of those before it.
-    """
-    return start // SIZE + row
-
-
-@triton.jit
-def row_of_tile(cu_seqlens, rows, tile, SIZE: tl.constexpr):
-    """The row that owns a tile, and the tile's number in it (which the row may not reach); -1 for
-    the row when no row begins that early."""
-    lane = tl.arange(0, 128)
-    base = rows * 0
-    found = rows * 0
-    while base < rows:
-        row = base + lane
-        start = tl.load(cu_seqlens + row, mask=row < rows, other=0)
-        begun = (first_tile(start, row, SIZE) <= tile) & (row < rows)
-        found += tl.sum(begun.to(tl.int32), axis=0)
-        base += 128
-    row = found - 1
-    start = tl.load(cu_seqlens + row, mask=row >= 0, other=0)
-    return row, tile - first_tile(start, row, SIZE)
-
-
-def tile_bound(tokens: int, rows: int, size: int) -> int:
-    """Tiles of `size` tokens that rows of so many tokens in all can have."""
-    return tokens // size + rows
+from hybrid_runtime.kernels.mamba.tiles import part_of_tile, tile_bound
 
 
 @triton.jit(
     do_not_specialize=["tokens", "rows"],
     do_not_specialize_on_alignment=[
         "block_table", "slot", "cu_seqlens", "draft", "read_column", "read_offset", "write_column",
+        "cut", "cut_column",
     ],
 )  # fmt: skip
 def _conv1d_varlen_kernel(
@@ -76,6 +45,8 @@ def _conv1d_varlen_kernel(
     read_column,
     read_offset,
     write_column,
+    cut,
+    cut_column,
     out,
     tokens,
     rows,
@@ -104,7 +75,7 @@ def _conv1d_varlen_kernel(
     behind = tl.load(cu_seqlens + rows) + item
     zero_tokens(given, inside, behind, tokens, tl.num_programs(1), CHANNELS)
 
-    row, number = row_of_tile(cu_seqlens, rows, item, TOKENS)
+    row, number = part_of_tile(cu_seqlens, None, rows, item, TOKENS)
     if row < 0:
         return
     start = tl.load(cu_seqlens + row)
@@ -170,6 +141,18 @@ def _conv1d_varlen_kernel(
             own = (index >= history) & (index < history + scheduled)
             fresh = tl.load(own_at, mask=inside & own, other=0.0).to(windows.dtype.element_ty)
             values += (tl.where(index < history, kept, fresh),)
+        snapshot = ()
+        if cut is not None:
+            to_cut = tl.load(cut + row)
+            cuts = inside & (to_cut > 0)
+            for position in tl.static_range(history):
+                index = to_cut + position
+                kept_at = old + index.to(tl.int64) * window_stride.position
+                kept = tl.load(kept_at, mask=cuts & reads & (index < history), other=0.0)
+                own_at = given_x + (start + index - history).to(tl.int64) * x_stride.token
+                fresh = tl.load(own_at, mask=cuts & (index >= history), other=0.0)
+                fresh = fresh.to(windows.dtype.element_ty)
+                snapshot += (tl.where(index < history, kept, fresh),)
         tl.debug_barrier()
         to = tl.load(table + target).to(tl.int64)
         rolled = windows + to * window_stride.block + across
@@ -178,6 +161,12 @@ def _conv1d_varlen_kernel(
             tl.store(
                 rolled + position * window_stride.position, values[position], mask=inside & known
             )
+        if cut is not None:
+            column = tl.load(cut_column + row)
+            to = tl.load(table + column, mask=to_cut > 0, other=0).to(tl.int64)
+            stored = windows + to * window_stride.block + across
+            for position in tl.static_range(history):
+                tl.store(stored + position * window_stride.position, snapshot[position], mask=cuts)
 
 
 class ConvTiling(NamedTuple):
@@ -195,6 +184,7 @@ def conv1d_varlen(
     windows: Tensor,
     rows: StateRows,
     max_scheduled: int,
+    cuts: Cuts | None = None,
     tiling: ConvTiling | None = None,
 ) -> Tensor:
     """`conv1d_reference` for rows of any length, by one launch where Triton runs.
@@ -216,6 +206,7 @@ def conv1d_varlen(
             windows,
             rows,
             max_scheduled,
+            cuts,
         )
     tokens = x.shape[0]
     channels, taps = weight.shape
@@ -233,6 +224,8 @@ def conv1d_varlen(
         bias=bias,
         windows=windows,
         **rows._asdict(),
+        cut=None if cuts is None else cuts.after,
+        cut_column=None if cuts is None else cuts.column,
         out=out,
         tokens=tokens,
         rows=num_rows,

@@ -13,11 +13,13 @@ from einops import einsum, rearrange, repeat
 from torch import Tensor
 
 from hybrid_runtime.kernels.common.varlen import (
+    Cuts,
     StateRows,
     gather_rows,
     physical_blocks,
     row_tokens,
     scatter_rows,
+    split_rows,
 )
 
 
@@ -28,6 +30,7 @@ def conv1d_reference(
     windows: Tensor,
     rows: StateRows,
     max_scheduled: int,
+    cuts: Cuts | None = None,
 ) -> Tensor:
     """Convolve the tokens of every row with the inputs before them, apply silu, keep the window.
 
@@ -46,6 +49,7 @@ def conv1d_reference(
             number of drafts.
         rows: the rows, with read offsets in positions.
         max_scheduled: upper bound of tokens per row.
+        cuts: the ``W - 1`` inputs before each cut also go to its column; None: there are none.
 
     Returns:
         [tokens, C] in x's dtype, 0 for padded rows and tokens that belong to no row. Sums are
@@ -72,25 +76,39 @@ def conv1d_reference(
         y += inputs[:, tap : tap + index.shape[1]] * scale
     if bias is not None:
         y += bias.to(acc)
-    _keep_windows(windows, inputs, rows, history)
+    scheduled = rows.cu_seqlens.diff()
+    runs = rows.active & (scheduled > 0)
+    _keep_windows(
+        windows, inputs, rows, runs, scheduled - rows.draft, rows.draft + history, rows.write_column
+    )
+    if cuts is not None:
+        length = torch.full_like(rows.draft, history)
+        _keep_windows(
+            windows, inputs, rows, runs & (cuts.after > 0), cuts.after, length, cuts.column
+        )
     return scatter_rows(F.silu(y).to(x.dtype), index, valid, x.shape[0])
 
 
-def _keep_windows(windows: Tensor, inputs: Tensor, rows: StateRows, history: int) -> None:
-    """Store the last `history + draft` inputs of each row that has tokens.
+def _keep_windows(
+    windows: Tensor,
+    inputs: Tensor,
+    rows: StateRows,
+    kept: Tensor,
+    start: Tensor,
+    length: Tensor,
+    column: Tensor,
+) -> None:
+    """Store `length` inputs from `start` on in `column` of each row that is `kept`, `[rows]` each.
 
     `inputs` is [rows, history + max_scheduled, C]: the inputs before a row's tokens, then its own.
     """
     if not inputs.shape[1]:
         return
-    scheduled, draft = rows.cu_seqlens.diff().long(), rows.draft.long()
     position = torch.arange(windows.shape[1], device=windows.device)
-    kept = (rows.active & (scheduled > 0))[:, None] & (position < history + draft[:, None])
-    source = (scheduled - draft)[:, None] + position
-    source = source.clamp(min=0, max=inputs.shape[1] - 1)
+    source = (start.long()[:, None] + position).clamp(min=0, max=inputs.shape[1] - 1)
     values = inputs.gather(1, repeat(source, "r p -> r p c", c=inputs.shape[2]))
-    target = physical_blocks(rows.block_table, rows.slot, rows.write_column, rows.active)
-    row, at = kept.nonzero(as_tuple=True)
+    target = physical_blocks(rows.block_table, rows.slot, column, kept)
+    row, at = (kept[:, None] & (position < length[:, None])).nonzero(as_tuple=True)
     windows[target[row], at] = values[row, at].to(windows.dtype)
 
 
@@ -180,6 +198,7 @@ def chunk_scan_reference(
     chunk_size: int,
     dt_min: float = 0.0,
     dt_max: float = math.inf,
+    cuts: Cuts | None = None,
 ) -> Tensor:
     """What `selective_state_update_reference` computes, by matrix products, for prefill rows.
 
@@ -190,6 +209,8 @@ def chunk_scan_reference(
     Args:
         chunk_size: tokens per matrix product; any positive number gives the same result up to
             rounding. All other arguments as in `selective_state_update_reference`.
+        cuts: states that are stored inside rows, and go on as they were stored; None: there are
+            none.
 
     Returns:
         [tokens, H, P] in x's dtype; 0 for padded rows.
@@ -197,6 +218,13 @@ def chunk_scan_reference(
     Raises:
         ValueError: as in `selective_state_update_reference`, or chunk_size is not positive.
     """
+    if cuts is not None:
+        given = x, dt, A_log, B, C, D, dt_bias, states
+        before, behind = (
+            chunk_scan_reference(*given, part, max_scheduled, chunk_size, dt_min, dt_max)
+            for part in split_rows(rows, cuts)
+        )
+        return before + behind
     heads_per_group = check_ssm_shapes(x, B, states)
     if chunk_size <= 0:
         raise ValueError(f"chunk_size is {chunk_size}, must be positive")

@@ -75,6 +75,7 @@ MAMBA_STRIDES = {
     "_conv1d_update_kernel": CONV_STRIDES, "_selective_state_update_kernel": SSM_STRIDES,
 }  # fmt: skip
 POOL: dict[str, Any] = {"FIELDS": 6, "SIZE": 4096, "TOKENS": 32, "TILE": 128}
+NO_CUTS = {"cut": None, "cut_column": None}
 NO_SNAPSHOT = {"snapshot_column": None, "snapshot_after": None}
 KERNELS = [
     (advance_columns._advance_kernel, ADVANCE),
@@ -212,8 +213,9 @@ def test_attention_and_norms_move_16_bytes_at_once(
 # Heads of Nemotron-H-8B, Nemotron-Nano-9B-v2 and Falcon-H1.
 @pytest.mark.parametrize(("dim", "state"), [(64, 128), (80, 128), (64, 256)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("cuts", [NO_CUTS, {}], ids=["whole", "cut"])
 def test_chunk_scan_fits_into_registers(
-    dim: int, state: int, dtype: torch.dtype, tmp_path: Path
+    dim: int, state: int, dtype: torch.dtype, cuts: dict[str, Any], tmp_path: Path
 ) -> None:
     if not isinstance(chunk_scan_kernels.carry_kernel, JITFunction):
         pytest.skip("the interpreter is on")
@@ -222,7 +224,7 @@ def test_chunk_scan_fits_into_registers(
     padded = triton.next_power_of_2(state)
     everything: dict[str, Any] = {
         "dot_type": tl.bfloat16 if half else tl.float32, "TRIPS": 0, "TOKENS": shape.tokens,
-        "EACH": shape.each, "BLOCK_N": padded, "PIECE": min(shape.piece, padded),
+        "EACH": shape.each, "BLOCK_N": padded, "PIECE": min(shape.piece, padded), **cuts,
     }  # fmt: skip
     types: dict[str, Any] = dict.fromkeys(("x", "B", "C", "dt", "out", "carried"), type_)
     types |= dict.fromkeys(("steps", "totals", "rests"), "*fp32") | {"rows": "i32"}
@@ -244,7 +246,9 @@ def test_chunk_scan_fits_into_registers(
             assert ("wgmma.mma_async" in code.asm["ptx"]) == half
 
 
-@pytest.mark.parametrize("changed", [{}, {"bias": None, "TAPS": 2, "LENGTH": 1}, {"CHANNELS": 10}])
+@pytest.mark.parametrize(
+    "changed", [{}, NO_CUTS, {"bias": None, "TAPS": 2, "LENGTH": 1}, {"CHANNELS": 10}]
+)
 def test_long_convolution_moves_8_bytes_at_once(changed: dict[str, Any], tmp_path: Path) -> None:
     kernel = conv1d_varlen._conv1d_varlen_kernel
     if not isinstance(kernel, JITFunction):
