@@ -193,10 +193,24 @@ def columns_held(
     return np.where(held_min >= 0, np.minimum(held_min, below), below), column_max + draft
 
 
-def lost_boundaries(computed: Ints, certain: Ints, retention: RetentionRule) -> Ints:
+def prompt_cut(
+    computed: Ints, certain: Ints, draft: Ints, block_size: int, retention: RetentionRule
+) -> Ints:
+    """The boundary strictly inside a row without guesses at which it leaves a snapshot, if the
+    runner's kernels can do that: the last one there, if it is retained; 0: there is none."""
+    inside = blocks_below(np.maximum(certain - 1, 0), block_size) * block_size
+    return np.where((draft == 0) & (inside > computed) & retention.keeps(inside), inside, 0)
+
+
+def lost_boundaries(
+    computed: Ints, certain: Ints, retention: RetentionRule, cut: Ints | int
+) -> Ints:
     """The last retained boundary that a row passes on its way from `computed` to `certain` tokens
-    without ending on one, so that no snapshot of it can exist; 0: there is none."""
-    last = last_retained(certain, retention)
+    without ending on one, so that no snapshot of it can exist; 0: there is none.
+
+    cut: `prompt_cut`, for the one that the row leaves a snapshot of; 0: it leaves none.
+    """
+    last = last_retained(np.where(np.greater(cut, 0), cut - 1, certain), retention)
     return np.where((last > computed) & (last < certain), last, 0)
 
 

@@ -29,6 +29,7 @@ def check_options(
     num_speculative_tokens: int,
     strategy: str,
     in_place: bool,
+    prompt_cuts: bool,
     steps_in_flight: int,
     readback: bool,
 ) -> None:
@@ -48,6 +49,11 @@ def check_options(
         raise ValueError(
             "in_place is True; it must be False in the replay layout, whose kernels read and write "
             "separate columns"
+        )
+    if in_place and prompt_cuts:
+        raise ValueError(
+            "prompt_cuts is True with in_place=True; it must be False for kernels that write one "
+            "column"
         )
     if not 0 <= steps_in_flight <= 8:
         raise ValueError(f"steps_in_flight is {steps_in_flight}; it must be in 0..8")

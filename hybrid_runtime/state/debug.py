@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hybrid_runtime.device.sync import allowed
-from hybrid_runtime.state.align import RetentionRule, lost_boundaries
+from hybrid_runtime.state.align import RetentionRule, lost_boundaries, prompt_cut
 from hybrid_runtime.state.layouts.base import LayoutPolicy
 from hybrid_runtime.state.rows import StepRows
 from hybrid_runtime.state.slot_table import SlotTable
@@ -66,7 +66,9 @@ def check_step(
         reads, writes = policy.touched(rows, exact, outputs)
         lacks, least, most = policy.lacking(rows, queued, outputs)
     rule = RetentionRule(*slot_table.rules(rows.slot).T)
-    lost = lost_boundaries(exact, exact + rows.scheduled - rows.draft, rule)
+    end, block = exact + rows.certain, slot_table.block_size
+    cut = prompt_cut(exact, end, rows.draft, block, rule) if policy.cuts else 0
+    lost = lost_boundaries(exact, end, rule, cut)
     for i in np.flatnonzero(writes[:, 0] >= 0):  # the others do not run
         slot, low, high = int(rows.slot[i]), rows.computed_min[i], rows.computed_max[i]
         request = f"slot {slot}, generation {slot_table.generation[slot]}, step {number}"
@@ -89,9 +91,9 @@ def check_step(
                         f"({request}), which {verb} that column; it must be a block"
                     )
         if lost[i]:
-            certain = exact[i] + rows.scheduled[i] - rows.draft[i]
             raise ValueError(
                 f"rows.scheduled[{i}] is {rows.scheduled[i]} ({request}), which passes the "
-                f"retained boundary {lost[i]} and ends on {certain}; it must end on {lost[i]}, or "
-                "there is no snapshot to hit"
+                f"retained boundary {lost[i]} and ends on {end[i]}; it must end on {lost[i]}"
+                f"{' or at most a block behind it' if policy.cuts else ''}, or there is no "
+                "snapshot to hit"
             )

@@ -7,6 +7,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hybrid_runtime.device.transfer import Readback
+from hybrid_runtime.state.align import Bools, Ints
 from hybrid_runtime.state.checks import check_resolved
 from hybrid_runtime.state.layouts.base import LayoutPolicy
 from hybrid_runtime.state.slot_table import SlotTable
@@ -151,7 +152,7 @@ class InFlightSteps:
             )
         computed = np.where(current, slot_table.computed[rows.slot], 0).astype(np.int64)
         certain = computed + rows.scheduled - rows.draft
-        boundary, complete, copied = self._policy.outcome(
+        boundary, complete, copied, cut = self._policy.outcome(
             step, computed, certain, accepted, current
         )
         final = certain + np.maximum(accepted, 1) - 1
@@ -159,15 +160,11 @@ class InFlightSteps:
         complete = complete & current
         step.copied = np.flatnonzero(copied & current)
         self.rows_copied += len(step.copied)
-        step.published = [
-            Snapshot(
-                int(rows.slot[i]),
-                int(step.generation[i]),
-                int(boundary[i]),
-                int(boundary[i]) // self._block_size - 1,
-            )
-            for i in np.flatnonzero(complete)
-        ]
+        step.published = self._snapshots(step, boundary, complete)
+        if cut is not None:
+            cuts = current & (cut > 0)
+            step.published = self._snapshots(step, cut, cuts) + step.published
+            slot_table.stored[rows.slot[cuts]] = cut[cuts]
         slot_table.computed[rows.slot[current]] = final[current]
         slot_table.stored[rows.slot[complete]] = boundary[complete]
         self._open.pop(0)
@@ -175,6 +172,19 @@ class InFlightSteps:
         step.accepted = accepted
         for slot in rows.slot[dead]:
             slot_table.release(int(slot))
+
+    def _snapshots(self, step: Step, boundary: Ints, stored: Bools) -> list[Snapshot]:
+        """At each `boundary`, `[rows]`, that is `stored`."""
+        rows, block = step.rows, self._block_size
+        return [
+            Snapshot(
+                int(rows.slot[i]),
+                int(step.generation[i]),
+                int(boundary[i]),
+                int(boundary[i]) // block - 1,
+            )
+            for i in np.flatnonzero(stored)
+        ]
 
     def abandon(self, step: Step) -> None:
         step.ended = True

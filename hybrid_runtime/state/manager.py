@@ -14,7 +14,7 @@ from hybrid_runtime.device.transfer import Readback, Staging
 from hybrid_runtime.kernels.step import entry as fields
 from hybrid_runtime.kernels.step.block_fill import fill_blocks
 from hybrid_runtime.kernels.step.state_table import StateTable
-from hybrid_runtime.state.align import Ints, RetentionRule, lost_boundaries
+from hybrid_runtime.state.align import Ints, RetentionRule, lost_boundaries, prompt_cut
 from hybrid_runtime.state.checks import (
     Strategy,
     check_blocks,
@@ -61,6 +61,10 @@ class HybridStateManager:
         hands them in through `resolve`.
     debug: `begin_step` waits for the device and checks each step against its exact counts and the
         block tables, see `debug.check_step`; for a runner that is being written.
+    prompt_cuts: the runner's prompt kernels also store the states that `StepPositions.cuts` names,
+        as those of kernels.mamba do, and run every row without guesses of two tokens or more. Such
+        a row may then pass one retained boundary, and end up to a block behind it. False: a row
+        leaves a snapshot only where it ends.
     max_rows: most rows of a step, padded ones among them. None: as many as there are slots.
     """
 
@@ -75,12 +79,13 @@ class HybridStateManager:
         steps_in_flight: int = 2,
         readback: bool = True,
         debug: bool = False,
+        prompt_cuts: bool = False,
         max_rows: int | None = None,
     ) -> None:
         max_rows = max_requests if max_rows is None else max_rows
         check_options(
             layout, max_requests, max_rows, num_speculative_tokens, strategy, in_place,
-            steps_in_flight, readback,
+            prompt_cuts, steps_in_flight, readback,
         )  # fmt: skip
         self.layout, self.max_requests, self.max_rows = layout, max_requests, max_rows
         self.num_speculative_tokens = num_speculative_tokens
@@ -97,9 +102,11 @@ class HybridStateManager:
             max_requests + max_rows, fields.ENTRY_FIELDS, 4 * depth, device, self._waits
         )
         self._policy: LayoutPolicy = (
-            ReplayPolicy(layout, table, device, self._waits, depth)
+            ReplayPolicy(layout, table, device, self._waits, depth, prompt_cuts)
             if layout.replays
-            else ColumnsPolicy(layout, table, device, in_place, self._staging, self._stats)
+            else ColumnsPolicy(
+                layout, table, device, in_place, prompt_cuts, self._staging, self._stats
+            )
         )
         self._saved = SavedUpload(table, self._policy, layout.block_size)
         counts = Readback(max_rows, steps_in_flight + 1, device, self._waits)
@@ -363,7 +370,10 @@ class HybridStateManager:
         self._stats.candidate_rows += len(step.candidates)
         if step.rows.chunked:
             start, kept = step.rows.computed_min, RetentionRule(*step.retention.T)
-            lost = lost_boundaries(start, start + step.rows.certain, kept)
+            end, block = start + step.rows.certain, self.layout.block_size
+            cuts = self._policy.cuts
+            cut = prompt_cut(start, end, step.rows.draft, block, kept) if cuts else 0
+            lost = lost_boundaries(start, end, kept, cut)
             self._stats.lost_boundaries += int(np.count_nonzero((lost > 0) & (step.rows.slot >= 0)))
         return step
 

@@ -29,7 +29,7 @@ class Held(NamedTuple):
 class SlotTable:
     """Arrays by slot, `[max_requests]`.
 
-    max_rows: most rows of a step.
+    max_rows: most rows of a step. block_size: in tokens.
     lines: int32 `[max_requests, ENTRY_FIELDS]`, each slot's line of the table that the device gets
         (see kernels.step.entry), so that packing a step is one gather.
     generation: view of `lines`: bumped at each release, so that a late result cannot reach the
@@ -74,7 +74,7 @@ class SlotTable:
         self._admitted: list[int] = []
         self._special: set[int] = set()
         self.version = 0
-        self._block_size = block_size
+        self.block_size = block_size
         self.reset()
         self.generation[:] = 0
 
@@ -112,7 +112,7 @@ class SlotTable:
         self.stored[slot] = 0
         self.unfinished[slot] = NONE
         self.lines[slot, fields.ADMIT : fields.ADMIT_COLUMN + 1] = 1, computed, held
-        self.lines[slot, fields.EVERY : fields.SECOND + 1] = self._block_size, 0, 0
+        self.lines[slot, fields.EVERY : fields.SECOND + 1] = self.block_size, 0, 0
         self._admitted.append(slot)
         self.version += 1
         return int(self.generation[slot])
@@ -167,7 +167,7 @@ class SlotTable:
 
     def retain(self, slot: int, every: int, positions: tuple[int, ...]) -> None:
         self.require_live(slot)
-        block = self._block_size
+        block = self.block_size
         if not isinstance(positions, tuple | list):
             raise ValueError(f"positions is {positions!r}; it must be a tuple of at most 2")
         for name, value in (("every", every), *(("positions", p) for p in positions)):

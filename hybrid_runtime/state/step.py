@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from hybrid_runtime.kernels.common.varlen import Cuts
 from hybrid_runtime.kernels.step.advance_replay import ReplayPositions
 from hybrid_runtime.state.rows import StepRows
 
@@ -40,21 +41,25 @@ class StepPositions(NamedTuple):
         column `write_column + j` and the window to `write_column`; in the replay layout the window
         and, if the step writes it, the state after R tokens go to `write_column`.
     replay: what a verify pass of the replay layout folds and stores; None in the columns layout.
+    cuts: where rows without guesses leave a snapshot on the way; None without `prompt_cuts`. The
+        same memory as `replay.snapshot_after` and its column, which say more in rows with guesses.
     """
 
     read_column: Tensor
     read_offset: Tensor
     write_column: Tensor
     replay: ReplayPositions | None = None
+    cuts: Cuts | None = None
 
     def first(self, rows: int) -> StepPositions:
         """Views of the first `rows` rows."""
-        replay = self.replay
+        replay, cuts = self.replay, self.cuts
         return StepPositions(
             self.read_column[:rows],
             self.read_offset[:rows],
             self.write_column[:rows],
             None if replay is None else ReplayPositions(*(field[:rows] for field in replay)),
+            None if cuts is None else Cuts(*(field[:rows] for field in cuts)),
         )
 
 

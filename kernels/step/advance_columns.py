@@ -17,6 +17,8 @@ from torch import Tensor
 
 from hybrid_runtime.kernels.common.backend import runs_triton
 from hybrid_runtime.kernels.step.boundary import (
+    cut,
+    cut_reference,
     keeps,
     keeps_reference,
     load_rule,
@@ -55,11 +57,21 @@ class SlotState(NamedTuple):
 
 
 class Positions(NamedTuple):
-    """Where each row reads and writes, int32 `[max_requests]`, -1 in rows that are not running."""
+    """Where each row reads and writes, int32 `[max_requests]`, -1 in rows that are not running.
+
+    read_column, read_offset, write_column: as of `StateRows`.
+    cut_after, cut_column: as of `Cuts`; 0 and -1 in rows that leave no snapshot on the way.
+    """
 
     read_column: Tensor
     read_offset: Tensor
     write_column: Tensor
+    cut_after: Tensor
+    cut_column: Tensor
+
+
+IDLE = Positions(-1, -1, -1, 0, -1)  # type: ignore[arg-type]
+"""What a row that does not run holds."""
 
 
 def advance_reference(
@@ -74,6 +86,7 @@ def advance_reference(
     moves: Tensor,
     block_size: int,
     in_place: bool,
+    cuts: bool,
 ) -> None:
     """Finish the previous step and place this one.
 
@@ -86,13 +99,14 @@ def advance_reference(
         accepted: int32 `[rows]` of the previous step; a = 0 counts as 1, or kills a row with
             drafts.
         placed: int32 `[4, rows]`, written for this step's rows.
-        positions: written whole.
+        positions: written whole, the cuts only if there may be some.
         moves: int32 `[3, rows]`, written if `in_place`: the pre-copies.
         block_size: tokens of a block.
         in_place: states are updated in the running column, and have to be moved there first.
+        cuts: rows without guesses leave a snapshot inside, see `cut_reference`.
     """
-    for out in positions:
-        out.fill_(-1)
+    for out, idle in zip(positions, IDLE, strict=True):
+        out.fill_(idle)
     moves[TARGET].fill_(-1)
     line = entries[:num_entries].long()
     slot = line[:, SLOT]
@@ -114,7 +128,11 @@ def advance_reference(
     n = num_rows
     placed[:, :n] = torch.stack([end - draft, column, draft, resets.long()])[:, :n].int()
     moves[:, :n] = torch.stack([held, offset, torch.where(moved, column, -1)])[:, :n].int()
-    for out, value in zip(positions, (read, read_offset, column), strict=True):
+    boundary = torch.where(runs, cut_reference(computed, end - draft, draft, line, block_size), 0)
+    boundary *= cuts
+    after = torch.where(boundary > 0, boundary - computed, 0)
+    values = read, read_offset, column, after, boundary // block_size - 1
+    for out, value in zip(positions, values, strict=True):
         out[:n] = value[:n].int()
 
 
@@ -140,11 +158,14 @@ def _advance_kernel(
     read_column,
     read_offset,
     write_column,
+    cut_after,
+    cut_column,
     moves,
     moves_stride,
     max_rows,
     BLOCK_SIZE: tl.constexpr,
     IN_PLACE: tl.constexpr,
+    CUTS: tl.constexpr,
 ):
     i_line = tl.program_id(0) * LINES + tl.arange(0, LINES)
     here = i_line < num_entries
@@ -186,6 +207,12 @@ def _advance_kernel(
     tl.store(read_column + i_line, tl.where(is_row, read, -1), mask=inside)
     tl.store(read_offset + i_line, tl.where(is_row, start, -1), mask=inside)
     tl.store(write_column + i_line, tl.where(is_row, column, -1), mask=inside)
+    if CUTS:
+        boundary = cut(computed, end - draft, draft, every, first, second, BLOCK_SIZE)
+        boundary = tl.where(runs & is_row, boundary, 0)
+        after = tl.where(boundary > 0, boundary - computed, 0)
+        tl.store(cut_after + i_line, after, mask=inside)
+        tl.store(cut_column + i_line, boundary // BLOCK_SIZE - 1, mask=inside)
 
 
 def advance(
@@ -200,12 +227,13 @@ def advance(
     moves: Tensor,
     block_size: int,
     in_place: bool,
+    cuts: bool,
 ) -> None:
     """`advance_reference` by one launch where Triton runs."""
     if not runs_triton(entries):
         advance_reference(
             entries, num_entries, num_rows, slots, previous, accepted, placed, positions, moves,
-            block_size, in_place,
+            block_size, in_place, cuts,
         )  # fmt: skip
         return
     max_rows = positions.read_column.shape[0]
@@ -227,8 +255,9 @@ def advance(
         max_rows,
         block_size,
         in_place,
+        cuts,
     )
-    key = (entries.device, block_size, in_place)
+    key = (entries.device, block_size, in_place, cuts)
     compiled = _compiled.get(key)
     if compiled is None:
         compiled = _advance_kernel[grid](*arguments)
@@ -238,6 +267,6 @@ def advance(
         compiled[grid](*arguments)
 
 
-_compiled: dict[tuple[torch.device, int, bool], Any] = {}
+_compiled: dict[tuple[torch.device, int, bool, bool], Any] = {}
 """Handles of the compiled kernel: launching one directly skips the ordinary launcher's per-call
 work on argument types, most of the host time of so small a launch."""

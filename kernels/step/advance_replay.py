@@ -15,7 +15,13 @@ import triton.language as tl
 from torch import Tensor
 
 from hybrid_runtime.kernels.common.backend import runs_triton
-from hybrid_runtime.kernels.step.boundary import keeps, keeps_reference, load_rule
+from hybrid_runtime.kernels.step.boundary import (
+    cut,
+    cut_reference,
+    keeps,
+    keeps_reference,
+    load_rule,
+)
 from hybrid_runtime.kernels.step.entry import (
     ADMIT,
     ADMIT_COMPUTED,
@@ -38,12 +44,14 @@ class ReplayPlace(NamedTuple):
     live_column: column of the live states.
     window: most tokens (W) that a state may lack; 0: every step writes.
     ring: tokens of a slot's ring in the window cache (L).
+    cuts: rows without guesses leave a snapshot inside, see `cut_reference`.
     """
 
     block_size: int
     live_column: int
     window: int
     ring: int
+    cuts: bool
 
 
 class ReplaySlots(NamedTuple):
@@ -127,10 +135,10 @@ def advance_replay_reference(
         positions: written whole.
         place: of all steps.
 
-    A retained boundary in (n - fold, n] or at R goes to its own column: as a snapshot, or, at R in
-    a row without guesses, as the state itself. A row writes its state if it has no guesses, if it
-    stores a snapshot, if the state is not in the live column, or if its tokens would not fit the
-    window: then the state holds R tokens, else as many as before.
+    A retained boundary in (n - fold, n], at R or at a cut goes to its own column: as a snapshot,
+    or, at R in a row without guesses, as the state itself. A row writes its state if it has no
+    guesses, if it stores a snapshot, if the state is not in the live column, or if its tokens would
+    not fit the window: then the state holds R tokens, else as many as before.
     """
     for out, idle in zip(positions, IDLE, strict=True):
         out.fill_(idle)
@@ -149,8 +157,9 @@ def advance_replay_reference(
     passed = (settled // block_size + 1) * block_size
     passes = (passed <= computed) & keeps_reference(passed, line)
     ends = keeps_reference(certain, line)
-    boundary = torch.where(passes, passed, certain)
-    stores = passes | (ends & (draft > 0))
+    inside = cut_reference(computed, certain, draft, line, block_size) * place.cuts
+    boundary = torch.where(passes, passed, torch.where(inside > 0, inside, certain))
+    stores = passes | (inside > 0) | (ends & (draft > 0))
     write = torch.where(ends & (draft == 0), certain // block_size - 1, place.live_column)
     pending = torch.where(held >= 0, computed - written, 0)
     full = computed - written + scheduled > place.window
@@ -213,6 +222,7 @@ def _advance_replay_kernel(
     window,
     ring,
     BLOCK_SIZE: tl.constexpr,
+    CUTS: tl.constexpr,
 ):
     i_line = tl.program_id(0) * LINES + tl.arange(0, LINES)
     here = i_line < num_entries
@@ -238,6 +248,10 @@ def _advance_replay_kernel(
     ends = keeps(certain, every, first, second)
     boundary = tl.where(passes, passed, certain)
     stores = passes | (ends & (draft > 0))
+    if CUTS:
+        at = cut(computed, certain, draft, every, first, second, BLOCK_SIZE)
+        boundary = tl.where((at > 0) & (passes == 0), at, boundary)
+        stores |= at > 0
     write = tl.where(ends & (draft == 0), certain // BLOCK_SIZE - 1, live_column)
     write = tl.where(runs, write, -1)
     full = computed - written + scheduled > window
@@ -305,8 +319,9 @@ def advance_replay(
         place.window,
         place.ring,
         place.block_size,
+        place.cuts,
     )
-    key = (entries.device, place.block_size)
+    key = (entries.device, place.block_size, place.cuts)
     compiled = _compiled.get(key)
     if compiled is None:
         compiled = _advance_replay_kernel[grid](*arguments)
@@ -316,5 +331,5 @@ def advance_replay(
         compiled[grid](*arguments)
 
 
-_compiled: dict[tuple[torch.device, int], Any] = {}
+_compiled: dict[tuple[torch.device, int, bool], Any] = {}
 """Handles of the compiled kernel, launched directly as in advance."""

@@ -41,6 +41,28 @@ def keeps(boundary, every, first, second):
     return periodic | (boundary == first) | (boundary == second)
 
 
+def cut_reference(
+    computed: Tensor, certain: Tensor, draft: Tensor, line: Tensor, block_size: int
+) -> Tensor:
+    """The boundary strictly inside a row without guesses at which it leaves a snapshot, int
+    `[rows]` in tokens, 0 = none: the last one there, if it is kept.
+
+    computed, certain: int `[rows]`, tokens in the state before and after the row's certain ones.
+    draft: int `[rows]`. line: as of `keeps_reference`.
+    """
+    inside = (certain - 1) // block_size * block_size
+    cuts = (draft == 0) & (inside > computed) & keeps_reference(inside, line)
+    return torch.where(cuts, inside, 0)
+
+
+@triton.jit
+def cut(computed, certain, draft, every, first, second, BLOCK_SIZE: tl.constexpr):
+    """`cut_reference` with a rule from `load_rule`, where `computed` is not negative."""
+    inside = (certain - 1) // BLOCK_SIZE * BLOCK_SIZE
+    cuts = (draft == 0) & (inside > computed) & keeps(inside, every, first, second)
+    return tl.where(cuts, inside, 0)
+
+
 def last_boundary_reference(
     certain: Tensor, computed: Tensor, block_size: int
 ) -> tuple[Tensor, Tensor, Tensor]:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.counted_blocks import CountedBlocks
+from helpers.hash_cuts import cut_of, leave_cut, loses
 from helpers.hash_request import TOKENS, Kept, Open, Request, Row, assert_state, prefix_hash
 
 from hybrid_runtime.state.layout import LayoutKind, StateLayout
@@ -34,6 +35,7 @@ class HashRunner:
         max_requests: int = 4,
         strategy: str = "auto",
         in_place: bool = False,
+        prompt_cuts: bool = False,
         depth: int = 0,
         conv_layout: str = "SD",
         conv_dtype: torch.dtype = torch.float32,
@@ -55,11 +57,12 @@ class HashRunner:
             kind=self.kind, window=window,
         )  # fmt: skip
         self.depth, self.num_draft, self.device, self.debug = depth, num_draft, device, debug
-        self.own_all = own_all
+        self.own_all, self.prompt_cuts = own_all, prompt_cuts
+        self.cuts = 0
         self.manager = HybridStateManager(
             self.layout, max_requests, num_draft, device,
             strategy=strategy,  # type: ignore[arg-type]
-            in_place=in_place, steps_in_flight=depth, debug=debug,
+            in_place=in_place, prompt_cuts=prompt_cuts, steps_in_flight=depth, debug=debug,
         )  # fmt: skip
         each = columns if own_all else num_draft + 6
         count = num_blocks or groups * max_requests * each + 64
@@ -215,7 +218,7 @@ class HashRunner:
             array.fill(-77)
         if not self.own_all:
             self._hand_out(rows)
-        lost = sum(map(self._loses, plan))
+        lost = sum(loses(self, row) for row in plan)
         if lost and self.debug:
             with pytest.raises(ValueError, match="which passes the retained boundary"):
                 self.manager.begin_step(rows)
@@ -233,19 +236,11 @@ class HashRunner:
             most = certain + len(drafts) if accepted or drafts else certain
             request.in_flight.append((most, certain))
             opened.starts.append(request.computed)
-            opened.snapshots.append(self._may_leave(request, certain, most))
+            cut = cut_of(self, request, certain, drafts)
+            self.cuts += cut > 0
+            opened.snapshots.append(self._may_leave(request, certain, most) | ({cut} - {0}))
         self.outstanding.append(opened)
         return opened
-
-    def _loses(self, row: Row) -> bool:
-        """Whether a row passes a retained boundary, and ends on none."""
-        slot, certain, *_ = row
-        if slot < 0 or self.requests[slot].dead:
-            return False
-        request, block = self.requests[slot], self.layout.block_size
-        start, end = request.computed, request.computed + certain
-        passed = [b for b in range(start + 1, end + 1) if b % block == 0 and request.keeps(b)]
-        return bool(passed) and passed[-1] != end
 
     def _may_leave(self, request: Request, certain: int, most: int) -> set[int]:
         """Boundaries whose snapshots may come of a step that computes `certain..most` tokens."""
@@ -266,15 +261,20 @@ class HashRunner:
         """Run the rows whose requests are still there; before the next step begins."""
         step = opened.step
         places = torch.stack([step.read_column, step.read_offset, step.write_column]).tolist()
+        cuts = step.positions.cuts
+        inside = np.zeros((0, 0)) if cuts is None else torch.stack(list(cuts)).cpu().numpy()
         for i, (request, (_, certain, drafts, _)) in enumerate(
             zip(opened.requests, opened.plan, strict=True)
         ):
             if request is None:
                 assert (places[0][i], places[2][i]) == (-1, -1)
+                assert cuts is None or [*inside[:, i]] == [0, -1]
             elif self.requests.get(request.slot) is request:
                 if step.rows.reads_offset is not None and not step.rows.reads_offset[i]:
                     assert places[1][i] == 0
                 self._forward(request, certain, drafts, *(p[i] for p in places))
+                if cuts is not None:
+                    leave_cut(self, request, certain, opened.snapshots[i], *inside[:, i])
         assert all(row == -1 for place in places for row in place[len(opened.plan) :])
         opened.ran = True
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from hybrid_runtime.state.step import Step
@@ -30,6 +31,13 @@ def assert_state(window: Tensor, ssm: Tensor, tokens: list[int]) -> None:
     assert window.float().tolist() == [[t] * window.shape[1] for t in last]
 
 
+def store_state(window: Tensor, ssm: Tensor, tokens: list[int]) -> None:
+    """Make a window `[>= 3, channels]` and an SSM state those of exactly `tokens`."""
+    last = torch.tensor(([0, 0, 0] + [t + 1 for t in tokens])[-3:])
+    window[:3] = last.to(window)[:, None]
+    ssm.fill_(prefix_hash(tokens))
+
+
 @dataclass
 class Request:
     """A request with its exact history, and what its host is allowed to know of it."""
@@ -51,6 +59,11 @@ class Request:
     def keeps(self, boundary: int) -> bool:
         every, positions = self.rule
         return bool(every and boundary % every == 0) or boundary in positions
+
+    def passes(self, certain: int, block: int) -> list[int]:
+        """Retained boundaries that so many more tokens reach or pass."""
+        reached = range(self.computed + 1, self.computed + certain + 1)
+        return [b for b in reached if b % block == 0 and self.keeps(b)]
 
 
 @dataclass(eq=False)

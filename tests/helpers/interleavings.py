@@ -40,6 +40,7 @@ class Interleavings(RuleBasedStateMachine):
         num_draft=st.integers(0, 4),
         window=st.sampled_from([0, 5, 15]),
         in_place=st.booleans(),
+        prompt_cuts=st.booleans(),
         depth=st.sampled_from([0, 1, 2, 4]),
         conv_layout=st.sampled_from(["SD", "DS"]),
         groups=st.integers(1, 3),
@@ -52,7 +53,7 @@ class Interleavings(RuleBasedStateMachine):
         self.in_turn = in_turn
         options |= {"conv_dtype": dtypes[0], "ssm_dtype": dtypes[1], "block_size": BLOCK}
         options |= {"max_requests": SLOTS, "layers": options["groups"], "columns": COLUMNS}
-        options["in_place"] &= self.kind == "columns"
+        options["in_place"] &= self.kind == "columns" and not options["prompt_cuts"]
         runner = RUNNERS[self.kind]
         self.runners = [
             runner(strategy=s, debug=s == "auto", **options)

@@ -116,7 +116,8 @@ class ReplayRunner(HashRunner):
     def may_copy(self, opened: Open, row: int) -> bool:
         _, certain, drafts, _ = opened.plan[row]
         end = opened.starts[row] + certain
-        return any(b < end or drafts for b in opened.snapshots[row])
+        snapshots, start = opened.snapshots[row], opened.starts[row]
+        return any(b <= start or (drafts and b <= end) for b in snapshots)
 
     def _place(
         self, certain: int, drafts: list[int], taken: int, snapshots: set[int]
@@ -164,13 +165,14 @@ class ReplayRunner(HashRunner):
         assert (read, offset) == (request.place[0], n - request.certain)
         assert (pending, cursor) == (n - request.written, request.written % len(ring))
         assert position == n + certain
+        cut = max((b for b in snapshots if n < b < position), default=0)
         direct = not drafts and position in snapshots
         assert write == (position // block - 1 if direct else self.live)
         assert offset == 0 or certain == 1
-        stored = [] if direct else sorted(snapshots)
+        stored = sorted(snapshots - {position} if direct else snapshots)
         assert [kept] == ([b // block - 1 for b in stored] or [-1])
         assert [after] == ([b - n for b in stored] or [0])
-        assert kept < 0 or -offset < after <= 0 or after == certain
+        assert kept < 0 or -offset < after <= 0 or after == (cut - n if cut else certain)
         full = pending + certain + len(drafts) > self.layout.window
         assert writes == (not drafts or read != self.live or kept >= 0 or full)
         self.copies += kept >= 0

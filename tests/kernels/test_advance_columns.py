@@ -10,6 +10,7 @@ from helpers.interpreter import CUDA, elsewhere, kernels, run_in_interpreter
 
 from hybrid_runtime.kernels.step import entry as fields
 from hybrid_runtime.kernels.step.advance_columns import (
+    IDLE,
     Positions,
     SlotState,
     advance,
@@ -35,7 +36,7 @@ class Device:
 
         self.slots = SlotState(ints(n), ints(n), ints(n))
         self.placed = [ints(4, n) for _ in range(2)]
-        self.positions = Positions(ints(n), ints(n), ints(n))
+        self.positions = Positions(*(ints(n).fill_(idle) for idle in IDLE))
         self.moves = ints(3, n)
 
     def seen(self, placed: torch.Tensor, live: torch.Tensor, in_place: bool) -> list[torch.Tensor]:
@@ -53,7 +54,7 @@ def entries_of(
     lines = np.zeros((2 * n, fields.ENTRY_FIELDS), np.int32)
     named = lines[:rows, fields.SLOT] = np.where(rng.random(rows) < 0.1, -1, slots)
     lines[:rows, fields.DRAFT] = draft = rng.integers(0, DRAFTS + 1, rows)
-    lines[:rows, fields.SCHEDULED] = draft + rng.integers(1, 3, rows)
+    lines[:rows, fields.SCHEDULED] = draft + rng.integers(1, 2 + BLOCK, rows)
     lines[:rows, fields.READS_OFFSET] = rng.integers(0, 2, rows)
     lines[:rows, fields.EVERY : fields.SECOND + 1] = np.array(RULES)[rng.integers(0, 4, rows)]
     lines[:, fields.PREVIOUS] = -1
@@ -76,14 +77,14 @@ def entries_of(
 
 @kernels
 @pytest.mark.parametrize("n", [1, 5, 17, 150])
-@pytest.mark.parametrize("in_place", [False, True])
-def test_kernel_and_reference_agree(n: int, in_place: bool) -> None:
-    """Counts of 0 and beyond the guesses, dead rows that go on, new tenants, padded rows, and
+@pytest.mark.parametrize(("in_place", "cuts"), [(False, False), (False, True), (True, False)])
+def test_kernel_and_reference_agree(n: int, in_place: bool, cuts: bool) -> None:
+    """Counts of 0 and beyond the guesses, dead rows that go on, new tenants, padded rows, cuts, and
     boundaries that nobody keeps."""
     rng = np.random.default_rng(n)
     mine, theirs = Device(n), Device(n)
     before, busy = np.empty(0, np.int32), np.zeros(n, bool)
-    beyond = still_dead = stays = 0
+    beyond = still_dead = stays = cut = 0
     for number in range(60 if CUDA or n < 20 else 8):
         lines, count, rows = entries_of(rng, n, busy, before)
         counts = np.where(rng.random(n) < 0.7, DRAFTS + 1, rng.integers(0, 7, n))
@@ -94,7 +95,7 @@ def test_kernel_and_reference_agree(n: int, in_place: bool) -> None:
             previous, placed = device.placed[number % 2], device.placed[1 - number % 2]
             act(
                 lines, count, rows, device.slots, previous, accepted, placed, device.positions,
-                device.moves, BLOCK, in_place,
+                device.moves, BLOCK, in_place, cuts,
             )  # fmt: skip
         live = (lines[:rows, fields.SLOT] >= 0).nonzero()[:, 0]
         found, wanted = (d.seen(d.placed[1 - number % 2], live, in_place) for d in (mine, theirs))
@@ -107,5 +108,7 @@ def test_kernel_and_reference_agree(n: int, in_place: bool) -> None:
         still_dead += int(((column < 0) & (before >= 0)).sum())
         stays += int(((draft > 0) & ((certain + draft) % BLOCK == 0) & (resets == 0)).sum())
         before = lines[:rows, fields.SLOT].cpu().numpy()
+        cut += int((mine.positions.cut_after > 0).sum())
+    assert bool(cut) == cuts or n == 1
     assert beyond
     assert n < 17 or (still_dead and stays)

@@ -140,7 +140,8 @@ def test_compiles_for_hopper() -> None:
         name: "i32" if name in numbers or name.endswith("_stride") else "*i32"
         for name in kernel.arg_names
     }
-    assert compiled(kernel, {"BLOCK_SIZE": 1056}, **types).asm["cubin"]
+    for cuts in (False, True):
+        assert compiled(kernel, {"BLOCK_SIZE": 1056, "CUTS": cuts}, **types).asm["cubin"]
 
 
 @pytest.mark.slow
@@ -200,7 +201,8 @@ def entries_of(
 
 @pytest.mark.parametrize("window", [0, 4, 5, 15])
 @pytest.mark.parametrize("rule", rules(4), ids=str)
-def test_kernel_stores_what_align_says(rule: RetentionRule, window: int) -> None:
+@pytest.mark.parametrize("cuts", [False, True])
+def test_kernel_stores_what_align_says(rule: RetentionRule, window: int, cuts: bool) -> None:
     """All small steps at once, from states of any age, in the live column or another; the
     reference where kernels don't run."""
     block, live, ring = 4, 99, ring_length(3, window)
@@ -224,11 +226,15 @@ def test_kernel_stores_what_align_says(rule: RetentionRule, window: int) -> None
     )
     advance_replay(
         entries, n, n, device.slots, finished, accepted, device.placed[0], device.positions,
-        ReplayPlace(block, live, window, ring),
+        ReplayPlace(block, live, window, ring, cuts),
     )  # fmt: skip
     computed, certain = before + fold, before + fold + s - d
     stored = align.replay_snapshot(before, computed, certain, d, block, rule)
     direct = (stored.boundary == certain) & ~stored.extra
+    cut = align.prompt_cut(computed, certain, d, block, rule) * cuts
+    assert cut.any() == (cuts and rule != (0, 0, 0))
+    assert not (stored.extra & (cut > 0)).any()
+    extra, kept = stored.extra | (cut > 0), np.where(cut > 0, cut, stored.boundary)
     pending = computed - written
     writes = align.replay_writes(pending, s, d, stored.extra, held == live, window)
     assert writes.any()
@@ -241,8 +247,8 @@ def test_kernel_stores_what_align_says(rule: RetentionRule, window: int) -> None
         "certain": certain,
         "writes": writes,
         "write_column": np.where(direct, stored.boundary // block - 1, live),
-        "snapshot_column": np.where(stored.extra, stored.boundary // block - 1, -1),
-        "snapshot_after": np.where(stored.extra, stored.after, 0),
+        "snapshot_column": np.where(extra, kept // block - 1, -1),
+        "snapshot_after": np.where(extra, kept - computed, 0),
     }
     assert set(wanted) == set(ReplayPositions._fields)
     for name, value in wanted.items():
@@ -270,7 +276,7 @@ def test_kernel_and_reference_agree(n: int, block: int, window: int) -> None:
             previous, placed = device.placed[number % 2], device.placed[1 - number % 2]
             act(
                 lines, count, rows, device.slots, previous, accepted, placed, device.positions,
-                ReplayPlace(block, 11, window, ring_length(3, window)),
+                ReplayPlace(block, 11, window, ring_length(3, window), cuts=number % 3 > 0),
             )  # fmt: skip
         for a, b in zip(mine.tensors(), theirs.tensors(), strict=True):
             assert torch.equal(a, b)

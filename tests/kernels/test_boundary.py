@@ -14,7 +14,7 @@ from helpers.interpreter import CUDA, elsewhere, kernels, run_in_interpreter
 from torch import Tensor
 
 from hybrid_runtime.kernels.step import entry as fields
-from hybrid_runtime.kernels.step.advance_columns import Positions, SlotState, advance
+from hybrid_runtime.kernels.step.advance_columns import IDLE, Positions, SlotState, advance
 from hybrid_runtime.kernels.step.boundary import keeps, keeps_reference, load_rule
 from hybrid_runtime.kernels.step.state_copy import postcopy
 from hybrid_runtime.kernels.step.state_table import StateTable
@@ -160,15 +160,15 @@ def begun_steps() -> tuple[np.ndarray, ...]:
         for held in ((n - 1) // BLOCK, (n - 1) // BLOCK + 1)
         for offset in range(DRAFTS + 1)
         for d in range(DRAFTS + 1)
-        for s in (d + 1, d + 3)
+        for s in (d + 1, d + 3, d + 2 * BLOCK + 1)
         for reads in (0, 1)
     ]
     return tuple(np.array(steps).T)
 
 
 @pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("in_place", [False, True])
-def test_a_placed_step_is_aligns(rule: tuple[int, int, int], in_place: bool) -> None:
+@pytest.mark.parametrize(("in_place", "cuts"), [(False, False), (False, True), (True, False)])
+def test_a_placed_step_is_aligns(rule: tuple[int, int, int], in_place: bool, cuts: bool) -> None:
     computed, held, offset, scheduled, draft, reads = begun_steps()
     n = len(computed)
     entries = lines(
@@ -176,10 +176,11 @@ def test_a_placed_step_is_aligns(rule: tuple[int, int, int], in_place: bool) -> 
         EVERY=np.full(n, rule[0]), FIRST=np.full(n, rule[1]), SECOND=np.full(n, rule[2]),
     )  # fmt: skip
     slots = SlotState(ints(computed), ints(held), ints(offset))
-    positions = Positions(*(ints(np.full(n, -7)) for _ in range(3)))
+    positions = Positions(*(ints(np.full(n, idle)) for idle in IDLE))
     placed, moves = ints(np.full((4, n), -7)), ints(np.full((3, n), -7))
     advance(
-        entries, n, n, slots, placed, placed[0], placed, positions, moves, BLOCK, in_place
+        entries, n, n, slots, placed, placed[0], placed, positions, moves, BLOCK, in_place,
+        cuts,
     )  # fmt: skip
     end = computed + scheduled
     column = align.running_column(end, BLOCK)
@@ -191,7 +192,12 @@ def test_a_placed_step_is_aligns(rule: tuple[int, int, int], in_place: bool) -> 
     if in_place:
         target = np.where(acts, move.target, -1)
         assert (moves.cpu().numpy() == np.stack([held, offset, target])).all()
-    read = np.where(acts, column, held), np.where(acts, 0, offset), column
+    cut = align.prompt_cut(computed, end - draft, draft, BLOCK, RetentionRule(*rule)) * cuts
+    assert cut.any() == (cuts and rule != (0, 0, 0))
+    after = np.where(cut > 0, cut - computed, 0)
+    read = (
+        np.where(acts, column, held), np.where(acts, 0, offset), column, after, cut // BLOCK - 1
+    )  # fmt: skip
     for found, value in zip(positions, read, strict=True):
         assert (found.cpu().numpy() == value).all()
 

@@ -84,6 +84,31 @@ def test_a_chunk_that_loses_a_boundary_is_named_and_counted(kind: str) -> None:
 
 
 @layouts
+def test_a_chunk_may_pass_one_boundary_if_kernels_cut_it(kind: str) -> None:
+    made = manager(kind, prompt_cuts=True)
+    message = r"passes the retained boundary 8 and ends on 17; it must end on 8 or at most a block"
+    with pytest.raises(ValueError, match=message):
+        run(made, [5], 12, 0, 0)
+    run(made, [5], 11, 0, 0)  # leaves 8 and ends on 16
+    step = made.begin_step(StepRows.exact([0], [16], [10], [0]))
+    made.end_step(step, torch.zeros(1, dtype=torch.int32))
+    assert [s.boundary for s in made.published(step)] == [24]
+    assert made.stats().lost_boundaries == 0
+
+
+@layouts
+def test_the_column_of_a_cut_must_be_owned(kind: str) -> None:
+    made = manager(kind, prompt_cuts=True)
+    made._tables[0][0, 0] = -1
+    if kind == "columns":  # the state that is read lies there too
+        made._tables[0][0, 0], made._tables[0][0, 1] = 0, -1
+        run(made, [5], 3, 0, 0)
+    n = 8 if kind == "columns" else 5
+    with pytest.raises(ValueError, match=r"is -1 .*, which writes that column"):
+        run(made, [n], 12 if kind == "columns" else 8, 0, 0)
+
+
+@layouts
 def test_unowned_columns_are_named(kind: str) -> None:
     made = manager(kind)
     table = made._tables[0]

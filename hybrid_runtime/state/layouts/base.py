@@ -28,11 +28,13 @@ class Outcome(NamedTuple):
     boundary: the block boundary that it passed or ended on, in tokens.
     complete: the snapshot there is in its column.
     copied: that took a copy of a state.
+    cut: see `align.prompt_cut`; None: in no row.
     """
 
     boundary: align.Ints
     complete: align.Bools
     copied: align.Bools
+    cut: align.Ints | None = None
 
 
 class LayoutPolicy(Protocol):
@@ -53,6 +55,10 @@ class LayoutPolicy(Protocol):
     @property
     def positions(self) -> StepPositions:
         """`outputs` as kernels read them."""
+
+    @property
+    def cuts(self) -> bool:
+        """The runner's prompt kernels leave snapshots inside rows."""
 
     @property
     def columns(self) -> int:

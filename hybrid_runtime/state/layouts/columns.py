@@ -11,8 +11,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hybrid_runtime.device.transfer import Staging
+from hybrid_runtime.kernels.common.varlen import Cuts
 from hybrid_runtime.kernels.step import entry as fields
-from hybrid_runtime.kernels.step.advance_columns import Positions, SlotState, advance
+from hybrid_runtime.kernels.step.advance_columns import IDLE, Positions, SlotState, advance
 from hybrid_runtime.kernels.step.state_copy import compile_moves, postcopy, precopy
 from hybrid_runtime.kernels.step.state_table import StateTable
 from hybrid_runtime.state import align
@@ -36,6 +37,7 @@ class ColumnsPolicy:
         slot_table: SlotTable,
         device: torch.device,
         in_place: bool,
+        cuts: bool,
         staging: Staging,
         stats: Stats,
     ) -> None:
@@ -44,11 +46,13 @@ class ColumnsPolicy:
         def ints(*shape: int) -> Tensor:
             return torch.full(shape, -1, dtype=torch.int32, device=device)
 
-        self.layout, self.in_place, self.columns = layout, in_place, 0
+        self.layout, self.in_place, self.cuts, self.columns = layout, in_place, cuts, 0
         self.slots = SlotState(ints(slots), ints(slots), ints(slots))
-        self.outputs = Positions(ints(n), ints(n), ints(n))
-        self.nowhere = Positions(ints(n), ints(n), ints(n))
-        self.positions = StepPositions(*self.outputs)
+        self.outputs = Positions(*(ints(n).fill_(idle) for idle in IDLE))
+        self.nowhere = Positions(*(ints(n).fill_(idle) for idle in IDLE))
+        read, offset, write, after, column = self.outputs
+        inside = Cuts(after, column) if cuts else None
+        self.positions = StepPositions(read, offset, write, cuts=inside)
         self._moves = ints(3, n)
         self._slot_table, self._staging, self._stats = slot_table, staging, stats
         self._states: StateTable | None = None
@@ -64,7 +68,7 @@ class ColumnsPolicy:
         """Any column will do: a row reads its state before it writes."""
 
     def block_demand(self, rows: StepRows, known: align.Ints | None) -> BlockDemand:
-        """A row may write the column below its running one (a snapshot's copy), the running one,
+        """A row may write the column below its running one (a snapshot's), the running one,
         and one per guess. A row that runs through several blocks at once reads the column that it
         ran in last, and those between stay empty."""
         low, high = self._columns(rows)
@@ -122,6 +126,7 @@ class ColumnsPolicy:
             self._moves,
             self.layout.block_size,
             self.in_place,
+            self.cuts,
         )
 
     def touched(
@@ -130,7 +135,7 @@ class ColumnsPolicy:
         """In-place rows that move read where the move reads. Written are the running column, one
         per guess, and where a snapshot may be copied to."""
         n, block = len(rows), self.layout.block_size
-        read, offset, write = torch.stack(outputs).cpu().numpy()[:, :n].astype(np.int64)
+        read, offset, write, _, cut = torch.stack(outputs).cpu().numpy()[:, :n].astype(np.int64)
         if self.in_place:
             source, shift, target = self._moves.cpu().numpy()[:, :n]
             read = np.where(target >= 0, source, read)
@@ -145,7 +150,7 @@ class ColumnsPolicy:
         copies = (write >= 0) & (rows.draft > 0) & (boundary <= certain + rows.draft)
         copied = np.where(copies, boundary // block - 1, -1)
         reads = np.stack([read, np.where(read >= 0, read + offset, -1)], 1)
-        return reads, np.concatenate([writes, copied[:, None]], 1)
+        return reads, np.concatenate([writes, copied[:, None], cut[:, None]], 1)
 
     def lacking(
         self, rows: StepRows, queued: Sequence[Step], outputs: Any
@@ -196,7 +201,10 @@ class ColumnsPolicy:
         move = align.postcopy(certain, rows.draft, accepted, column, block, kept)
         boundary = (certain + np.maximum(accepted, 1) - 1) // block * block
         complete = (boundary >= certain) & kept.keeps(boundary)
-        return Outcome(boundary, complete, move.acts)
+        cut = None
+        if self.cuts and rows.chunked:
+            cut = align.prompt_cut(computed, certain, rows.draft, block, kept)
+        return Outcome(boundary, complete, move.acts, cut)
 
     def last_snapshot(self, slot: int, step: Step | None) -> Snapshot | None:
         return None

@@ -60,6 +60,7 @@ class Flusher:
         slots = slot_table.max_requests
         self._table, self._source = table, source
         self._live, self._block_size, self._ring = place.live_column, place.block_size, place.ring
+        self._cuts = place.cuts
         self._slot_table = slot_table
         self._slot = torch.arange(slots, dtype=torch.int32, device=device)
         self._read = torch.full_like(self._slot, self._live)
@@ -85,6 +86,9 @@ class Flusher:
         kept = align.RetentionRule(*rule.T)
         stored = align.replay_snapshot(before, computed, certain, draft, self._block_size, kept)
         boundary = int(stored.boundary[0])
+        if self._cuts and not boundary:
+            cut = align.prompt_cut(computed, certain, draft, self._block_size, kept)
+            boundary = int(cut[0])
         column = self._live if step is None else boundary // self._block_size - 1
         possible = self._source is not None if step is None else step.ended
         if boundary <= before[0] or not possible:

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hybrid_runtime.device.sync import Waits
+from hybrid_runtime.kernels.common.varlen import Cuts
 from hybrid_runtime.kernels.step.advance_replay import (
     IDLE,
     ReplayPlace,
@@ -58,16 +59,18 @@ class ReplayPolicy:
         device: torch.device,
         waits: Waits,
         depth: int,
+        cuts: bool,
     ) -> None:
         def ints(value: int, size: int = slot_table.max_rows) -> Tensor:
             return torch.full((size,), value, dtype=torch.int32, device=device)
 
-        self.layout, self.columns = layout, 0
-        self._place = ReplayPlace(layout.block_size, -1, layout.window, layout.ring)
+        self.layout, self.columns, self.cuts = layout, 0, cuts
+        self._place = ReplayPlace(layout.block_size, -1, layout.window, layout.ring, cuts)
         self.slots = ReplaySlots(*(ints(v, slot_table.max_requests) for v in (-1, -1, 0, 0)))
         self.outputs = out = ReplayPositions(*(ints(value) for value in IDLE))
         self.nowhere = ReplayPositions(*(ints(value) for value in IDLE))
-        self.positions = StepPositions(out.read_column, out.offset, out.write_column, out)
+        inside = Cuts(out.snapshot_after, out.snapshot_column) if cuts else None
+        self.positions = StepPositions(out.read_column, out.offset, out.write_column, out, inside)
         self._slot_table, self._waits, self._depth = slot_table, waits, depth
         self._flusher: Flusher | None = None
 
@@ -107,8 +110,12 @@ class ReplayPolicy:
             unfiled = unfiled_column(known, self.layout)
             first = np.where(last < 0, unfiled, np.minimum(first, unfiled))
             kept = np.maximum(last, align.blocks_below(rows.computed_max, self.layout.block_size))
-        # A row without guesses stores one snapshot, where it ends; one with guesses up to two.
-        fresh = np.maximum(first, last - (rows.draft > 0))
+        # A row without guesses stores one snapshot, where it ends, and one at a cut; one with
+        # guesses up to two.
+        two = rows.draft > 0
+        if self.cuts and rows.chunked:
+            two |= rows.certain > 1
+        fresh = np.maximum(first, last - two)
         if rows.padded:
             live = rows.slot >= 0
             first, fresh = first * live, fresh * live
@@ -156,7 +163,7 @@ class ReplayPolicy:
         certain_min = _certain(rows.computed_min, rows)
         high = certain_min if rows.exact_counts else _certain(rows.computed_max, rows)
         before = np.maximum(_certain(last.computed_min, last), rows.computed_min - rows.draft)
-        low = align.first_stored(before, certain_min, rows.draft)
+        low = self._lowest(rows, align.first_stored(before, certain_min, rows.draft))
         if np.count_nonzero(self._far(low, high, kept)):
             return None
         may_store = align.replay_candidates(
@@ -238,7 +245,10 @@ class ReplayPolicy:
         table.written[slot[current & writes]] = certain[current & writes]
         table.held[slot[current]] = column[current]
         dead = (accepted == 0) & (draft > 0)
-        return Outcome(stored.boundary, stored.boundary > 0, stored.extra & ~dead)
+        cut = None
+        if self.cuts and step.rows.chunked:
+            cut = align.prompt_cut(computed, certain, draft, block, kept)
+        return Outcome(stored.boundary, stored.boundary > 0, stored.extra & ~dead, cut)
 
     def last_snapshot(self, slot: int, step: Step | None) -> Snapshot | None:
         return None if self._flusher is None else self._flusher.find(slot, step)
@@ -258,7 +268,18 @@ class ReplayPolicy:
     def _first_stored(self, rows: StepRows, known: NDArray[np.int32]) -> align.Ints:
         last_draft = known[:, SlotTable.LAST_DRAFT]
         before = np.maximum(known[:, SlotTable.CERTAIN], rows.computed_min - last_draft)
-        return align.first_stored(before, _certain(rows.computed_min, rows), last_draft)
+        low = align.first_stored(before, _certain(rows.computed_min, rows), last_draft)
+        return self._lowest(rows, low)
+
+    def _lowest(self, rows: StepRows, low: align.Ints) -> align.Ints:
+        """Least boundary that a step may store, from that of rows that are not cut."""
+        if not (self.cuts and rows.chunked):
+            return low
+        block = self.layout.block_size
+        before = np.maximum(_certain(rows.computed_min, rows) - 1, 0)
+        inside = np.maximum(align.blocks_below(before, block) * block, rows.computed_min + 1)
+        lowest: align.Ints = np.where(rows.draft == 0, np.minimum(low, inside), low)
+        return lowest
 
     def _span(
         self, low: align.Ints, high: align.Ints, kept: align.RetentionRule

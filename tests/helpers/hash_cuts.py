@@ -1,0 +1,46 @@
+"""Snapshots inside prompt rows, in the rolling-hash model of `hash_model`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from helpers.hash_request import Request, Row, store_state
+
+if TYPE_CHECKING:
+    from helpers.hash_model import HashRunner
+
+
+def loses(runner: HashRunner, row: Row) -> bool:
+    """Whether a row passes a retained boundary of which it leaves no snapshot."""
+    slot, certain, drafts, _ = row
+    if slot < 0 or runner.requests[slot].dead:
+        return False
+    request = runner.requests[slot]
+    cut, end = cut_of(runner, request, certain, drafts), request.computed + certain
+    passed = request.passes(certain, runner.layout.block_size)
+    return passed[0] < cut if cut else bool(passed) and passed[-1] != end
+
+
+def cut_of(runner: HashRunner, request: Request, certain: int, drafts: list[int]) -> int:
+    """The boundary inside a row at which it leaves a snapshot; 0: none."""
+    block = runner.layout.block_size
+    last = (request.computed + certain - 1) // block * block
+    cuts = runner.prompt_cuts and not drafts and last in request.passes(certain, block)
+    return last if cuts else 0
+
+
+def leave_cut(
+    runner: HashRunner, request: Request, certain: int, snapshots: set[int], after: int, column: int
+) -> None:
+    """Check where a row of the columns layout leaves a snapshot, and store it as kernels do.
+    snapshots: boundaries of which the step may leave some."""
+    inside = [b for b in snapshots if b < request.computed + certain]
+    if not inside:
+        assert (after, column) == (0, -1)
+        return
+    (cut,) = inside
+    assert (after, column) == (cut - request.computed, cut // runner.layout.block_size - 1)
+    for layer, (window, ssm) in runner.states.items():
+        block = request.blocks[runner.group_of[layer]][column]
+        inputs = runner.layout.positions_first(window)[block]
+        store_state(inputs, ssm[block], request.tokens[:cut])
