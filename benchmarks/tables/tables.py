@@ -21,6 +21,7 @@ import sampling_tables
 import serve_tables
 import server_tables
 import state_tables
+import vllm_replay_tables
 import vllm_tables
 import window_tables
 
@@ -39,6 +40,7 @@ TABLES: dict[str, Callable[[], str | None]] = {
     **serve_tables.TABLES,
     **server_tables.TABLES,
     **state_tables.TABLES,
+    **vllm_replay_tables.TABLES,
     **vllm_tables.TABLES,
     **window_tables.TABLES,
 }

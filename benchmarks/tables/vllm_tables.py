@@ -10,16 +10,6 @@ from source import load
 
 SERVED = (("serve-3", "one GPU"), ("serve-0", "one GPU"), ("serve-3-tp2", "two, tensor parallel"))
 TIMED = (("time-8b", "Nemotron-H-8B"), ("time-narrow", "narrow, 40 Mamba layers"))
-TEXTS = (
-    ("sync3", "3 drafts, synchronous", True),
-    ("async5", "5 drafts, replay with graphs", True),
-    ("async1", "1 draft", False),
-    ("graphs3", "3 drafts, graphs", False),
-    ("ds3", "3 drafts, synchronous, DS windows", False),
-    ("vllm", "vLLM beside itself", True),
-    ("vllm-unmended", "vLLM beside itself", False),
-)
-"""Comparisons of texts, vLLM : replay and vLLM with itself, and whether vLLM's fault was mended."""
 HOOKS = ("preprocess_state", "postprocess_state")
 
 
@@ -98,66 +88,6 @@ def timing() -> str:
     return f"{markdown(header, lines)}\n\n{note} {where}"
 
 
-def replay_steps() -> str:
-    """Steps with replay beside vLLM's own, and requests that run at once in the same cache."""
-    result = load("h200", "vllm_replay_steps")
-    lines = []
-    for rows, found in sorted(result["batches"].items(), key=lambda item: int(item[0])):
-        ratios = found["ratios"]
-        lines.append(
-            [
-                rows,
-                f"{found['replay_ms']:.2f}",
-                f"{found['vllm_ms']:.2f}",
-                f"{found['ratio']:.3f}",
-                f"{min(ratios):.2f} to {max(ratios):.2f}",
-                str(len(found["runs"])),
-            ]
-        )
-    header = ["rows", "replay, ms", "vLLM V2, ms", "÷ V2", "of neighbours", "runs"]
-    options = result["options"]
-    cache = options[options.index("--kv-gib") + 1]
-    ours, theirs = (result["fit"][side] for side in ("replay", "vllm"))
-    fit = (
-        f"In the same {cache} GiB of cache {ours['running']} requests ran at once with replay, "
-        f"{theirs['running']} without: {ours['tokens_per_s']:.0f} and "
-        f"{theirs['tokens_per_s']:.0f} tokens/s, prompts included."
-    )
-    env = result["environment"]
-    where = f"{env['device']}, {env['cpu']}, commit {env['commit']}."
-    return f"{markdown(header, lines)}\n\n{fit} {where}"
-
-
-def replay_texts() -> str:
-    """The same requests with replay and with vLLM's own path, in fp32."""
-    lines = []
-    for name, what, mended in TEXTS:
-        result = load("h200", f"vllm-texts-{name}")
-        env = result["environment"]
-        for found in result["comparison"]:
-            counts = (found["metrics"][f"vllm:{key}"] for key in COUNTED)
-            lead, pool = found["largest_lead"], found["runs"][1]
-            hits = found["metrics"]["vllm:prefix_cache_hits"]
-            if name != "vllm-unmended" and not mended and hits[0] != hits[1]:
-                continue  # other hits, other texts
-            lines.append(
-                [
-                    what,
-                    "mended" if mended else "present",
-                    f"{pool['blocks']}{'' if pool['reads'] else ', hits not taken'}",
-                    f"{found['different_text']} of {found['requests']}",
-                    "-" if lead is None else f"{lead:.2g}",
-                    *(" : ".join(f"{count:.0f}" for count in pair) for pair in counts),
-                    env["commit"],
-                ]
-            )
-    header = [
-        "runs", "vLLM's fault", "blocks", "texts that differ", "led by at most",
-        "prefix-hit tokens", "accepted drafts", "preemptions", "commit",
-    ]  # fmt: skip
-    return f"{markdown(header, lines)}\n\n{env['device']}, {env['cpu']}, torch {env['torch']}."
-
-
 def releases() -> str:
     """Names, signatures and attributes that the adapter touches, by release."""
     result = load("cpu", "vllm_compat")
@@ -173,8 +103,6 @@ TABLES = {
     "vllm-releases": releases,
     "vllm-serving": serving,
     "vllm-timing": timing,
-    "vllm-replay-steps": replay_steps,
-    "vllm-replay-texts": replay_texts,
 }
 COUNTED = ("prefix_cache_hits", "spec_decode_num_accepted_tokens", "num_preemptions")
 

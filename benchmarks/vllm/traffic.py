@@ -6,7 +6,7 @@ import argparse
 import random
 import sysconfig
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -53,11 +53,16 @@ def held_back(llm: Any, blocks: int) -> Iterator[None]:
 
 
 def drive(
-    llm: Any, requests: list[Any], at_once: int, tag: str, reads: bool = True
+    llm: Any,
+    requests: list[Any],
+    at_once: int,
+    tag: str,
+    reads: bool = True,
+    between: Callable[[], None] | None = None,
 ) -> dict[str, Any]:
     """Serve all requests, at most `at_once` at a time; each one's tokens, by how much the best
     log-probability of each token's position led, and cached prefix tokens. reads: start from
-    cached prefixes."""
+    cached prefixes. between: called after every step."""
     from vllm import SamplingParams
 
     engine, todo = llm.llm_engine, iter(enumerate(requests))
@@ -102,6 +107,8 @@ def drive(
             gaps[number] = [lead(found) for found in output.outputs[0].logprobs or ()]
             running.discard(number)
             submit()
+        if between is not None:
+            between()
     while engine.has_unfinished_requests():
         engine.step()
     seconds = time.perf_counter() - started

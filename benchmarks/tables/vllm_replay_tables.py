@@ -1,0 +1,282 @@
+"""Tables of replay inside vLLM; those of which nothing was measured yet are None."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from markdown import markdown
+from source import RESULTS, load
+
+MENDED, PRESENT = "mended", "present"
+TEXTS = (
+    ("sync3", "3 drafts, synchronous", MENDED),
+    ("async3", "3 drafts", MENDED),
+    ("graphs3-mended", "3 drafts, graphs", MENDED),
+    ("ds3-graphs", "3 drafts, graphs, DS windows", MENDED),
+    ("tp2", "3 drafts, two GPUs", MENDED),
+    ("tp2-graphs", "3 drafts, graphs, two GPUs", MENDED),
+    ("async5", "5 drafts, replay with graphs", MENDED),
+    ("graphs1", "1 draft, graphs", MENDED),
+    ("none", "no drafts: our copies, graphs", "none"),
+    ("async1", "1 draft", PRESENT),
+    ("graphs3", "3 drafts, graphs", PRESENT),
+    ("ds3", "3 drafts, synchronous, DS windows", PRESENT),
+    ("vllm", "vLLM beside itself", MENDED),
+    ("vllm-unmended", "vLLM beside itself", PRESENT),
+)
+"""Comparisons of texts, vLLM : replay and vLLM with itself, and vLLM's own fault in them."""
+COUNTED = ("prefix_cache_hits", "spec_decode_num_accepted_tokens", "num_preemptions")
+STEPS = (
+    ("vllm_replay_steps", "Nemotron-H-8B"),
+    ("vllm_replay_steps-k5", "Nemotron-H-8B"),
+    ("vllm_replay_steps-nano", "Nemotron-3-Nano-30B"),
+)
+SERVED = (
+    ("output_throughput", "tokens/s", ".0f"),
+    ("mean_ttft_ms", "TTFT, ms", ".0f"),
+    ("mean_tpot_ms", "TPOT, ms", ".2f"),
+    ("p50_itl_ms", "ITL p50, ms", ".1f"),
+    ("p99_itl_ms", "ITL p99, ms", ".1f"),
+)
+"""Figure of vLLM's client, its name, its format; each with the plug-in and without, and the
+ratio."""
+
+
+def steps() -> str:
+    """Steps with replay beside vLLM's own, and requests that run at once in the same cache."""
+    lines, notes = [], []
+    for name, shape in STEPS:
+        result = _found(name)
+        if result is None:
+            continue
+        given = result["options"]
+        for rows, found in sorted(result["batches"].items(), key=lambda item: int(item[0])):
+            ratios = found["ratios"]
+            lines.append(
+                [
+                    shape,
+                    given[given.index("--num-spec") + 1],
+                    rows,
+                    f"{found['replay_ms']:.2f}",
+                    f"{found['vllm_ms']:.2f}",
+                    f"{found['ratio']:.3f}",
+                    f"{min(ratios):.2f} to {max(ratios):.2f}",
+                    str(len(found["runs"])),
+                ]
+            )
+        if "fit" in result:
+            ours, theirs = (result["fit"][side] for side in ("replay", "vllm"))
+            notes.append(
+                f"In the same {given[given.index('--kv-gib') + 1]} GiB of cache {ours['running']} "
+                f"requests ran at once with replay, {theirs['running']} without: "
+                f"{ours['tokens_per_s']:.0f} and {theirs['tokens_per_s']:.0f} tokens/s, prompts "
+                "included."
+            )
+        notes.append(_where(result))
+    header = [
+        "shape", "drafts", "rows", "replay, ms", "vLLM V2, ms", "÷ V2", "of neighbours", "runs",
+    ]  # fmt: skip
+    return f"{markdown(header, lines)}\n\n{' '.join(dict.fromkeys(notes))}"
+
+
+def texts() -> str:
+    """The same requests with replay and with vLLM's own path, in fp32."""
+    lines, where = [], {}
+    for name, what, fault in TEXTS:
+        result = _found(f"vllm-texts-{name}")
+        if result is None:
+            continue
+        env = result["environment"]
+        where[f"{env['device']}, {env['cpu']}, torch {env['torch']}."] = True
+        for found in result["comparison"]:
+            counts = (_counted(found["metrics"], f"vllm:{key}") for key in COUNTED)
+            lead, pool = found["largest_lead"], found["runs"][1]
+            hits = found["metrics"]["vllm:prefix_cache_hits"]
+            if name != "vllm-unmended" and fault == PRESENT and hits[0] != hits[1]:
+                continue  # other hits, other texts
+            if fault == "none" and (not pool["ours"] or lines[-1][0] == what):
+                continue  # the same engine once more, and with vLLM's copies
+            lines.append(
+                [
+                    what,
+                    fault,
+                    f"{pool['blocks']}{'' if pool['reads'] else ', hits not taken'}",
+                    f"{found['different_text']} of {found['requests']}",
+                    "-" if lead is None else f"{lead:.2g}",
+                    *counts,
+                    env["commit"],
+                ]
+            )
+    header = [
+        "runs", "vLLM's fault", "blocks", "texts that differ", "led by at most",
+        "prefix-hit tokens", "accepted drafts", "preemptions", "commit",
+    ]  # fmt: skip
+    return f"{markdown(header, lines)}\n\n{' '.join(where)}"
+
+
+def served() -> str | None:
+    """vLLM's OpenAI server with the plug-in and without, under vLLM's client."""
+    result = _found("vllm_openai_server")
+    if result is None:
+        return None
+    lines = []
+    for places, found in sorted(result["rows"].items(), key=lambda item: int(item[0])):
+        ours, theirs = found["replay"], found["vllm"]
+        line = [places]
+        for figure, _, form in SERVED:
+            line += [f"{ours[figure]:{form}} : {theirs[figure]:{form}}"]
+            line += [f"{found['ratio'][figure]:.2f}"]
+        lines.append(line)
+    header = ["under way", *(x for _, name, _ in SERVED for x in (name, "÷"))]
+    return f"{markdown(header, lines)}\n\n{_served_note(result)}"
+
+
+def gained() -> str | None:
+    """The same, short: what a user of vLLM gains."""
+    result = _found("vllm_openai_server")
+    if result is None:
+        return None
+    lines = []
+    for places, found in sorted(result["rows"].items(), key=lambda item: int(item[0])):
+        speed = "output_throughput"
+        both = [f"{found[side][speed]:.0f}" for side in ("replay", "vllm")]
+        shares = (found["ratio"][name] for name in (speed, "mean_ttft_ms", "p99_itl_ms"))
+        lines.append([places, " : ".join(both), *(f"{share:.2f}" for share in shares)])
+    header = ["under way", "tokens/s, with : without", "÷", "TTFT ÷", "ITL p99 ÷"]
+    return f"{markdown(header, lines)}\n\n{_served_note(result)}"
+
+
+def logprobs() -> str | None:
+    """How far log-probabilities lie apart."""
+    result = _found("vllm_logprobs")
+    if result is None:
+        return None
+    lines = [
+        [name, str(found["compared"]), *(f"{found[key]:.2g}" for key in ("mean", "p99", "max"))]
+        for name, found in result["spread"].items()
+    ]
+    given = result["options"]
+    note = (
+        f"{given['tokens']} tokens of {max(given['batches'])} requests in batches of "
+        f"{', '.join(map(str, given['batches']))}, mean log-probability {result['mean']:.2f}, "
+        f"{result['unexpected_tokens']} other tokens. {_where(result)}"
+    )
+    return f"{markdown(['apart', 'compared', 'mean', 'p99', 'largest'], lines)}\n\n{note}"
+
+
+def poisoned() -> str | None:
+    """Free blocks and guesses that are no numbers."""
+    lines = []
+    for name in ("vllm_poison", "vllm_poison-eager"):
+        result = _found(name)
+        if result is None:
+            continue
+        given, counts, found = result["options"], result["poisoned"], result["comparison"]
+        lines.append(
+            [
+                f"{given['drafts']} drafts, {'graphs' if given['graphs'] else 'eager'}",
+                f"{found['different_text']} of {found['requests']}",
+                f"{result['not_finite']} of {result['tokens']}",
+                *(str(counts[key]) for key in ("steps", "dummy_runs", "captures", "changed")),
+            ]
+        )
+        where = _where(result)
+    header = [
+        "run", "texts that differ", "values not finite", "steps", "dummy runs",
+        "graphs captured again", "bytes of guesses changed",
+    ]  # fmt: skip
+    return f"{markdown(header, lines)}\n\n{where}" if lines else None
+
+
+def checked() -> str | None:
+    """Check mode of replay."""
+    result = _found("vllm-check-replay")
+    if result is None:
+        return None
+    runs = [run["adapter"][0] for run in result["runs"]]
+
+    def total(name: str) -> int:
+        return sum(run[name] for run in runs)
+
+    lines = [
+        [
+            what,
+            str(total(f"checked_{what}")),
+            str(total(f"different_{what}")),
+            f"{max(run[f'worst_{what}'] for run in runs):.2g}",
+        ]
+        for what in ("states", "outputs", "boundaries")
+    ]
+    header = ["of a layer", "compared", "outside the tolerance", "largest difference"]
+    note = f"{total('checked_steps')} steps. {_where(result)}"
+    return f"{markdown(header, lines)}\n\n{note}"
+
+
+def histories() -> str | None:
+    """Random histories on each release's scheduler."""
+    path = RESULTS / "cpu" / "vllm-histories.json"
+    if not path.exists():
+        return None
+    lines = []
+    releases = load("cpu", "vllm-histories")["releases"]
+    for release, found in sorted(releases.items(), key=lambda item: _version(item[0])):
+        both = [found["synchronous"], found["asynchronous"]]
+
+        def of(key: str, both: list[dict[str, Any]] = both) -> str:
+            return " : ".join(str(kind.get(key, 0)) for kind in both)
+
+        holes = " : ".join(str(len(kind["holes"])) for kind in both)
+        counts = ("histories", "steps", "preemptions", "boundaries", "cut short")
+        line = [f"vLLM {release}", holes, *map(of, counts)]
+        lines.append(line)
+    header = [
+        "release", "holes", "histories", "steps", "preemptions", "boundaries", "cut short",
+    ]  # fmt: skip
+    commits = sorted({found["commit"] for found in releases.values()})
+    note = f"Synchronous : asynchronous, commit {', '.join(commits)}."
+    return f"{markdown(header, lines)}\n\n{note}"
+
+
+TABLES = {
+    "vllm-replay-steps": steps,
+    "vllm-replay-texts": texts,
+    "vllm-served": served,
+    "vllm-gained": gained,
+    "vllm-logprobs": logprobs,
+    "vllm-poisoned": poisoned,
+    "vllm-checked": checked,
+    "vllm-histories": histories,
+}
+
+
+def _found(name: str) -> dict[str, Any] | None:
+    return load("h200", name) if (RESULTS / "h200" / f"{name}.json").exists() else None
+
+
+def _where(result: dict[str, Any]) -> str:
+    env = result["environment"]
+    return f"{env['device']}, {env['cpu']}, commit {env['commit']}."
+
+
+def _version(release: str) -> list[int]:
+    return [int(part) for part in release.split(".")]
+
+
+def _counted(metrics: dict[str, Any], name: str) -> str:
+    """A counter of both runs; some are not there without drafts."""
+    return " : ".join("-" if count is None else f"{count:.0f}" for count in metrics.get(name, "-"))
+
+
+def _served_note(result: dict[str, Any]) -> str:
+    rows, given = result["rows"], result["options"]
+    pairs = " to ".join(map(str, sorted({len(found["runs"]) // 2 for found in rows.values()})))
+    ours, theirs = given["kv_gib"]
+    running = max((int(places) for places in rows), default=0)
+    most = max(run["running"] for run in rows[str(running)]["runs"] if run["side"] == "vllm")
+    return (
+        f"{given['drafts']} drafts, acceptance {given['acceptance']}, {given['per_place']} "
+        f"requests for each under way, medians of {pairs} pairs of runs. "
+        f"{ours} GiB of cache with the plug-in, {theirs} without, where at most {most:.0f} "
+        "requests ran at once. "
+        f"{_where(result)}"
+    )
