@@ -132,4 +132,5 @@ class StepBuffers:
             write_column=state.write_column,
             replay=state.replay,
             rounding=self._rounding,
+            cuts=state.cuts,
         )

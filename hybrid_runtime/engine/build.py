@@ -43,6 +43,7 @@ def state_manager(
         config.strategy,
         steps_in_flight=config.steps_ahead_on(device),
         readback=config.strategy in ("blocking", "defer"),
+        prompt_cuts=True,
         max_rows=most_rows(config.max_requests) if config.graphs_on(device) else None,
     )
 

@@ -92,7 +92,7 @@ class EngineConfig:
     max_tokens_per_step: int = 2048
     """Most tokens of one step, which bounds the chunks of prompts."""
 
-    max_prompt_tokens: int = 2048
+    max_prompt_tokens: int = 4096
     """Most prompt tokens of a step in which other requests decode: it bounds how long these wait
     for their next tokens. Fewer make first tokens come later."""
 

@@ -183,7 +183,8 @@ class PrefixCache:
         return int(every), tuple(sorted(places))
 
     def next_cut(self, request: Request, start: int) -> int:
-        """Where a prompt chunk from `start` on must end at the latest, to leave a snapshot."""
+        """The first position behind `start` at which a prompt must leave a snapshot; its length if
+        there is none."""
         rule = self.rule(request)
         if rule is None:
             return (start // self.block + 1) * self.block

@@ -246,12 +246,17 @@ class Scheduler:
                 np.array([draft for _, _, draft in chosen], np.int32),
             )
             requests = [r for r, _, _ in chosen]
-            if self._allocate(rows, np.array([r.computed for r in requests], np.int32)):
+            if self._allocate(rows, np.array([self._known(r) for r in requests], np.int32)):
                 self._prompt_tokens += int(rows.scheduled[num_decoding:].sum())
                 return Schedule.of(requests, rows, num_decoding)
             if len(self.running) == 1:
                 raise RuntimeError("a request needs more blocks than check() lets it")
             self.preempt(self.running[-1])
+
+    def _known(self, request: Request) -> int:
+        """What `block_demand` takes: tokens computed as of the last results. In a prompt no guesses
+        have been accepted, so that everything up to there has been filed."""
+        return request.computed + (self.num_draft if request.prompt_left > 0 else 0)
 
     def _choose(self) -> tuple[list[tuple[Request, int, int]], int]:
         """Request, tokens and guesses of each row, those that decode first, and how many do."""
@@ -281,14 +286,12 @@ class Scheduler:
         return min(request.max_tokens, self.max_length - len(request.prompt))
 
     def _chunk(self, request: Request, most: int) -> int:
-        """Prompt tokens to run: a chunk ends where a snapshot is wanted, so that the state there is
-        left in a block of its own, and otherwise at a block boundary if it reaches one."""
-        start, block = request.computed_min, self.block_size
-        end = start + most
+        """Prompt tokens to run: a chunk leaves one snapshot on the way, if it passes a boundary
+        where one is wanted, and ends at most a block behind it."""
+        start = request.computed_min
         if self.cache is not None:
-            end = min(end, self.cache.next_cut(request, start))
-        boundary = end // block * block
-        return (boundary if boundary > start else end) - start
+            most = min(most, self.cache.next_cut(request, start) + self.block_size - start)
+        return most
 
     def _allocate(self, rows: StepRows, known: NDArray[np.int32]) -> bool:
         """Give a step's rows their blocks; False, and nothing happens, where there are too few.

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from hybrid_runtime.kernels.common.varlen import Cuts
 from hybrid_runtime.kernels.replay.rounding import Rounding
 from hybrid_runtime.kernels.replay.window_cache import WindowCache
 from hybrid_runtime.kernels.step.advance_replay import ReplayPositions
@@ -123,6 +124,7 @@ class StatePositions:
         replay: what update rows fold and store in the replay layout; None in the columns layout.
         rounding: how update rows round their states stochastically, for every layer (its `layer`
             is not used); None rounds to nearest.
+        cuts: snapshots that prompt rows leave on the way; None: there are none.
     """
 
     draft: Tensor
@@ -131,6 +133,7 @@ class StatePositions:
     write_column: Tensor
     replay: ReplayPositions | None = None
     rounding: Rounding | None = None
+    cuts: Cuts | None = None
 
 
 @dataclass(frozen=True, slots=True)

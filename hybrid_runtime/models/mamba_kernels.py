@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from hybrid_runtime.kernels.common.varlen import StateRows
+from hybrid_runtime.kernels.common.varlen import Cuts, StateRows
 from hybrid_runtime.kernels.mamba.chunk_scan import chunk_scan
 from hybrid_runtime.kernels.mamba.conv1d_update import conv1d_update
 from hybrid_runtime.kernels.mamba.conv1d_varlen import conv1d_varlen
@@ -73,10 +73,12 @@ class MambaPart(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PromptPart:
-    """Rows of any length without guesses: the SSM state is scanned in chunks."""
+    """Rows of any length without guesses: the SSM state is scanned in chunks. cuts: snapshots that
+    they leave on the way."""
 
     part: BatchPart
     rows: StateRows
+    cuts: Cuts | None
     dt_limit: tuple[float, float]
     chunk_size: int
 
@@ -86,6 +88,7 @@ class PromptPart:
             windows=state.windows,
             rows=self.rows,
             max_scheduled=self.part.max_scheduled,
+            cuts=self.cuts,
         )
 
     def scan(self, inputs: ScanInputs, state: LayerState) -> Tensor:
@@ -97,6 +100,7 @@ class PromptPart:
             chunk_size=self.chunk_size,
             dt_min=self.dt_limit[0],
             dt_max=self.dt_limit[1],
+            cuts=self.cuts,
         )
 
 
@@ -182,7 +186,9 @@ def mamba_parts(
         )
         limit = config.time_step_limit
         if not part.update:
-            parts.append(PromptPart(part, rows, limit, config.chunk_size))
+            cuts = positions.cuts
+            cuts = None if cuts is None else Cuts(*(part.rows(field) for field in cuts))
+            parts.append(PromptPart(part, rows, cuts, limit, config.chunk_size))
         elif positions.replay is None:
             parts.append(ColumnsUpdatePart(part, rows, limit))
         else:

@@ -272,16 +272,17 @@ class StateLayout:
     def block_budget(self, steps_ahead: int) -> BlockBudget:
         """Blocks per request with so many steps queued before the first one's results are read.
 
-        The most, replay: the live state, a snapshot that is read, one that waits to be filed, and
-        one or two that may be stored. Columns: the running column and the guesses', one below it
-        for a snapshot's copy, one that waits to be filed, one for the step in which the running
-        column has moved on but the previous one is still read, and one where guesses in flight
-        leave open which column it is.
+        The most, replay: the live state, a snapshot that is read or waits to be filed, with steps
+        ahead a second one, and two that may be stored. Columns: the running column and the
+        guesses', one below it for a snapshot, one that waits to be filed, one for the step in which
+        the running column has moved on but the previous one is still read, and with steps ahead one
+        more: guesses in flight leave open which column it is, and a prompt's last column is kept
+        until the results are read.
         """
         k = self.num_speculative_tokens
         if self.replays:
             return BlockBudget(admission=2, typical=3, most=4 + (steps_ahead > 0))
-        return BlockBudget(k + 2, k + 4, most=k + 4 + (steps_ahead > 0 and k > 0))
+        return BlockBudget(k + 2, k + 4, most=k + 4 + (steps_ahead > 0))
 
     def allocate_window_cache(
         self, num_layers: int, slots: int, groups: int, dtype: torch.dtype, device: torch.device

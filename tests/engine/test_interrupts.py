@@ -166,7 +166,7 @@ def test_what_the_device_counts_is_counted_again(
 ) -> None:
     """Penalties look at the tokens so far, and log-probabilities come with them."""
     runs, draw = engine(hf, tokenizer, **N_GRAM), random.Random(2)
-    params = SamplingParams(max_tokens=16, presence_penalty=1.0, frequency_penalty=1.5, logprobs=1)
+    params = SamplingParams(max_tokens=20, presence_penalty=1.0, frequency_penalty=1.5, logprobs=1)
     alone = [runs.generate([prompt], params)[0] for prompt in prompts[2:5]]
     requests = [runs.submit(prompt, params) for prompt in prompts[2:5]]
     hits = 0

@@ -12,6 +12,7 @@ from helpers.small_engine import (
     NEW_TOKENS,
     VOCABULARY,
     Script,
+    drain,
     engine,
     hf,
     nothing_leaked,
@@ -144,6 +145,7 @@ def test_a_failing_step_ends_its_requests_and_no_others(
     for answer, want in zip(answers, wanted, strict=True):
         if answer.finish_reason != "error":
             assert answer.tokens == want
+    drain(runs)
     nothing_leaked(runs)
 
 

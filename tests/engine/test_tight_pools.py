@@ -8,7 +8,7 @@ from helpers.pool_world import BLOCK, World
 
 @pytest.mark.parametrize("steps_ahead", [0, 1])
 @pytest.mark.parametrize("state_layout", ["replay", "columns"])
-@pytest.mark.parametrize(("num_draft", "state_blocks"), [(0, 4), (1, 6), (3, 8)])
+@pytest.mark.parametrize(("num_draft", "state_blocks"), [(0, 5), (1, 6), (3, 8)])
 def test_a_sole_request_needs_no_more_than_its_bound(
     num_draft: int, state_blocks: int, state_layout: str, steps_ahead: int
 ) -> None:
@@ -18,6 +18,29 @@ def test_a_sole_request_needs_no_more_than_its_bound(
     )  # fmt: skip
     world.submit([1, 2] * 15, max_tokens=9)
     world.finish()
+
+
+@pytest.mark.parametrize("steps_ahead", [0, 1])
+@pytest.mark.parametrize("state_layout", ["replay", "columns"])
+@pytest.mark.parametrize("num_draft", [0, 1, 3])
+@pytest.mark.parametrize(("chunk", "retention"), [(64, "all"), (11, "prompt"), (9, 2 * BLOCK)])
+def test_chunks_that_pass_boundaries_need_no_more_than_the_budget(
+    chunk: int, retention: str | int, num_draft: int, state_layout: str, steps_ahead: int
+) -> None:
+    """One request at a time, of every length, from nothing and from each hit, and every snapshot
+    is filed: the scheduler raises if there are too few blocks."""
+    layout = World(num_draft, state_layout=state_layout).engine.manager.layout
+    most = layout.block_budget(steps_ahead).most
+    for length in range(2, 10 * BLOCK, 3):
+        world = World(
+            num_draft, num_blocks=(14, most), max_requests=1, max_tokens_per_step=chunk,
+            state_layout=state_layout, steps_ahead=steps_ahead, retention=retention,
+        )  # fmt: skip
+        for tokens in (length // 2, length):
+            world.submit(([1, 2, 2, 0, 1] * 10)[:tokens], max_tokens=5)
+            world.drain()
+        world.finish()
+        assert world.engine.stats().preemptions == 0
 
 
 def test_embeddings_that_fit_run_side_by_side() -> None:

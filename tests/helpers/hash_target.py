@@ -176,6 +176,10 @@ class HashTarget:
         if replay is None:
             for j in reversed(range(draft + 1)):
                 store(write + j, values[certain + j], inputs[first + certain :] if not j else [])
+            cuts = None if update else positions.cuts
+            if cuts is not None and (cut := int(cuts.after[row])):
+                kept = inputs[first + cut : first + cut + WINDOW]
+                store(int(cuts.column[row]), values[cut], kept)
         else:
             end, writes = len(past) + certain, bool(replay.writes[row])
             if replay.snapshot_column[row] >= 0:

@@ -136,6 +136,12 @@ def text(length: int, seed: int) -> list[int]:
     return torch.randint(0, VOCABULARY, (length,), generator=generator).tolist()
 
 
+def drain(runs: Engine) -> None:
+    """Read a step that was queued ahead."""
+    while not runs.idle:
+        runs.step()
+
+
 def nothing_leaked(runs: Engine) -> None:
     """Every block, slot and reservation is back."""
     assert runs.idle

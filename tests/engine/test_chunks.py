@@ -1,0 +1,107 @@
+"""Chunks of prompts: how many steps a prompt takes, and that its text does not depend on them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from helpers.small_engine import (
+    drain,
+    engine,
+    hf,
+    hf_greedy,
+    nothing_leaked,
+    same_text,
+    text,
+    tokenizer,
+)
+from tokenizers import Tokenizer
+from transformers import NemotronHForCausalLM
+
+from hybrid_runtime.engine import SamplingParams
+
+__all__ = ["hf", "tokenizer"]  # fixtures
+
+BLOCK = 16
+PARAMS = SamplingParams(max_tokens=6)
+OPTIONS: list[dict[str, Any]] = [
+    {"drafter": None},
+    {"drafter": "mtp", "num_speculative_tokens": 3, "state_layout": "columns", "steps_ahead": 1},
+    {"drafter": "mtp", "num_speculative_tokens": 3, "state_layout": "replay", "steps_ahead": 1},
+    {"drafter": "mtp", "num_speculative_tokens": 3, "graphs": True, "strategy": "blocking"},
+]
+layouts = pytest.mark.parametrize(
+    "options", OPTIONS, ids=lambda o: "-".join(str(v) for v in o.values())
+)
+
+
+@layouts
+@pytest.mark.parametrize(
+    ("length", "chunks"),
+    [
+        (BLOCK - 1, [BLOCK - 1]),
+        (BLOCK, [BLOCK]),
+        (BLOCK + 1, [BLOCK + 1]),
+        (2 * BLOCK, [2 * BLOCK]),
+        (2 * BLOCK + 1, [2 * BLOCK, 1]),
+        (4 * BLOCK + 5, [2 * BLOCK, 2 * BLOCK, 5]),
+    ],
+)
+def test_a_chunk_passes_one_boundary_and_leaves_every_snapshot(
+    hf: NemotronHForCausalLM,
+    tokenizer: Tokenizer,
+    length: int,
+    chunks: list[int],
+    options: dict[str, Any],
+) -> None:
+    runs = engine(hf, tokenizer, block_size=BLOCK, **options)
+    prompt = text(length, 7)
+    request = runs.submit(prompt, PARAMS)
+    ran: list[int] = []
+    while sum(ran) < length:
+        left = length if request.slot < 0 else request.prompt_left
+        runs.step()
+        ran.append(left - request.prompt_left)
+    assert ran == chunks
+    drain(runs)
+    want = hf_greedy(hf, prompt)[: PARAMS.max_tokens]
+    same_text(hf, prompt, request.output, want)
+    assert runs.manager.stats().lost_boundaries == 0
+    # Each boundary can be hit, and leads to the same text.
+    for boundary in range(BLOCK, length, BLOCK):
+        other = prompt[: boundary + 1] + text(3, boundary)
+        answer = runs.generate([other], PARAMS)[0]
+        assert answer.hit.tokens == boundary
+        same_text(hf, other, answer.tokens, hf_greedy(hf, other)[: PARAMS.max_tokens])
+    drain(runs)
+    nothing_leaked(runs)
+
+
+@layouts
+def test_the_text_does_not_depend_on_the_chunks(
+    hf: NemotronHForCausalLM, tokenizer: Tokenizer, options: dict[str, Any]
+) -> None:
+    """With and without a prefix cache, few tokens at a time or all at once, several at once."""
+    prompts = [text(length, length) for length in (1, 15, 17, 31, 33, 50)]
+    wanted = [hf_greedy(hf, prompt)[: PARAMS.max_tokens] for prompt in prompts]
+    for changed in (
+        {"prefix_caching": False},
+        {"max_tokens_per_step": 4},
+        {"max_prompt_tokens": 21, "max_tokens_per_step": 43},
+        {"retention": "prompt"},
+        {"retention": 2 * BLOCK, "max_prompt_tokens": 40},
+    ):
+        runs = engine(hf, tokenizer, block_size=BLOCK, max_requests=6, **options | changed)
+        answers = runs.generate(prompts, PARAMS)
+        for prompt, answer, want in zip(prompts, answers, wanted, strict=True):
+            same_text(hf, prompt, answer.tokens, want)
+        assert runs.manager.stats().lost_boundaries == 0
+
+
+def test_without_a_cache_a_prompt_takes_one_step(
+    hf: NemotronHForCausalLM, tokenizer: Tokenizer
+) -> None:
+    runs = engine(hf, tokenizer, block_size=BLOCK, drafter=None, prefix_caching=False)
+    request = runs.submit(text(5 * BLOCK + 3, 1), PARAMS)
+    runs.step()
+    assert request.prompt_left == 0
