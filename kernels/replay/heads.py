@@ -197,7 +197,7 @@ def update_heads(
         inputs, cache, j, i, ring, base, row, share, strides, shape, SCALES, dot_type
     )
 
-    for r in tl.range(RUN if RUN > 0 else share.heads, num_stages=shape.STAGES):
+    for r in tl.range(RUN, num_stages=shape.STAGES):
         head = share.head + r
         beyond = tl.minimum(head + 1, HEADS - 1)
         raw = ahead

@@ -14,33 +14,25 @@ ROWS = 16
 """Rows of a head's state per program, a program being one warp."""
 STAGES = 2
 """Heads whose state is on its way or in use at a time."""
-START = 1
-"""What a program does before its first head takes about as long as so many heads."""
-FILE = 64 << 10
-"""Registers of a multiprocessor."""
+PROGRAMS = 12
+"""Per multiprocessor; a program takes several heads only if there are still so many."""
+RUNS = (8, 4, 1)
+"""Heads that a program takes one after another; few choices, since each is compiled."""
 
 
-def registers(single: bool, tokens: int) -> int:
+def registers(run: int, tokens: int) -> int:
     """Of a thread, at most. With 168 a multiprocessor holds 12 programs instead of 8. The loop over
     heads needs no more, unless rows have more than 8 tokens; the whole state of a single head
     does."""
-    return 168 if not single and tokens <= 8 else 255
+    return 168 if run > 1 and tokens <= 8 else 255
 
 
-@functools.cache
-def programs_per_group(groups: int, heads: int, tokens: int, multiprocessors: int) -> int:
-    """How many programs share the heads of a group such that the last is done first: programs run
-    in waves, of as many as have registers.
-
-    groups: of all rows and tiles. heads: of a group. tokens: most of a row.
-    """
-
-    def duration(parts: int) -> int:
-        each = 32 * triton.cdiv(registers(parts == heads, tokens), 8) * 8
-        waves = triton.cdiv(groups * parts, FILE // each * multiprocessors)
-        return waves * (triton.cdiv(heads, parts) + START)
-
-    return min(range(1, heads + 1), key=duration)
+def heads_per_program(tiles: int, heads_per_group: int, programs: int) -> int:
+    """The most of RUNS that divides a group and leaves `programs` of the `tiles` of all heads."""
+    for run in RUNS:
+        if heads_per_group % run == 0 and tiles // run >= programs:
+            return run
+    return 1
 
 
 class UpdateShape(NamedTuple):
@@ -52,7 +44,7 @@ class UpdateShape(NamedTuple):
     STATE: N.
     RING: tokens of a slot's ring in the window cache.
     QUERIES: most tokens of a row, padded.
-    RUN: heads per program; 0: programs of a group may differ by one.
+    RUN: heads per program.
     ROWS: rows of P per program.
     PART: columns of N per part, 16 bytes for each of 4 lanes.
     PARTS: parts that make up N.
@@ -79,7 +71,7 @@ def update_shape(
     """The constants of a launch. Kept, because Triton finds a compiled kernel by their hash.
 
     ring: tokens of the window cache's rings. tokens: most of a row. itemsize: bytes of a state's
-    element. run: heads per program, or 0.
+    element. run: heads per program.
     """
     part = 64 // itemsize
     return UpdateShape(

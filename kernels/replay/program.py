@@ -61,14 +61,12 @@ class Share(NamedTuple):
     """The program's share of the row.
 
     head: first of its heads.
-    heads: how many they are.
     p: first row of its tile.
     writes_dt: of the programs that share a time step, this one writes it to the window cache.
     writes_B: likewise B.
     """
 
     head: Value
-    heads: Value
     p: Value
     writes_dt: Value
     writes_B: Value

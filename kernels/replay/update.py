@@ -18,9 +18,10 @@ from hybrid_runtime.kernels.common.pdl import pdl, pdl_wait
 from hybrid_runtime.kernels.common.types import operand_type
 from hybrid_runtime.kernels.replay.heads import POSITIONS, update_heads
 from hybrid_runtime.kernels.replay.launch import (
+    PROGRAMS,
     ROWS,
+    heads_per_program,
     input_strides,
-    programs_per_group,
     registers,
     update_shape,
 )
@@ -37,23 +38,22 @@ from hybrid_runtime.kernels.replay.window_cache import (
 
 
 @triton.jit
-def zero_heads(out, first, last, i_head, heads, o_p, shape):
-    """Zero the program's share of the outputs of tokens `first .. last - 1`."""
+def zero_heads(out, first, last, i_head, o_p, shape):
+    """Zero the program's share of the outputs of tokens `first .. last - 1`. `zero_unowned` once
+    per head would be unrolled into so many loops, and double the kernel."""
     zeros = tl.zeros_like(o_p).to(out.dtype.element_ty)
     p_out = out + i_head * shape.DIM + o_p
     token = first
     while token < last:
-        p_token = p_out + token.to(tl.int64) * (shape.HEADS * shape.DIM)
-        r = 0
-        while r < heads:
-            tl.store(p_token + r * shape.DIM, zeros, mask=o_p < shape.DIM)
-            r += 1
+        for r in range(shape.RUN):
+            at = p_out + token.to(tl.int64) * (shape.HEADS * shape.DIM) + r * shape.DIM
+            tl.store(at, zeros, mask=o_p < shape.DIM)
         token += 1
 
 
 # Pointers to rows are arguments of their own: a tuple's would be specialised on their alignment.
 @triton.jit(
-    do_not_specialize=["tokens", "layer", "parts"],
+    do_not_specialize=["tokens", "layer"],
     do_not_specialize_on_alignment=[
         "dt", "A_log", "D", "dt_bias", "dt_cache", "block_table", "slot", "cu_seqlens", "draft",
         "read_column", "pending", "cursor", "write_column", "writes", "snapshot_column",
@@ -88,7 +88,6 @@ def _replay_update_kernel(
     layer,
     out,
     tokens,
-    parts,
     table_stride,
     state_stride,
     dt_min,
@@ -104,12 +103,9 @@ def _replay_update_kernel(
     groups: tl.constexpr = shape.HEADS // shape.HEADS_PER_GROUP
     i_item = tl.program_id(0)
     i_row = tl.program_id(1)
-    i_part = i_item // tiles % parts
-    i_group = i_item // tiles // parts
+    i_head = i_item // tiles * shape.RUN
+    i_group = i_head // shape.HEADS_PER_GROUP
     top = i_item % tiles * shape.ROWS
-    passed = i_part * shape.HEADS_PER_GROUP // parts  # heads of the group before the program's
-    heads = (i_part + 1) * shape.HEADS_PER_GROUP // parts - passed
-    i_head = i_group * shape.HEADS_PER_GROUP + passed
 
     row_slot = tl.load(slot + i_row)
     start = tl.load(cu_seqlens + i_row)
@@ -126,9 +122,9 @@ def _replay_update_kernel(
 
     # Tokens of padded rows, and those before and behind all rows.
     o_p = top + tl.arange(0, shape.ROWS)
-    zero_heads(out, tl.where(i_row == 0, 0, start), start, i_head, heads, o_p, shape)
+    zero_heads(out, tl.where(i_row == 0, 0, start), start, i_head, o_p, shape)
     last = tl.where(i_row == tl.num_programs(1) - 1, tokens, end)
-    zero_heads(out, tl.where(active, end, start), last, i_head, heads, o_p, shape)
+    zero_heads(out, tl.where(active, end, start), last, i_head, o_p, shape)
 
     if active & (end > start):
         reads = source >= 0
@@ -158,10 +154,9 @@ def _replay_update_kernel(
         writes_dt = i_item % tiles == 0
         share = Share(
             head=i_head,
-            heads=heads,
             p=top,
             writes_dt=writes_dt,
-            writes_B=writes_dt & (i_part == 0),
+            writes_B=writes_dt & (i_head % shape.HEADS_PER_GROUP == 0),
         )
         clamp = Clamp(low=dt_min, high=dt_max)
         # What is too much at once is folded in two passes: the pending tokens first.
@@ -282,15 +277,11 @@ def replay_update(
         seed, layer, place = None, 0, None
     else:
         seed, layer, place = *rounding, last_place(states.dtype)
-    tiles, each = triton.cdiv(dim, ROWS), heads // groups
-    parts = programs_per_group(num_rows * groups * tiles, each, max_scheduled, num_programs(x, 1))
-    if not x.is_cuda:  # The interpreter has no loops of run-time length.
-        parts = math.gcd(each, 2)
-    single = parts == each
-    run = 0 if x.is_cuda and not single else each // parts
+    tiles = triton.cdiv(dim, ROWS)
+    run = heads_per_program(num_rows * heads * tiles, heads // groups, num_programs(x, PROGRAMS))
     shape = update_shape(heads, groups, dim, state, ring, max_scheduled, states.element_size(), run)
     positions = rows.positions
-    _replay_update_kernel[(groups * parts * tiles, num_rows)](
+    _replay_update_kernel[(heads // run * tiles, num_rows)](
         x=x,
         dt=dt,
         A_log=A_log,
@@ -318,7 +309,6 @@ def replay_update(
         layer=layer,
         out=out,
         tokens=tokens,
-        parts=parts,
         table_stride=rows.block_table.stride(0),
         state_stride=states.stride(0),
         dt_min=float(dt_min),
@@ -328,7 +318,7 @@ def replay_update(
         place=place,
         dot_type=operand_type(torch.bfloat16, x) if x.dtype == torch.bfloat16 else tl.float32,
         num_warps=1,
-        maxnreg=registers(single, max_scheduled),
+        maxnreg=registers(run, max_scheduled),
         **pdl(x),
     )
     return out

@@ -59,13 +59,13 @@ def test_update_compiles(
     if not isinstance(kernel, JITFunction):
         pytest.skip("the interpreter is on")
     itemsize = 4 if states == "*fp32" else 2
-    shape = launch.update_shape(128, 8, 64, 128, ring, tokens, itemsize, 0)
+    shape = launch.update_shape(128, 8, 64, 128, ring, tokens, itemsize, 8)
     types: dict[str, Any] = TYPES | {"strides": STRIDES, "states": states}
     types |= {"shape": shape._make(constant.value for constant in shape)}
     types |= dict.fromkeys(("x", "B", "C", "dt", "x_cache", "B_cache", "out"), values)
     aligned = ("x", "B", "C", "x_cache", "B_cache", "states", "state_stride", "out")
     constants: dict[str, Any] = {"seed": None, "place": None, "dot_type": dot_type}
-    options = {"num_warps": 1, "maxnreg": launch.registers(False, tokens)}
+    options = {"num_warps": 1, "maxnreg": launch.registers(8, tokens)}
     code = compiled(kernel, constants, aligned, options, **types)
     if dot_type == tl.bfloat16:
         text = code.asm["ptx"]
@@ -90,5 +90,5 @@ def test_update_compiles_for_one_head(dim: int, state: int, rounds: bool) -> Non
     types |= {"place": LAST_PLACE[torch.float16]} if rounds else {}
     constants: dict[str, Any] = {"dot_type": tl.bfloat16}
     constants |= {} if rounds else {"seed": None, "place": None}
-    options = {"num_warps": 1, "maxnreg": launch.registers(True, 4)}
+    options = {"num_warps": 1, "maxnreg": launch.registers(1, 4)}
     assert compiled(kernel, constants, (), options, **types).asm["cubin"]

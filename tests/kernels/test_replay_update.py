@@ -15,7 +15,7 @@ from torch import Tensor
 from triton.runtime.interpreter import InterpreterBuilder
 
 from hybrid_runtime.kernels.replay.conv1d import replay_conv1d_update
-from hybrid_runtime.kernels.replay.launch import programs_per_group
+from hybrid_runtime.kernels.replay.launch import heads_per_program
 from hybrid_runtime.kernels.replay.naive import replay_update_reference
 from hybrid_runtime.kernels.replay.rounding import (
     Rounding,
@@ -214,13 +214,12 @@ def test_queries_of_any_size(states: torch.dtype) -> None:
 
 
 @plain
-def test_programs_come_in_full_waves() -> None:
-    """132 multiprocessors hold 12 programs each, or 8 of one head or of rows of many tokens."""
-    assert programs_per_group(1 * 8 * 4, heads=16, tokens=4, multiprocessors=132) == 16
-    assert programs_per_group(16 * 8 * 4, heads=16, tokens=4, multiprocessors=132) == 3  # 1,536
-    assert programs_per_group(64 * 8 * 4, heads=16, tokens=4, multiprocessors=132) == 3  # 6,144
-    assert programs_per_group(64 * 8 * 4, heads=16, tokens=16, multiprocessors=132) == 2  # 4,096
-    assert programs_per_group(1, heads=1, tokens=4, multiprocessors=132) == 1
+def test_few_rows_are_spread_over_more_programs() -> None:
+    assert heads_per_program(16 * 128 * 4, 16, 924) == 8
+    assert heads_per_program(8 * 128 * 4, 16, 924) == 4
+    assert heads_per_program(128 * 4, 16, 924) == 1
+    assert heads_per_program(64 * 12 * 4, 12, 700) == 4
+    assert heads_per_program(64 * 10 * 4, 10, 100) == 1
 
 
 @kernels
