@@ -18,7 +18,6 @@ from hybrid_runtime.kernels.common.pdl import pdl, pdl_wait
 from hybrid_runtime.kernels.common.types import operand_type
 from hybrid_runtime.kernels.replay.heads import POSITIONS, update_heads
 from hybrid_runtime.kernels.replay.launch import (
-    PROGRAMS,
     ROWS,
     heads_per_program,
     input_strides,
@@ -278,7 +277,9 @@ def replay_update(
     else:
         seed, layer, place = *rounding, last_place(states.dtype)
     tiles = triton.cdiv(dim, ROWS)
-    run = heads_per_program(num_rows * heads * tiles, heads // groups, num_programs(x, PROGRAMS))
+    run = heads_per_program(
+        num_rows * heads * tiles, heads // groups, max_scheduled, num_programs(x, 1)
+    )
     shape = update_shape(heads, groups, dim, state, ring, max_scheduled, states.element_size(), run)
     positions = rows.positions
     _replay_update_kernel[(heads // run * tiles, num_rows)](
