@@ -108,8 +108,7 @@ def test_an_abort_touches_nobody_else(
     for i in (0, 3, 7):  # running and waiting ones
         runs.abort(requests[i])
         runs.abort(requests[i])
-    while not runs.idle:
-        runs.step()
+    drain(runs)
     for i, request in enumerate(requests):
         if i in (0, 3, 7):
             assert request.finish_reason == "abort"
@@ -297,8 +296,7 @@ def test_bad_arguments_stop_nobody_else(
     if "params" not in arguments:
         with pytest.raises(ValueError, match=message):
             runs.submit_embedding(prompts[3], **arguments)
-    while not runs.idle:
-        runs.step()
+    drain(runs)
     assert other.output == wanted[4]
     nothing_leaked(runs)
 
@@ -371,8 +369,7 @@ def test_nothing_is_kept_free_for_requests_that_cannot_get_longer(
         runs.submit(list(range(first, first + 16)), SamplingParams(max_tokens=2, ignore_eos=True))
     runs.step()
     assert len(runs.scheduler.running) == 4
-    while not runs.idle:
-        runs.step()
+    drain(runs)
     assert runs.stats().preemptions == 0
     nothing_leaked(runs)
 
@@ -388,8 +385,7 @@ def test_no_more_are_admitted_at_once_than_there_are_states_for(
     runs.step()
     assert len(runs.scheduler.running) == 2
     assert runs.stats().preemptions == 0
-    while not runs.idle:
-        runs.step()
+    drain(runs)
     nothing_leaked(runs)
 
 

@@ -137,7 +137,7 @@ def text(length: int, seed: int) -> list[int]:
 
 
 def drain(runs: Engine) -> None:
-    """Read a step that was queued ahead."""
+    """Run until nothing is left, a step that was queued ahead included."""
     while not runs.idle:
         runs.step()
 
