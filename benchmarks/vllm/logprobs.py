@@ -96,7 +96,7 @@ def options(args: argparse.Namespace) -> dict[str, Any]:
             "dtype": "bfloat16",
             "ssm_dtype": args.ssm_dtype,
             "drafts": args.drafts,
-            "rates": workload.acceptance("qwen3.5", args.drafts),
+            "rates": list(workload.acceptance("qwen3.5", args.drafts) or ()) or None,
             "max_requests": max(args.batches),
             "max_tokens_per_step": 4096,
             "max_model_len": 4096,
