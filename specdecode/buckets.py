@@ -37,8 +37,7 @@ class Buckets:
     max_requests: requests that run at once.
     width: tokens of a row that decodes, K + 1.
     max_tokens: most tokens of a step.
-    max_prompt_tokens: most prompt tokens of a step in which others decode; larger steps are padded
-        too, but not captured: they keep the device busy for longer than their launches take.
+    max_prompt_tokens: most prompt tokens of a step.
     block_size: tokens between two snapshots; a chunk of just so many is the most common one.
     """
 
@@ -53,14 +52,12 @@ class Buckets:
         self.width = width
         self._max_requests, self._block_size = max_requests, block_size
         self._prompt_rows = min(PROMPT_ROWS, max_requests)
-        self._max_tokens, self._shared = max_tokens, min(max_tokens, max_prompt_tokens)
+        self._max_prompt_tokens = min(max_tokens, max_prompt_tokens)
 
     @property
     def most_tokens(self) -> int:
         """Tokens of the largest step."""
-        shared = self._max_requests * self.width + self._token_size(self._shared)
-        alone = mixed_size(0, self._max_requests) * self.width + self._token_size(self._max_tokens)
-        return max(shared, alone)
+        return self._max_requests * self.width + self._token_size(self._max_prompt_tokens)
 
     def of(self, update_rows: int, prompt_rows: int, prompt_tokens: int) -> Bucket:
         """The bucket of a step with so many rows and tokens.
@@ -75,20 +72,12 @@ class Buckets:
         rows = mixed_size(update_rows, self._max_requests)
         return Bucket(rows, self._prompt_rows, self._token_size(prompt_tokens))
 
-    def captured(self) -> Iterator[Bucket]:
-        """Those that are captured, largest first, so that the smaller ones fit into the memory of
-        the larger ones."""
+    def all(self) -> Iterator[Bucket]:
+        """The largest first, so that the graphs of smaller ones fit into the memory of theirs."""
         rows = sorted({mixed_size(n, self._max_requests) for n in range(self._max_requests)})
-        for tokens in reversed(self._sizes(self._shared)):
+        for tokens in reversed(self._sizes(self._max_prompt_tokens)):
             for n in reversed(rows):
                 yield Bucket(n, self._prompt_rows, tokens)
-
-    def larger(self) -> Iterator[Bucket]:
-        """The others: nobody decodes in them."""
-        shared, rows = self._token_size(self._shared), mixed_size(0, self._max_requests)
-        for tokens in reversed(self._sizes(self._max_tokens)):
-            if tokens > shared:
-                yield Bucket(rows, self._prompt_rows, tokens)
 
     def _token_size(self, tokens: int) -> int:
         size = token_size(tokens)
@@ -123,11 +112,11 @@ def mixed_size(rows: int, max_rows: int) -> int:
 
 
 def token_size(tokens: int) -> int:
-    """Prompt tokens: 64, or a multiple of 128, above 1024 of 256, above 2048 of 512. Each padded
-    token costs as much as a real one."""
+    """Prompt tokens: 64, or a multiple of 128, above 1024 of 256. Each padded token costs as much
+    as a real one."""
     if tokens <= 64:
         return 64
-    multiple = 128 if tokens <= 1024 else 256 if tokens <= 2048 else 512
+    multiple = 128 if tokens <= 1024 else 256
     return -(-tokens // multiple) * multiple
 
 

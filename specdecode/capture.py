@@ -86,7 +86,7 @@ class CapturedSteps:
             self._graphs.replay(key)
 
     def capture(self, accepts: Sequence[Acceptance], progress: Progress | None) -> None:
-        """Capture every size, for each kind of acceptance, and run the larger sizes once.
+        """Capture every size, for each kind of acceptance.
 
         Raises:
             torch.OutOfMemoryError: a size does not fit; it says which.
@@ -113,12 +113,9 @@ class CapturedSteps:
         work: list[Work] = []
         buckets = self.buckets
         if self._phases.manager.device.type == "cuda":
-            compile_all = partial(self._compile, list(buckets.captured()), accepts)
+            compile_all = partial(self._compile, list(buckets.all()), accepts)
             work.append(("few rows or prompt tokens", compile_all))
-        for bucket in buckets.larger():
-            frame = self._uncaptured(bucket, accepts[0])
-            work.append((_name(bucket), partial(self._run_once, frame)))
-        for bucket in buckets.captured():
+        for bucket in buckets.all():
             act = partial(self._capture_mixed, bucket, accepts, buckets.most_tokens)
             work.append((_name(bucket), act))
         return work

@@ -89,12 +89,13 @@ class EngineConfig:
     max_model_len: int = 2048
     """Tokens of the longest request, prompt and output together; sizes the memory."""
 
-    max_tokens_per_step: int = 2048
-    """Most tokens of one step, which bounds the chunks of prompts."""
+    max_tokens_per_step: int = 4096
+    """Most tokens of one step, those of requests that decode among them."""
 
-    max_prompt_tokens: int = 4096
-    """Most prompt tokens of a step in which other requests decode: it bounds how long these wait
-    for their next tokens. Fewer make first tokens come later."""
+    max_prompt_tokens: int = 3072
+    """Most prompt tokens of a step. More make requests that decode wait longer for their next
+    tokens, and prompts that share a step end together, later than the first could. With fewer all
+    take more steps."""
 
     max_waiting: int | None = None
     """Requests that may wait, `submit` raises `QueueFull` beyond. None: any number."""
@@ -105,7 +106,7 @@ class EngineConfig:
 
     graphs: bool | None = None
     """Pad steps to few sizes and replay CUDA graphs of them; on a CPU only pad them. Those with
-    prompts in them are captured by `capture` alone, up to `max_prompt_tokens`. None: on a GPU."""
+    prompts in them are captured by `capture` alone. None: on a GPU."""
 
     strategy: Strategy = "auto"
     """Who decides when states are saved; see `HybridStateManager`."""

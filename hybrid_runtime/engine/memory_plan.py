@@ -139,9 +139,10 @@ class Planner:
     def _with(self, blocks: tuple[int, int], max_requests: int) -> MemoryPlan:
         shape, itemsize = self._model.config, self._model.dtype.itemsize
         emitting = max_requests * (self.config.num_draft + 1)
-        tokens = max(self.config.max_tokens_per_step, emitting)
+        prompts = min(self.config.max_prompt_tokens, self.config.max_tokens_per_step)
+        tokens = min(emitting + prompts, max(emitting, self.config.max_tokens_per_step))
         if self.config.graphs_on(self._device):  # their memory is apart
-            tokens += emitting + min(self.config.max_prompt_tokens, self.config.max_tokens_per_step)
+            tokens += emitting + prompts
             emitting *= 2
         return MemoryPlan(
             num_blocks=blocks,
@@ -232,7 +233,7 @@ class Planner:
         if fits:
             return f"{needs}: max_requests={fits} fits"
         one = self.needed(1)
-        largest = "max_tokens_per_step" if one.step > one.kv + one.state else "max_model_len"
+        largest = "max_prompt_tokens" if one.step > one.kv + one.state else "max_model_len"
         return f"{needs}; not even max_requests=1 fits: {largest} must be smaller"
 
     def most_requests(self, room: int) -> int:

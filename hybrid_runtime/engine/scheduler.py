@@ -272,8 +272,7 @@ class Scheduler:
                 chosen.append((request, width, self.num_draft))
                 budget -= width
         num_decoding = len(chosen)
-        if chosen:  # who decodes must not wait long
-            budget = min(budget, self.max_prompt_tokens)
+        budget = min(budget, self.max_prompt_tokens)
         prefilling.sort(key=lambda waits: waits[0].turn)
         for request, left in prefilling[:PROMPT_ROWS]:
             if budget > 0:

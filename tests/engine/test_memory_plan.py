@@ -79,8 +79,8 @@ def test_what_can_never_fit_is_told_apart() -> None:
         planner(CPU, weights=16 * GIB).plan(memory)
     with pytest.raises(ValueError, match="not even max_requests=1 fits: max_model_len must be"):
         planner(CPU, max_model_len=10**7).plan(memory)
-    with pytest.raises(ValueError, match="max_requests=1 fits: max_tokens_per_step must be"):
-        planner(CPU, max_tokens_per_step=10**7).plan(memory)
+    with pytest.raises(ValueError, match="max_requests=1 fits: max_prompt_tokens must be"):
+        planner(CPU, max_tokens_per_step=10**7, max_prompt_tokens=10**7).plan(memory)
 
 
 def test_who_holds_the_memory_is_told() -> None:

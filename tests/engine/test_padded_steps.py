@@ -154,7 +154,8 @@ def test_nothing_is_captured_under_load(
 def test_a_size_that_does_not_fit_is_named(
     hf: NemotronHForCausalLM, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    runs = engine(hf, tokenizer, **SIZES | MTP | {"max_tokens_per_step": 600}, graphs=True)
+    wide = {"max_prompt_tokens": 600, "max_tokens_per_step": 620}
+    runs = engine(hf, tokenizer, **SIZES | MTP | wide, graphs=True)
     forward = runs.model.forward
 
     def small(tokens: Tensor, *more: Any) -> Tensor:
