@@ -112,11 +112,11 @@ def mixed_size(rows: int, max_rows: int) -> int:
 
 
 def token_size(tokens: int) -> int:
-    """Prompt tokens: 64, or a multiple of 128, above 1024 of 256. Each padded token costs as much
+    """Prompt tokens: 64, or a multiple of 128, above 4096 of 512. Each padded token costs as much
     as a real one."""
     if tokens <= 64:
         return 64
-    multiple = 128 if tokens <= 1024 else 256
+    multiple = 128 if tokens <= 4096 else 512
     return -(-tokens // multiple) * multiple
 
 

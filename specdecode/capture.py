@@ -105,6 +105,8 @@ class CapturedSteps:
                     f"no memory for steps with {name}; max_requests, max_prompt_tokens, "
                     "max_tokens_per_step or num_blocks must be smaller, or graphs False"
                 ) from error
+        if self._phases.manager.device.type == "cuda":
+            torch.cuda.empty_cache()  # of calls that were not replays
         if progress is not None:
             progress(len(work), len(work))
 

@@ -33,8 +33,14 @@ class Graphs:
             self._captured[key] = act
             return
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
-            act()
+        # `torch.cuda.graph` would empty the allocator's cache each time, for the next call to fill.
+        torch.cuda.synchronize(self._stream.device)
+        with torch.cuda.stream(self._stream):
+            graph.capture_begin(pool=self._pool)
+            try:
+                act()
+            finally:
+                graph.capture_end()
         self._captured[key] = graph.replay
 
     def replay(self, key: Hashable) -> None:
