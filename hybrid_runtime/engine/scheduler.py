@@ -230,36 +230,48 @@ class Scheduler:
         """Rows of the next step, with their blocks handed out; None when nobody can run.
 
         Positions are bounds as long as results are in flight. A request that may have ended, but
-        is not known to, runs on: at worst one row is wasted.
+        is not known to, runs on: at worst one row is wasted. Where blocks are short, no chunk
+        leaves a snapshot on the way, and then the youngest requests give way.
         """
         while True:
-            chosen, num_decoding = self._choose()
-            if not chosen:
-                return None
-            low = np.array([r.computed_min for r, _, _ in chosen], np.int32)
-            high = np.array([r.computed_max for r, _, _ in chosen], np.int32)
-            rows = StepRows(
-                np.array([r.slot for r, _, _ in chosen], np.int32),
-                low,
-                low if (low == high).all() else high,
-                np.array([scheduled for _, scheduled, _ in chosen], np.int32),
-                np.array([draft for _, _, draft in chosen], np.int32),
-            )
-            requests = [r for r, _, _ in chosen]
-            if self._allocate(rows, np.array([self._known(r) for r in requests], np.int32)):
-                self._prompt_tokens += int(rows.scheduled[num_decoding:].sum())
-                return Schedule.of(requests, rows, num_decoding)
+            for passes in (True, False):
+                chosen, num_decoding = self._choose(passes)
+                if not chosen:
+                    return None
+                schedule = self._with_blocks(chosen, num_decoding)
+                if schedule is not None:
+                    return schedule
             if len(self.running) == 1:
                 raise RuntimeError("a request needs more blocks than check() lets it")
             self.preempt(self.running[-1])
+
+    def _with_blocks(
+        self, chosen: list[tuple[Request, int, int]], num_decoding: int
+    ) -> Schedule | None:
+        """What was chosen, with its blocks handed out; None if there are too few."""
+        low = np.array([r.computed_min for r, _, _ in chosen], np.int32)
+        high = np.array([r.computed_max for r, _, _ in chosen], np.int32)
+        rows = StepRows(
+            np.array([r.slot for r, _, _ in chosen], np.int32),
+            low,
+            low if (low == high).all() else high,
+            np.array([scheduled for _, scheduled, _ in chosen], np.int32),
+            np.array([draft for _, _, draft in chosen], np.int32),
+        )
+        requests = [r for r, _, _ in chosen]
+        if not self._allocate(rows, np.array([self._known(r) for r in requests], np.int32)):
+            return None
+        self._prompt_tokens += int(rows.scheduled[num_decoding:].sum())
+        return Schedule.of(requests, rows, num_decoding)
 
     def _known(self, request: Request) -> int:
         """What `block_demand` takes: tokens computed as of the last results. In a prompt no guesses
         have been accepted, so that everything up to there has been filed."""
         return request.computed + (self.num_draft if request.prompt_left > 0 else 0)
 
-    def _choose(self) -> tuple[list[tuple[Request, int, int]], int]:
-        """Request, tokens and guesses of each row, those that decode first, and how many do."""
+    def _choose(self, passes: bool) -> tuple[list[tuple[Request, int, int]], int]:
+        """Request, tokens and guesses of each row, those that decode first, and how many do.
+        passes: as of `_chunk`."""
         budget = self.max_tokens_per_step
         chosen: list[tuple[Request, int, int]] = []
         width = self.num_draft + 1
@@ -276,7 +288,7 @@ class Scheduler:
         prefilling.sort(key=lambda waits: waits[0].turn)
         for request, left in prefilling[:PROMPT_ROWS]:
             if budget > 0:
-                chunk = self._chunk(request, min(left, budget))
+                chunk = self._chunk(request, min(left, budget), passes)
                 chosen.append((request, chunk, 0))
                 budget -= chunk
         return chosen, num_decoding
@@ -284,12 +296,13 @@ class Scheduler:
     def _most_output(self, request: Request) -> int:
         return min(request.max_tokens, self.max_length - len(request.prompt))
 
-    def _chunk(self, request: Request, most: int) -> int:
+    def _chunk(self, request: Request, most: int, passes: bool) -> int:
         """Prompt tokens to run: a chunk leaves one snapshot on the way, if it passes a boundary
-        where one is wanted, and ends at most a block behind it."""
+        where one is wanted, and ends at most a block behind it, or, unless it `passes`, there."""
         start = request.computed_min
         if self.cache is not None:
-            most = min(most, self.cache.next_cut(request, start) + self.block_size - start)
+            behind = self.block_size if passes else 0
+            most = min(most, self.cache.next_cut(request, start) + behind - start)
         return most
 
     def _allocate(self, rows: StepRows, known: NDArray[np.int32]) -> bool:

@@ -43,7 +43,8 @@ class StateRows(NamedTuple):
 class Cuts(NamedTuple):
     """Snapshots that rows without guesses leave on the way, at most one each; int32 `[rows]`.
 
-    A cut row leaves what two calls would that split it there.
+    Outputs and states of a row with a cut are those of two calls, one up to the cut and one from
+    there on.
 
     Attributes:
         after: tokens of the row that are in the snapshot, less than it has; 0 = it leaves none.

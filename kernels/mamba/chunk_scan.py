@@ -4,7 +4,8 @@ Three launches (Dao and Gu 2024, section 6). The first sums up time steps and de
 chunk. The second walks every row from chunk to chunk with the state in registers, and stores the
 state at the start of each chunk. The third computes all outputs at once from those states and, in
 each chunk, a masked product. Which row a chunk belongs to is found on the device, so the grids
-follow from the numbers of tokens and rows alone.
+follow from the numbers of tokens and rows alone. A row with a cut has two parts, each with chunks
+of its own, so that the state at the cut is one between chunks.
 
 What moves is the least these three need: inputs twice, outputs once, and the states between chunks
 once each way, in the type that they are multiplied in.
@@ -130,11 +131,11 @@ def chunk_scan(
 ) -> Tensor:
     """`chunk_scan_reference` by three launches where Triton runs.
 
-    No row may read a block that another row of the same call writes; a row's own read and write
-    columns may be the same. bf16 and fp16 inputs are multiplied in their own type with fp32 sums
-    (states between chunks are rounded to it as operands, not as they are carried), others in fp32.
-    Scratch takes H * P * N elements of that type for every chunk of every row. fp64 goes to the
-    reference.
+    No row may read a block that another row of the same call writes; a row's own read column may be
+    that of its cut, or its write column. bf16 and fp16 inputs are multiplied in their own type with
+    fp32 sums (states between chunks are rounded to it as operands, not as they are carried), others
+    in fp32. Scratch takes H * P * N elements of that type for every chunk of every row. fp64 goes
+    to the reference.
 
     Args:
         chunk_size: checked only: the kernels have chunks of their own.

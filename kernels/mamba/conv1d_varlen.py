@@ -189,8 +189,8 @@ def conv1d_varlen(
 ) -> Tensor:
     """`conv1d_reference` for rows of any length, by one launch where Triton runs.
 
-    No row may read a block that another row of the same call writes; a row's own read and write
-    columns may be the same. fp64 goes to the reference.
+    No row may read a block that another row of the same call writes; a row's own read column may be
+    that of its cut, or its write column. fp64 goes to the reference.
 
     Args:
         tiling: launch shape; None = `ConvTiling()`. All other arguments as in the reference.

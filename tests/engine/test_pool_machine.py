@@ -116,7 +116,7 @@ def test_all_of_it_happens(
         3, state_layout=state_layout, steps_ahead=steps_ahead, max_requests=4,
         num_blocks=num_blocks, host_blocks=(24, 16), max_tokens_per_step=17,
     )  # fmt: skip
-    for turn in range(150):
+    for turn in range(200):
         prompt = draw.choice(DOCUMENTS)[: draw.randint(1, 26)] + draw.choices(range(3), k=2)
         device_tokens = [
             r.tokens for r in world.requests if len(r.tokens) < LONGEST_PROMPT and r.output

@@ -31,7 +31,7 @@ def test_chunks_that_pass_boundaries_need_no_more_than_the_budget(
     is filed: the scheduler raises if there are too few blocks."""
     layout = World(num_draft, state_layout=state_layout).engine.manager.layout
     most = layout.block_budget(steps_ahead).most
-    for length in range(2, 10 * BLOCK, 3):
+    for length in range(5, 10 * BLOCK, 6):
         world = World(
             num_draft, num_blocks=(14, most), max_requests=1, max_tokens_per_step=chunk,
             state_layout=state_layout, steps_ahead=steps_ahead, retention=retention,
@@ -41,6 +41,18 @@ def test_chunks_that_pass_boundaries_need_no_more_than_the_budget(
             world.drain()
         world.finish()
         assert world.engine.stats().preemptions == 0
+
+
+def test_a_chunk_passes_no_boundary_where_that_takes_another_requests_blocks() -> None:
+    """Two prompts of two blocks and more need three state blocks each if they pass a boundary."""
+    for blocks, chunks in ((6, [2 * BLOCK] * 2), (5, [BLOCK] * 2)):
+        world = World(3, num_blocks=(14, blocks), max_requests=2, steps_ahead=0)
+        prompts = [[token] * (2 * BLOCK + 2) for token in (1, 2)]
+        requests = [world.submit(prompt, max_tokens=1) for prompt in prompts]
+        world.step()
+        assert [r.computed for r in requests] == chunks
+        assert world.engine.stats().preemptions == 0
+        world.finish()
 
 
 def test_embeddings_that_fit_run_side_by_side() -> None:
