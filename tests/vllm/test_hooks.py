@@ -24,7 +24,7 @@ from helpers.vllm_stand_in import (
     vllm_config,
 )
 
-from hybrid_runtime.integrations.vllm import hooks, models, plugin
+from hybrid_runtime.integrations.vllm import config, hooks, models, plugin
 from hybrid_runtime.integrations.vllm.state import AlignedStates
 
 STATES = "vllm.v1.worker.gpu.model_states.mamba_hybrid"
@@ -143,7 +143,8 @@ def test_a_call_that_is_not_known_is_left_to_vllm(
     assert "0.25.1+cu129" in record.getMessage()
 
 
-def test_the_known_calls_are_ours() -> None:
+def test_the_known_calls_are_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(config.SWITCH, "columns")
     theirs, ours = Engine(VllmState), Engine(chosen())
     compare(ours, theirs)
     assert isinstance(ours.state, AlignedStates)

@@ -18,8 +18,7 @@ MIXER = "vllm.model_executor.layers.mamba.mamba_mixer2"
 
 
 @pytest.fixture(autouse=True)
-def asked(monkeypatch: pytest.MonkeyPatch, vllm: ModuleType) -> None:
-    monkeypatch.setenv(config.SWITCH, "replay")
+def release(monkeypatch: pytest.MonkeyPatch, vllm: ModuleType) -> None:
     monkeypatch.setattr(vllm, "__version__", "0.27.1")
 
 
@@ -64,7 +63,7 @@ def test_a_model_that_replays(mode: str, caplog: pytest.LogCaptureFixture) -> No
 def test_what_keeps_vllms_layout(
     change: dict[str, Any], why: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """With our copies, as if replay had not been asked for."""
+    """With our copies."""
     for _ in range(2):
         model = build(**change)
     assert spare_blocks(model) == [K, K]
@@ -137,8 +136,10 @@ def test_a_model_within_a_model() -> None:
     assert not hasattr(inner, "replay_layers")
 
 
-def test_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_columns(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """Layers that were registered for a model that replays are vLLM's in one that does not."""
     build()
     monkeypatch.setenv(config.SWITCH, "columns")
-    assert spare_blocks(build()) == [K, K]
+    for change in ({}, {"num_speculative_tokens": 16}):
+        assert spare_blocks(build(**change)) == [K, K]
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]

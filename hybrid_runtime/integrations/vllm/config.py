@@ -6,13 +6,13 @@ import os
 from typing import Any
 
 SWITCH = "HYBRID_RUNTIME_VLLM"
-"""Environment variable: 0 turns the plug-in off, `columns` keeps vLLM's layout with our copies,
-`replay` keeps one state per request where that is handled. `check` and `check-columns` are the same
-and compare with vLLM's kernels."""
+"""Environment variable: `replay` keeps one state per request where that is handled and is else as
+`columns`, which keeps vLLM's layout with our copies; 0 turns the plug-in off. `check` and
+`check-columns` are the same and compare with vLLM's kernels."""
 
 VALUES = ("columns", "replay", "check", "check-columns")
 
-DEFAULT = "columns"
+DEFAULT = "replay"
 
 _said: set[str] = set()
 

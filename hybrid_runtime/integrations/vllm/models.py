@@ -49,12 +49,11 @@ def model_class(architecture: str) -> type:
 
     class Hybrid(base):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
-            given = kwargs.get("vllm_config")
+            given: Any = kwargs.get("vllm_config")
             why_not = replay_unhandled(given)
             with mixer.collecting(why_not is None) as layers:
                 super().__init__(*args, **kwargs)
-            if layers and (why := replay_layers.unhandled(layers)):
-                does_not_replay(why)
+            if layers and (why_not := replay_layers.unhandled(layers)):
                 layers = []
             if layers:
                 self.replay_layers = shared = replay_layers.build(layers, given)
@@ -65,6 +64,8 @@ def model_class(architecture: str) -> type:
             elif why := unhandled(given):
                 left_to_vllm(why)
             else:
+                if why_not and replay_wanted() and given.num_speculative_tokens:
+                    does_not_replay(why_not)
                 self.get_model_state_cls = model_state_class
 
         def load_weights(self, *args: Any, **kwargs: Any) -> Any:
@@ -93,15 +94,12 @@ def unhandled(vllm_config: Any) -> str | None:
 def replay_unhandled(vllm_config: Any) -> str | None:
     """Why a model of this configuration does not replay, or None when its Mamba-2 layers do."""
     if not replay_wanted() or vllm_config is None:
-        return "nobody asks for it"
+        return "it is switched off"
     try:
         why = versions.replay_unhandled(vllm_config) or versions.platform_unhandled()
-        why = why or hooks.unknown() or hooks.unknown_layer() or mixer.register()
+        return why or hooks.unknown() or hooks.unknown_layer() or mixer.register()
     except (AttributeError, ImportError) as error:
-        why = f"its configuration is not as known ({error})"
-    if why and vllm_config.num_speculative_tokens:
-        does_not_replay(why)
-    return why
+        return f"its configuration is not as known ({error})"
 
 
 def model_state_class(*_: Any, **__: Any) -> type:
