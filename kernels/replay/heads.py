@@ -55,14 +55,39 @@ def ring_index(position, base, row, shape):
 
 
 @triton.jit
-def load_B(inputs, cache, live, j, ring, base, part, strides, shape):
-    """The columns `part` of B at the positions that are `live`, `[POSITIONS, PART]`."""
-    p_B = tl.where(
-        (j < base)[:, None],
-        cache.B + ring[:, None] * shape.STATE + part[None, :],
-        inputs.B + (j - base)[:, None] * strides.B_token + part[None, :] * strides.B_state,
-    )
-    return load_apart(p_B, live[:, None] & (part < shape.STATE)[None, :])
+def load_B(inputs, cache, live, j, ring, base, n, strides, shape):
+    """Parts of B at the positions that are `live`, `[POSITIONS, PART]` each."""
+    parts = ()
+    for s in tl.static_range(shape.PARTS):
+        part = n + s * shape.PART
+        p_B = tl.where(
+            (j < base)[:, None],
+            cache.B + ring[:, None] * shape.STATE + part[None, :],
+            inputs.B + (j - base)[:, None] * strides.B_token + part[None, :] * strides.B_state,
+        )
+        parts += (load_apart(p_B, live[:, None] & (part < shape.STATE)[None, :]),)
+    return parts
+
+
+@triton.jit
+def load_C(inputs, i, n, row, strides, shape):
+    """Parts of C of the row's tokens, `[QUERIES, PART]` each."""
+    parts = ()
+    for s in tl.static_range(shape.PARTS):
+        part = n + s * shape.PART
+        p_C = inputs.C + i[:, None] * strides.C_token + part[None, :] * strides.C_state
+        mask = (i < row.scheduled)[:, None] & (part < shape.STATE)[None, :]
+        parts += (load_apart(p_C, mask),)
+    return parts
+
+
+@triton.jit
+def keep_B(Bs, cache, kept, ring, n, shape):
+    """Store B of the positions that are `kept` in the window cache."""
+    for s in tl.static_range(shape.PARTS):
+        part = n + s * shape.PART
+        p_B = cache.B + ring[:, None] * shape.STATE + part[None, :]
+        store_apart(p_B, Bs[s], kept[:, None] & (part < shape.STATE)[None, :])
 
 
 @triton.jit
@@ -81,28 +106,16 @@ def point_x(inputs, cache, head, j, ring, base, p, strides, shape):
 
 
 @triton.jit
-def load_group(inputs, cache, j, i, ring, base, row, share, strides, shape, SCALES: tl.constexpr,
-    dot_type: tl.constexpr):  # fmt: skip
+def combine_group(Bs, Cs, j, i, base, shape, SCALES: tl.constexpr, dot_type: tl.constexpr):
     """Parts of C as operands `[PART, QUERIES]`, and what the heads of the group have in common.
-    B of the row's tokens goes to the window cache on the way. SCALES: C must become fp16."""
-    own = j - base
-    is_own = (own >= 0) & (own < row.scheduled)
-    live = (j < base) | is_own
-    kept = is_own & (own >= row.skipped) & share.writes_B
+    SCALES: C must become fp16."""
     queries = ()
     most = tl.zeros((shape.QUERIES,), tl.float32)
     overlaps = tl.zeros((j.shape[0], shape.QUERIES), tl.float32)
     for s in tl.static_range(shape.PARTS):
-        part = tl.arange(0, shape.PART) + s * shape.PART
-        in_state = (part < shape.STATE)[None, :]
-        b_B = load_B(inputs, cache, live, j, ring, base, part, strides, shape)
-        p_C = inputs.C + i[:, None] * strides.C_token + part[None, :] * strides.C_state
-        b_C = load_apart(p_C, (i < row.scheduled)[:, None] & in_state)
-        queries += (tl.trans(rename(b_C)),)
-        most = tl.maximum(most, tl.max(tl.abs(b_C.to(tl.float32)), axis=1))
-        overlaps = product(rename(b_B), queries[s], overlaps, dot_type)
-        p_B = cache.B + ring[:, None] * shape.STATE + part[None, :]
-        store_apart(p_B, b_B, kept[:, None] & in_state)
+        queries += (tl.trans(rename(Cs[s])),)
+        most = tl.maximum(most, tl.max(tl.abs(Cs[s].to(tl.float32)), axis=1))
+        overlaps = product(rename(Bs[s]), queries[s], overlaps, dot_type)
     unit = tl.full((shape.QUERIES,), 1.0, tl.float32)
     if SCALES:
         queries, unit = into_range(queries, most)
@@ -189,13 +202,17 @@ def update_heads(
             inputs, cache, share.head, lane, f_lane_ring, row.lacks, row, strides, shape
         )
         folds = j < row.folds
+        f_Bs = load_B(inputs, cache, folds, j, f_ring, row.lacks, n, strides, shape)
+    # All loads come first. No load passes a store, which waits for what it stores, nor a barrier,
+    # so that in between they would come one after another.
+    Bs = load_B(inputs, cache, live, j, ring, base, n, strides, shape)
+    Cs = load_C(inputs, i, n, row, strides, shape)
+    queries, group = combine_group(Bs, Cs, j, i, base, shape, SCALES, dot_type)
+    keep_B(Bs, cache, kept & share.writes_B, ring, n, shape)
+    if WRITES:
         folded = ()
         for s in tl.static_range(PARTS):
-            b_B = load_B(inputs, cache, folds, j, f_ring, row.lacks, n + s * PART, strides, shape)
-            folded += (rename(b_B),)
-    queries, group = load_group(
-        inputs, cache, j, i, ring, base, row, share, strides, shape, SCALES, dot_type
-    )
+            folded += (rename(f_Bs[s]),)
 
     for r in tl.range(RUN, num_stages=shape.STAGES):
         head = share.head + r
