@@ -4,6 +4,7 @@ and of what drafts get accepted."""
 from __future__ import annotations
 
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -71,9 +72,9 @@ def capacity() -> str:
     return markdown(header, lines) + "\n\n" + note
 
 
-def prefix() -> str:
+def prefix(name: str = "prefix") -> str:
     """Time to the first token on a miss, a hit, and a hit that comes from the host."""
-    result = load("h200", "prefix")
+    result = load("h200", name)
     cases: dict[tuple[Any, ...], dict[str, Any]] = {}
     for row in result["rows"]:
         key = tuple(row[name] for name in ("block_size", "retention", "state_layout"))
@@ -179,6 +180,7 @@ TABLES = {
     "request-memory": request,
     "capacity": capacity,
     "prefix": prefix,
+    "prefix-short": partial(prefix, "prefix-64"),
     "swap": swap,
     "soak": soak,
 }

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from markdown import markdown
-from source import RESULTS, environment
+from source import RESULTS, environment, load
 
 Row = dict[str, Any]
 
@@ -33,9 +33,8 @@ def closed() -> str | None:
     parts = []
     for result in _results():
         lines = []
-        for ours, theirs in sorted(_pairs(result), key=lambda pair: pair[0]["places"] or 0):
-            if ours["places"] is None:
-                continue
+        pairs = [pair for pair in _pairs(result) if pair[0]["places"] is not None]
+        for ours, theirs in sorted(pairs, key=lambda pair: pair[0]["places"]):
             line = [str(ours["places"])]
             for figure, _, form in CLOSED:
                 line.append(f"{ours[figure]:{form}} : {theirs[figure]:{form}}")
@@ -43,7 +42,7 @@ def closed() -> str | None:
             lines.append(line)
         header = ["places", *(x for _, name, _ in CLOSED for x in (f"{name}, ours : vLLM", "÷"))]
         if lines:
-            parts.append(f"{markdown(header, lines)}\n\n{_note(result)}")
+            parts.append(f"{markdown(header, lines)}\n\n{_note(result, pairs)}")
     return "\n\n".join(parts) or None
 
 
@@ -51,11 +50,11 @@ def arrivals() -> str | None:
     """Poisson arrivals, as a share of what each engine serves at most."""
     parts = []
     for result in _results():
+        pairs = [pair for pair in _pairs(result) if pair[0]["places"] is None]
         lines = [
             [name, row["load"], *(f"{row[figure]:{form}}" for figure, _, form in OPEN)]
-            for pair in _pairs(result)
+            for pair in pairs
             for name, row in zip(("ours", "vLLM"), pair, strict=True)
-            if row["places"] is None
         ]
         if lines:
             header = ["engine", "load", *(name for _, name, _ in OPEN)]
@@ -65,11 +64,19 @@ def arrivals() -> str | None:
                 f"Goodput: requests with TTFT up to {limits['ttft']:.0f} ms and ITL up to "
                 f"{limits['itl']:.0f} ms. "
             )
-            parts.append(f"{markdown(header, lines)}\n\n{said}{_note(result)}")
+            parts.append(f"{markdown(header, lines)}\n\n{said}{_note(result, pairs)}")
     return "\n\n".join(parts) or None
 
 
-TABLES = {"serving": closed, "serving-arrivals": arrivals}
+def capture() -> str:
+    """How long an engine takes to be ready, weights aside."""
+    result = load("h200", "capture")
+    lines = [[row["kernels"], f"{row['seconds']:.1f}"] for row in result["rows"]]
+    said = f"Nemotron-H-8B shapes, {result['max_requests']} requests. {environment(result)}"
+    return f"{markdown(['kernels', 'capture, s'], lines)}\n\n{said}"
+
+
+TABLES = {"serving": closed, "serving-arrivals": arrivals, "capture": capture}
 
 
 def _results() -> list[Row]:
@@ -82,14 +89,15 @@ def _pairs(result: Row) -> list[tuple[Row, Row]]:
     return [(a, b) for a, b in zip(rows[::2], rows[1::2], strict=True) if b["engine"] == "vllm"]
 
 
-def _note(result: Row) -> str:
+def _note(result: Row, pairs: list[tuple[Row, Row]]) -> str:
     options, engines = result["options"], result["engines"]
-    repeats = [len(ours["repeats"]) for ours, _ in _pairs(result)]
+    repeats = [len(ours["repeats"]) for ours, _ in pairs]
     counts = str(min(repeats)) if min(repeats) == max(repeats) else f"{min(repeats)}-{max(repeats)}"
+    made = "one run" if counts == "1" else f"medians of {counts} repeats"
     return (
         f"{options['lengths'].capitalize()} lengths, {options['drafts']} drafts, acceptance "
         f"{options['acceptance']}, {options['dtype']} weights, {options['ssm_dtype']} state, at "
         f"most {options['max_tokens_per_step']} tokens a step, {options['per_place']} requests per "
-        f"place, medians of {counts} repeats, vLLM {engines['vllm']['vllm']}. "
+        f"place, {made}, vLLM {engines['vllm']['vllm']}. "
         f"{environment(result)}"
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+
 from markdown import markdown
 from source import RESULTS, environment, load
 from state_tables import us
@@ -11,7 +13,8 @@ def window() -> str:
     """GPU time of one layer's update beside FlashInfer's, and both errors."""
     result = load("h200", "window")
     rows = []
-    for row in result["gpu"]:
+    order = operator.itemgetter("state", "tokens", "rows")
+    for row in sorted(result["gpu"], key=order):
         rows.append(
             [
                 row["state"],
