@@ -93,12 +93,16 @@ def _conv1d_update_kernel(
             at = channel * weight_channel + tap * weight_tap
             taps += (tl.load(weight + at, mask=inside, other=0.0).to(tl.float32),)
 
+        # Before the first store, behind which loads would wait.
+        added = tl.zeros((TILE,), tl.float32)
+        if bias is not None:
+            added = tl.load(bias + channel * bias_channel, mask=inside, other=0.0).to(tl.float32)
+
         for i in tl.static_range(TOKENS):
             y = tl.zeros((TILE,), tl.float32)
             for tap in tl.static_range(TAPS):
                 y += inputs[i + tap].to(tl.float32) * taps[tap]
-            if bias is not None:
-                y += tl.load(bias + channel * bias_channel, mask=inside, other=0.0).to(tl.float32)
+            y += added
             written = given + (start + i).to(tl.int64) * CHANNELS
             tl.store(written, silu(y).to(out_type), mask=inside & (start + i < end))
 
