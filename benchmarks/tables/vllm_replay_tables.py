@@ -65,13 +65,7 @@ def steps() -> str:
                 ]
             )
         if "fit" in result:
-            ours, theirs = (result["fit"][side] for side in ("replay", "vllm"))
-            notes.append(
-                f"In the same {given[given.index('--kv-gib') + 1]} GiB of cache {ours['running']} "
-                f"requests ran at once with replay, {theirs['running']} without: "
-                f"{ours['tokens_per_s']:.0f} and {theirs['tokens_per_s']:.0f} tokens/s, prompts "
-                "included."
-            )
+            notes.append(_fit(result))
         notes.append(_where(result))
     header = [
         "shape", "drafts", "rows", "replay, ms", "vLLM V2, ms", "÷ V2", "of neighbours", "runs",
@@ -131,19 +125,15 @@ def served() -> str | None:
     return f"{markdown(header, lines)}\n\n{_served_note(result)}"
 
 
-def gained() -> str | None:
-    """The same, short: what a user of vLLM gains."""
-    result = _found("vllm_openai_server")
-    if result is None:
-        return None
-    lines = []
-    for places, found in sorted(result["rows"].items(), key=lambda item: int(item[0])):
-        speed = "output_throughput"
-        both = [f"{found[side][speed]:.0f}" for side in ("replay", "vllm")]
-        shares = (found["ratio"][name] for name in (speed, "mean_ttft_ms", "p99_itl_ms"))
-        lines.append([places, " : ".join(both), *(f"{share:.2f}" for share in shares)])
-    header = ["under way", "tokens/s, with : without", "÷", "TTFT ÷", "ITL p99 ÷"]
-    return f"{markdown(header, lines)}\n\n{_served_note(result)}"
+def gained() -> str:
+    """The first of these steps, short: what a user of vLLM gains."""
+    result = load("h200", STEPS[0][0])
+    lines = [
+        [rows, f"{found['ratio']:.2f}", f"{min(found['ratios']):.2f} to {max(found['ratios']):.2f}"]
+        for rows, found in sorted(result["batches"].items(), key=lambda item: int(item[0]))
+    ]
+    header = ["requests that decode", "step ÷ vLLM's own", "of neighbouring runs"]
+    return f"{markdown(header, lines)}\n\n{_fit(result)} {_where(result)}"
 
 
 def logprobs() -> str | None:
@@ -251,6 +241,17 @@ TABLES = {
 
 def _found(name: str) -> dict[str, Any] | None:
     return load("h200", name) if (RESULTS / "h200" / f"{name}.json").exists() else None
+
+
+def _fit(result: dict[str, Any]) -> str:
+    given = result["options"]
+    cache = given[given.index("--kv-gib") + 1]
+    ours, theirs = (result["fit"][side] for side in ("replay", "vllm"))
+    return (
+        f"In the same {cache} GiB of cache {ours['running']} requests ran at once with replay, "
+        f"{theirs['running']} without: {ours['tokens_per_s']:.0f} and "
+        f"{theirs['tokens_per_s']:.0f} tokens/s, prompts included."
+    )
 
 
 def _where(result: dict[str, Any]) -> str:

@@ -59,7 +59,7 @@ FIELDS = {
     ("config/cache.py", "CacheConfig"): "block_size mamba_block_size mamba_cache_mode",
     ("config/parallel.py", "ParallelConfig"): (
         "rank pipeline_parallel_size prefill_context_parallel_size decode_context_parallel_size "
-        "enable_dbo"
+        "enable_dbo tensor_parallel_size"
     ),
     ("config/scheduler.py", "SchedulerConfig"): "async_scheduling max_num_seqs",
     ("config/compilation.py", "CompilationConfig"): "static_forward_context",

@@ -90,7 +90,7 @@ def test_tables(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
     for module in (source, tables):
         monkeypatch.setattr(module, "RESULTS", tmp_path)
-    optional = ("served", "gained", "logprobs", "poisoned", "checked", "histories")
+    optional = ("served", "logprobs", "poisoned", "checked", "histories")
     assert {getattr(tables, name)() for name in optional} == {None}
     runs = [served("replay", 3.0), served("vllm", 2.0)]
     spread = dict.fromkeys(("compared", "mean", "p99", "max"), 7)
@@ -99,6 +99,7 @@ def test_tables(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         for how in ("checked", "different", "worst")
         for what in ("states", "outputs", "boundaries")
     }
+    fit = {"tokens_per_s": 1.0}
     comparison = {"different_text": 0, "requests": 200}
     counts = dict.fromkeys(("steps", "dummy_runs", "captures", "changed"), 0)
     kind = {"histories": 2000, "holes": [], "steps": 9, "preemptions": 8, "boundaries": 7}
@@ -106,6 +107,11 @@ def test_tables(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         "h200/vllm_openai_server": {
             "options": {"drafts": 3, "acceptance": "x", "per_place": 4, "kv_gib": [30, 58]},
             "rows": {"8": {"runs": runs, **openai_server.summary(runs)}},
+        },
+        "h200/vllm_replay_steps": {
+            "options": ["--num-spec", "3", "--kv-gib", "40"],
+            "batches": {"8": {"ratios": [0.9, 0.8], "ratio": 0.85}},
+            "fit": {"replay": fit | {"running": 284}, "vllm": fit | {"running": 91}},
         },
         "h200/vllm_logprobs": {
             "options": {"tokens": 64, "batches": [1, 4]},
@@ -133,7 +139,9 @@ def test_tables(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         path.parent.mkdir(exist_ok=True)
         path.write_text(json.dumps({"environment": ENVIRONMENT, **content}))
     assert "| 8 | 3 : 2 | 1.50 |" in tables.served()
-    assert "at most 5 requests ran at once" in tables.gained()
+    assert "at most 5 requests ran at once" in tables.served()
+    assert "| 8 | 0.85 | 0.80 to 0.90 |" in tables.gained()
+    assert "284 requests ran at once with replay, 91 without" in tables.gained()
     assert "| replay | 7 |" in tables.logprobs()
     assert "3000 steps" in tables.checked()
     assert "| 3 drafts, graphs | 0 of 200 |" in tables.poisoned()

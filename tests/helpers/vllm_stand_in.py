@@ -132,6 +132,7 @@ def vllm_config(**changes: Any) -> Any:
         parallel_config=SimpleNamespace(
             rank=0,
             pipeline_parallel_size=1,
+            tensor_parallel_size=1,
             prefill_context_parallel_size=1,
             decode_context_parallel_size=1,
         ),

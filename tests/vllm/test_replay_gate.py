@@ -50,6 +50,7 @@ def test_a_model_that_replays(mode: str, caplog: pytest.LogCaptureFixture) -> No
     [
         ({"num_speculative_tokens": 16}, "16 drafts"),
         ({"parallel_config__pipeline_parallel_size": 2}, "pipeline"),
+        ({"parallel_config__tensor_parallel_size": 2}, f"{config.SWITCH}=replay asks for it"),
         ({"parallel_config__enable_dbo": True}, "overlap"),
         ({"speculative_config": SimpleNamespace(method="draft_model")}, "draft model"),
         ({"mamba_config": SimpleNamespace(enable_stochastic_rounding=True)}, "stochastically"),
@@ -72,6 +73,16 @@ def test_what_keeps_vllms_layout(
     (record,) = caplog.records
     assert why in record.getMessage()
     assert "does not replay" in record.getMessage()
+
+
+def test_with_tensor_parallelism_it_must_be_asked_for(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv(config.SWITCH, "replay")
+    with caplog.at_level("WARNING"):
+        model = build(parallel_config__tensor_parallel_size=2)
+    assert spare_blocks(model) == [0, 0]
+    assert not caplog.records
 
 
 def test_without_drafts_there_is_nothing_to_say(caplog: pytest.LogCaptureFixture) -> None:
