@@ -339,8 +339,8 @@ def parsed(argv: list[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if args.short:  # stops by count: a test must not depend on the machine's speed
         small = {
-            "requests": 200, "seconds": math.inf, "distinct": 16, "longest": 24, "rate": 0.5,
-            "faults": 0.015, "max_requests": 6, "max_waiting": 12, "blocks": (34, 14),
+            "requests": 200, "seconds": math.inf, "distinct": 16, "longest": 48, "rate": 0.5,
+            "faults": 0.015, "max_requests": 6, "max_waiting": 12, "blocks": (30, 14),
             "host_blocks": (60, 40),
         }  # fmt: skip
         args = argparse.Namespace(**vars(args) | small)

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from markdown import markdown
-from source import RESULTS, environment, load
+from source import RESULTS, environment
 
 Row = dict[str, Any]
 
@@ -68,9 +68,12 @@ def arrivals() -> str | None:
     return "\n\n".join(parts) or None
 
 
-def capture() -> str:
+def capture() -> str | None:
     """How long an engine takes to be ready, weights aside."""
-    result = load("h200", "capture")
+    path = RESULTS / "h200" / "capture.json"
+    if not path.is_file():
+        return None
+    result = json.loads(path.read_text())
     lines = [[row["kernels"], f"{row['seconds']:.1f}"] for row in result["rows"]]
     said = f"Nemotron-H-8B shapes, {result['max_requests']} requests. {environment(result)}"
     return f"{markdown(['kernels', 'capture, s'], lines)}\n\n{said}"

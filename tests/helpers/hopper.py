@@ -22,7 +22,7 @@ POINTERS = {
     "snapshot_after", "column", "computed", "arrived", "row_slot", "row_draft", "row_offset",
     "row_pending", "row_cursor", "tables", "flush_slot", "flush_offset", "flush_pending",
     "flush_cursor", "flush_column",
-    "flush_certain", "cut", "cut_column",
+    "flush_certain", "cut", "cut_after", "cut_column",
 }  # fmt: skip
 TYPES = {
     "addresses": "*i64", "value": "fp32", "x": "*bf16", "out": "*bf16", "weight": "*bf16",

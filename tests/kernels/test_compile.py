@@ -56,7 +56,7 @@ FILL: dict[str, Any] = {
     "window_type": tl.bfloat16, "ssm_type": tl.float16, "WINDOW": 600, "SSM": 8192,
     "WINDOW_TILES": 1, "SSM_TILES": 2, "TILE": 4096,
 }  # fmt: skip
-ADVANCE: dict[str, Any] = {"BLOCK_SIZE": 4336, "IN_PLACE": False}
+ADVANCE: dict[str, Any] = {"BLOCK_SIZE": 4336, "IN_PLACE": False, "CUTS": True}
 CONV: dict[str, Any] = {
     "CHANNELS": 10240, "TAPS": 4, "TOKENS": 4, "TILE": 256, "weight_tap": 1, "bias_channel": 1,
 }  # fmt: skip
@@ -79,7 +79,7 @@ NO_CUTS = {"cut": None, "cut_column": None}
 NO_SNAPSHOT = {"snapshot_column": None, "snapshot_after": None}
 KERNELS = [
     (advance_columns._advance_kernel, ADVANCE),
-    (advance_columns._advance_kernel, ADVANCE | {"IN_PLACE": True}),
+    (advance_columns._advance_kernel, ADVANCE | {"IN_PLACE": True, "CUTS": False}),
     (state_copy._move_kernel, MOVE),
     (state_copy._move_kernel, MOVE | {"POST": False}),
     (state_copy._move_kernel, MOVE | {"EVERY_ROW": True, "ROWS": 1024}),
