@@ -10,7 +10,7 @@ from state_tables import us
 
 
 def window() -> str:
-    """GPU time of one layer's update beside FlashInfer's, and both errors."""
+    """GPU time of one layer's update beside FlashInfer's and vLLM's, and errors."""
     result = load("h200", "window")
     rows = []
     order = operator.itemgetter("state", "tokens", "rows")
@@ -23,12 +23,15 @@ def window() -> str:
                 *(us(row[name]) for name in ("ours", "ours floor", "flashinfer")),
                 f"{row['ours ÷ flashinfer']:.2f}",
                 *(f"{row[f'{side} state error']:.1e}" for side in ("ours", "flashinfer")),
+                *([us(row["vllm"]), f"{row['ours ÷ vllm']:.2f}"] if "vllm" in row else []),
             ]
         )
     header = [
         "state", "tokens", "rows", "`replay`", "floor", "FlashInfer", "÷ FlashInfer",
         "error of states", "FlashInfer's",
     ]  # fmt: skip
+    if "vllm" in result["gpu"][0]:
+        header += ["vLLM", "÷ vLLM"]
     return markdown(header, rows) + "\n\n" + environment(result)
 
 
