@@ -16,11 +16,11 @@ STAGES = 2
 """Heads whose state is on its way or in use at a time."""
 RUNS = (1, 2, 4, 8)
 """Heads that a program takes one after another; few choices, since each is compiled. A number that
-is only known at run time was measured to make the loop 3 to 5 % slower."""
+is only known at run time makes the loop slower."""
 START = 5
 """What a program does before its first head takes about as long as so many heads."""
-REGISTERS = 64 << 10
-"""Of a multiprocessor."""
+REGISTER_FILE = 64 << 10
+"""Registers of a multiprocessor."""
 
 
 def registers(run: int, tokens: int) -> int:
@@ -38,7 +38,8 @@ def heads_per_program(tiles: int, heads: int, tokens: int, multiprocessors: int)
     """
 
     def duration(run: int) -> float:
-        at_once = REGISTERS // (32 * triton.cdiv(registers(run, tokens), 8) * 8) * multiprocessors
+        each = 32 * triton.cdiv(registers(run, tokens), 8) * 8
+        at_once = REGISTER_FILE // each * multiprocessors
         return max(1.0, tiles / run / at_once) * (run + START)
 
     return min((run for run in RUNS if heads % run == 0), key=duration)

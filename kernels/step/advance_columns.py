@@ -70,7 +70,7 @@ class Positions(NamedTuple):
     cut_column: Tensor
 
 
-IDLE = Positions(-1, -1, -1, 0, -1)  # type: ignore[arg-type]
+IDLE = tuple(0 if name == "cut_after" else -1 for name in Positions._fields)
 """What a row that does not run holds."""
 
 
