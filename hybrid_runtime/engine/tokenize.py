@@ -105,6 +105,13 @@ def _encoding(name: str, text: str, tokenizer: Tokenizer | None) -> Encoding:
 
 
 def _checked(name: str, tokens: Sequence[int], vocabulary: int) -> list[int]:
+    if isinstance(tokens, np.ndarray) and tokens.dtype.kind in "iu":
+        ids = tokens.tolist()
+    else:
+        ids = list(tokens)
+    # A prompt may be long, so what is right is seen without a Python loop.
+    if not ids or (set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) < vocabulary):
+        return ids
     for token in tokens:
         number = isinstance(token, int | np.integer) and not isinstance(token, bool)
         if not number or not 0 <= token < vocabulary:
