@@ -17,17 +17,10 @@ STAGES = 2
 RUNS = (1, 2, 4, 8)
 """Heads that a program takes one after another; few choices, since each is compiled. A number that
 is only known at run time makes the loop slower."""
-START = 5
+START = 1
 """What a program does before its first head takes about as long as so many heads."""
-REGISTER_FILE = 64 << 10
-"""Registers of a multiprocessor."""
-
-
-def registers(run: int, tokens: int) -> int:
-    """Of a thread, at most. With 168 a multiprocessor holds 12 programs instead of 8. The loop over
-    heads needs no more, unless rows have more than 8 tokens; the whole state of a single head
-    does."""
-    return 168 if run > 1 and tokens <= 8 else 255
+PROGRAMS = 8
+"""Programs that a multiprocessor holds, each with all registers that a warp can have."""
 
 
 @functools.cache
@@ -38,11 +31,12 @@ def heads_per_program(tiles: int, heads: int, tokens: int, multiprocessors: int)
     """
 
     def duration(run: int) -> float:
-        each = 32 * triton.cdiv(registers(run, tokens), 8) * 8
-        at_once = REGISTER_FILE // each * multiprocessors
-        return max(1.0, tiles / run / at_once) * (run + START)
+        return max(1.0, tiles / run / (PROGRAMS * multiprocessors)) * (run + START)
 
-    return min((run for run in RUNS if heads % run == 0), key=duration)
+    # A single head's state waits in registers, of which rows with more than 8 tokens leave none.
+    least = 1 if tokens <= 8 else 2
+    fitting = [run for run in RUNS if heads % run == 0 and run >= least]
+    return min(fitting, key=duration, default=1)
 
 
 class UpdateShape(NamedTuple):

@@ -21,7 +21,6 @@ from hybrid_runtime.kernels.replay.launch import (
     ROWS,
     heads_per_program,
     input_strides,
-    registers,
     update_shape,
 )
 from hybrid_runtime.kernels.replay.naive import replay_update_reference
@@ -319,7 +318,6 @@ def replay_update(
         place=place,
         dot_type=operand_type(torch.bfloat16, x) if x.dtype == torch.bfloat16 else tl.float32,
         num_warps=1,
-        maxnreg=registers(run, max_scheduled),
         **pdl(x),
     )
     return out
