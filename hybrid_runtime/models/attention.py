@@ -75,7 +75,11 @@ class Attention(nn.Module):
             q, k = rotate(q), rotate(k)
         cache = KVCache(*caches.kv[layer], caches.kv_block_table)
         store_kv(k, v, cache, AttentionRows(batch.slot, batch.cu_seqlens, batch.computed))
-        outputs = [
+        parts = batch.parts(x.shape[0])
+        if not parts:
+            return torch.zeros_like(x)
+        y = torch.empty_like(q, memory_format=torch.contiguous_format)
+        for part in parts:
             paged_attention(
                 q=part.tokens(q),
                 cache=cache,
@@ -85,12 +89,8 @@ class Attention(nn.Module):
                 max_scheduled=part.max_scheduled,
                 max_context=batch.max_context,
                 scale=self.head_dim**-0.5,
+                out=part.tokens(y),
             )
-            for part in batch.parts(x.shape[0])
-        ]
-        if not outputs:
-            return torch.zeros_like(x)
-        y = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
         y = y.flatten(-2)
         return in_halves(self.o_proj, y) if halves else self.o_proj(y)
 

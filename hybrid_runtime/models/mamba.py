@@ -76,23 +76,26 @@ class Mamba2Mixer(nn.Module):
         state = LayerState(
             self._index, *caches.states[self._layer], caches.window_cache.get(self._layer)
         )
-        outputs = [self._mix(part, xBC, dt, state) for part in parts]
-        if not outputs:
+        if not parts:
             return torch.zeros_like(x)
-        y = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+        y = torch.empty_like(gate, memory_format=torch.contiguous_format)
+        for part in parts:
+            self._mix(part, xBC, dt, state, y)
         return in_halves(self.out_proj, self.norm(y, gate))
 
-    def _mix(self, part: MambaPart, xBC: Tensor, dt: Tensor, state: LayerState) -> Tensor:
-        """Convolution and state space model over a part's tokens: [tokens, inner size]."""
+    def _mix(self, part: MambaPart, xBC: Tensor, dt: Tensor, state: LayerState, y: Tensor) -> None:
+        """Convolution and state space model over a part's tokens, to its share of
+        y [T, inner size]."""
         config, tokens = self.config, part.part.tokens
+        heads = config.mamba_num_heads, config.mamba_head_dim
         convolved = part.conv1d(
             ConvInputs(x=tokens(xBC), weight=self.conv1d.weight[:, 0], bias=self.conv1d.bias),
             state,
         )
         x, B, C = convolved.split(self._convolved, dim=-1)
-        y = part.scan(
+        part.scan(
             ScanInputs(
-                x=x.unflatten(-1, (config.mamba_num_heads, config.mamba_head_dim)),
+                x=x.unflatten(-1, heads),
                 dt=tokens(dt),
                 A_log=self.A_log,
                 B=B.unflatten(-1, (config.n_groups, config.ssm_state_size)),
@@ -101,5 +104,5 @@ class Mamba2Mixer(nn.Module):
                 dt_bias=self.dt_bias,
             ),
             state,
+            out=tokens(y).unflatten(-1, heads),
         )
-        return y.flatten(-2)

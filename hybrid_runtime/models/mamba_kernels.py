@@ -67,8 +67,8 @@ class MambaPart(Protocol):
     def conv1d(self, inputs: ConvInputs, state: LayerState) -> Tensor:
         """Convolution and SiLU over the part's tokens: `[tokens, C]`."""
 
-    def scan(self, inputs: ScanInputs, state: LayerState) -> Tensor:
-        """Output of the state space model at the part's tokens: `[tokens, H, P]`."""
+    def scan(self, inputs: ScanInputs, state: LayerState, out: Tensor) -> None:
+        """Outputs of the state space model at the part's tokens to `out`, `[tokens, H, P]`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +91,8 @@ class PromptPart:
             cuts=self.cuts,
         )
 
-    def scan(self, inputs: ScanInputs, state: LayerState) -> Tensor:
-        return chunk_scan(
+    def scan(self, inputs: ScanInputs, state: LayerState, out: Tensor) -> None:
+        chunk_scan(
             **inputs._asdict(),
             states=state.ssm,
             rows=self.rows,
@@ -101,6 +101,7 @@ class PromptPart:
             dt_min=self.dt_limit[0],
             dt_max=self.dt_limit[1],
             cuts=self.cuts,
+            out=out,
         )
 
 
@@ -120,14 +121,15 @@ class ColumnsUpdatePart:
             max_scheduled=self.part.max_scheduled,
         )
 
-    def scan(self, inputs: ScanInputs, state: LayerState) -> Tensor:
-        return selective_state_update(
+    def scan(self, inputs: ScanInputs, state: LayerState, out: Tensor) -> None:
+        selective_state_update(
             **inputs._asdict(),
             states=state.ssm,
             rows=self.rows,
             max_scheduled=self.part.max_scheduled,
             dt_min=self.dt_limit[0],
             dt_max=self.dt_limit[1],
+            out=out,
         )
 
 
@@ -148,10 +150,10 @@ class ReplayUpdatePart:
             max_scheduled=self.part.max_scheduled,
         )
 
-    def scan(self, inputs: ScanInputs, state: LayerState) -> Tensor:
+    def scan(self, inputs: ScanInputs, state: LayerState, out: Tensor) -> None:
         if state.window_cache is None:
             raise ValueError("caches.window_cache lacks a layer, must have each (replay layout)")
-        return replay_update(
+        replay_update(
             **inputs._asdict(),
             states=state.ssm,
             window_cache=state.window_cache,
@@ -162,6 +164,7 @@ class ReplayUpdatePart:
             else self.rounding._replace(layer=state.mamba_layer),
             dt_min=self.dt_limit[0],
             dt_max=self.dt_limit[1],
+            out=out,
         )
 
 

@@ -243,6 +243,7 @@ def paged_attention(
     scale: float,
     splits: Splits | None = None,
     scratch: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """`paged_attention_reference` by one launch, or two with more than one split, where Triton runs
     (and not in fp64).
@@ -250,18 +251,21 @@ def paged_attention(
     Args:
         splits: how each row's context is divided; None = `attention_splits`.
         scratch: fp32, dense, `attention_scratch` elements or more; None = allocated here.
+        out: where the outputs go, contiguous and of q's shape and dtype; None = allocated here.
 
     Raises:
         ValueError: query heads are no multiple of key heads, or scratch is too small.
     """
     dot_type = torch.promote_types(q.dtype, torch.promote_types(cache.k.dtype, cache.v.dtype))
     if not runs_triton(q) or dot_type == torch.float64:
-        return paged_attention_reference(q, cache, rows, max_scheduled, max_context, scale)
+        y = paged_attention_reference(q, cache, rows, max_scheduled, max_context, scale)
+        return y if out is None else out.copy_(y)
     tokens, heads, head_dim = q.shape
     block_size, kv_heads = cache.k.shape[1:3]
     num_rows = rows.slot.shape[0]
     _check_heads(heads, kv_heads)
-    out = torch.empty((tokens, heads, head_dim), dtype=q.dtype, device=q.device)
+    if out is None:
+        out = torch.empty((tokens, heads, head_dim), dtype=q.dtype, device=q.device)
     if num_rows == 0 or tokens == 0 or max_scheduled == 0:
         return out.zero_()
     tiling = attention_tiling(heads // kv_heads, head_dim, max_scheduled, dot_type)

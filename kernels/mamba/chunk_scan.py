@@ -128,8 +128,11 @@ def chunk_scan(
     dt_max: float = math.inf,
     cuts: Cuts | None = None,
     tiling: ScanTiling | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """`chunk_scan_reference` by three launches where Triton runs.
+
+    The outputs go to `out` if it is given, contiguous and of x's shape and dtype.
 
     No row may read a block that another row of the same call writes; a row's own read column may be
     that of its cut, or its write column. bf16 and fp16 inputs are multiplied in their own type with
@@ -145,28 +148,18 @@ def chunk_scan(
         ValueError: as the reference.
     """
     if not runs_triton(x) or torch.float64 in (x.dtype, states.dtype):
-        return chunk_scan_reference(
-            x,
-            dt,
-            A_log,
-            B,
-            C,
-            D,
-            dt_bias,
-            states,
-            rows,
-            max_scheduled,
-            chunk_size,
-            dt_min,
-            dt_max,
+        y = chunk_scan_reference(
+            x, dt, A_log, B, C, D, dt_bias, states, rows, max_scheduled, chunk_size, dt_min, dt_max,
             cuts,
-        )
+        )  # fmt: skip
+        return y if out is None else out.copy_(y)
     tokens, heads, dim = x.shape
     heads_per_group = check_ssm_shapes(x, B, states)
     if chunk_size <= 0:
         raise ValueError(f"chunk_size is {chunk_size}, must be positive")
     num_rows = rows.slot.shape[0]
-    out = torch.empty((tokens, heads, dim), dtype=x.dtype, device=x.device)
+    if out is None:
+        out = torch.empty((tokens, heads, dim), dtype=x.dtype, device=x.device)
     if num_rows == 0 or tokens == 0 or max_scheduled == 0:
         return out.zero_()
     product = torch.promote_types(x.dtype, torch.promote_types(B.dtype, C.dtype))

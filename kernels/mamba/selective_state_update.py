@@ -160,8 +160,11 @@ def selective_state_update(
     max_scheduled: int,
     dt_min: float = 0.0,
     dt_max: float = math.inf,
+    out: Tensor | None = None,
 ) -> Tensor:
     """`selective_state_update_reference` by one launch where Triton runs.
+
+    The outputs go to `out` if it is given, contiguous and of x's shape and dtype.
 
     Each block of `states` must be contiguous, and no row may read a block that another row of the
     same call writes. Rows of more than `MAX_TOKENS` tokens and fp64 go to the reference.
@@ -170,20 +173,10 @@ def selective_state_update(
         ValueError: as the reference, or blocks are not contiguous.
     """
     if not runs_triton(x) or max_scheduled > MAX_TOKENS or torch.float64 in (x.dtype, states.dtype):
-        return selective_state_update_reference(
-            x,
-            dt,
-            A_log,
-            B,
-            C,
-            D,
-            dt_bias,
-            states,
-            rows,
-            max_scheduled,
-            dt_min,
-            dt_max,
+        y = selective_state_update_reference(
+            x, dt, A_log, B, C, D, dt_bias, states, rows, max_scheduled, dt_min, dt_max
         )
+        return y if out is None else out.copy_(y)
     tokens, heads, dim = x.shape
     state = B.shape[2]
     heads_per_group = check_ssm_shapes(x, B, states)
@@ -192,7 +185,8 @@ def selective_state_update(
             f"states has strides {states.stride()}, must be [any, {dim * state}, {state}, 1]"
         )
     num_rows = rows.slot.shape[0]
-    out = torch.empty((tokens, heads, dim), dtype=x.dtype, device=x.device)
+    if out is None:
+        out = torch.empty((tokens, heads, dim), dtype=x.dtype, device=x.device)
     if num_rows == 0 or max_scheduled == 0:
         return out.zero_()
     tile, warps = SHAPES[states.element_size()]

@@ -10,7 +10,7 @@ import torch
 from helpers.interpreter import CUDA, elsewhere, kernels, run_in_interpreter
 from helpers.replayed import check_replay
 from helpers.state_rows import Rows, prefill_rows
-from helpers.tensors import DEVICE, ints, noise, same_bytes
+from helpers.tensors import DEVICE, frame_is_whole, framed, ints, noise, same_bytes
 from torch import Tensor
 
 from hybrid_runtime.kernels.common.varlen import StateRows
@@ -239,7 +239,9 @@ def test_ssm_chunk_scan(shape: Ssm) -> None:
         rows = prefill_rows(shape.lengths, seed, 0, shape.padded, shape.table_pad)
         arguments, states, pages = inputs(shape, rows, torch.Generator(DEVICE).manual_seed(seed))
         before = pages.clone()
-        y = chunk_scan(states=states, tiling=shape.tiling, **arguments)
+        y = framed(arguments["x"])
+        chunk_scan(states=states, tiling=shape.tiling, out=y, **arguments)
+        assert frame_is_whole(y)
         after, mine = pages.clone(), states.clone()
         pages.copy_(before)
         y_reference = chunk_scan_reference(states=states, **arguments)

@@ -10,7 +10,7 @@ import torch
 from helpers.interpreter import CUDA, elsewhere, kernels, run_in_interpreter
 from helpers.replayed import check_replay
 from helpers.state_rows import update_rows
-from helpers.tensors import DEVICE, noise, same_bytes
+from helpers.tensors import DEVICE, frame_is_whole, framed, noise, same_bytes
 from torch import Tensor
 
 from hybrid_runtime.kernels.common.varlen import StateRows
@@ -197,7 +197,9 @@ def test_ssm_update(shape: Ssm) -> None:
             "dt_max": shape.limits[1],
             **rows.arguments,
         }
-        y = selective_state_update(states=states, **arguments)
+        y = framed(arguments["x"])
+        selective_state_update(states=states, out=y, **arguments)
+        assert frame_is_whole(y)
         after = flat.clone()
         mine = states.clone()
         flat.copy_(before)

@@ -10,7 +10,7 @@ import torch
 from helpers.interpreter import CUDA, INTERPRETED, elsewhere, kernels, run_in_interpreter
 from helpers.replay_cases import BIG, ROUNDS, SEEDS, Rows, Ssm, plain
 from helpers.replayed import check_replay
-from helpers.tensors import DEVICE, ints, noise, same_bytes
+from helpers.tensors import DEVICE, frame_is_whole, framed, ints, noise, same_bytes
 from torch import Tensor
 from triton.runtime.interpreter import InterpreterBuilder
 
@@ -119,7 +119,9 @@ def test_replay_update(shape: Ssm) -> None:
         if shape.rounding:
             seeds = torch.arange(rows.slots, device=DEVICE).int() - 5
             arguments["rounding"] = Rounding(seeds, layer=3)
-        y = replay_update(states=states, window_cache=window_cache, **arguments)
+        y = framed(arguments["x"])
+        replay_update(states=states, window_cache=window_cache, out=y, **arguments)
+        assert frame_is_whole(y)
         after, mine = flat.clone(), WindowCache(*(part.clone() for part in window_cache))
         flat.copy_(before[0])
         for part, old in zip(window_cache, before[1], strict=True):
