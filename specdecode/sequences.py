@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from hybrid_runtime.device.sync import Waits, allowed
@@ -18,6 +19,9 @@ from hybrid_runtime.specdecode.sampling import SamplingParams
 # Words of a slot's line. The seed takes two, at an offset that suits a 64-bit integer.
 _SEED, _TEMPERATURE, _TOP_K, _TOP_P, _MIN_P, _LENGTH, _PROMPT = 0, 2, 3, 4, 5, 6, 7
 _REPETITION, _PRESENCE, _FREQUENCY, _DRAFTS = 8, 9, 10, 12
+
+Admission = tuple[int, Sequence[int] | NDArray[np.int32], int, SamplingParams, int]
+"""Slot, tokens, how many of these are the prompt, parameters and seed."""
 
 
 class Sequences:
@@ -76,11 +80,8 @@ class Sequences:
         self._staging = Staging(slots, fields, self._depth, device, Waits())
         self._biases: Biases | None = None
 
-    def admit(self, entries: Sequence[tuple[int, Sequence[int], int, SamplingParams, int]]) -> None:
-        """Start sequences, by one copy to the device.
-
-        entries: slot, tokens, how many of these are the prompt, parameters and seed of each.
-        """
+    def admit(self, entries: Sequence[Admission]) -> None:
+        """Start sequences, by one copy to the device."""
         index, packed = self._staging.take()
         for line, (slot, tokens, prompt, params, seed) in zip(packed, entries, strict=False):
             line[_SEED : _SEED + 2].view(np.int64)[0] = seed

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import count
 from pathlib import Path
 from threading import Thread
 from typing import Any, Self, Unpack
 
-import numpy as np
 import torch
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
@@ -25,7 +25,7 @@ from hybrid_runtime.engine.load import load
 from hybrid_runtime.engine.owner import Owner
 from hybrid_runtime.engine.pooler import Pooling, pooled_from, stacked
 from hybrid_runtime.engine.progress import progress_bar, timed
-from hybrid_runtime.engine.request import Completion, Request, raise_first
+from hybrid_runtime.engine.request import Completion, Request, decode_stream, raise_first
 from hybrid_runtime.engine.stats import EngineStats
 from hybrid_runtime.engine.summary import log_engine
 from hybrid_runtime.engine.tokenize import (
@@ -161,11 +161,9 @@ class Engine:
         tokens = encode(prompt, self.tokenizer, self.model.config.vocab_size)
         params = self.default_params if params is None else params
         check_params(params, self.model.config.vocab_size)
-        seed = params.seed
-        if seed is None:
-            seed = int(np.random.default_rng().integers(2**63 - 1))
+        seed = secrets.randbits(63) if params.seed is None else params.seed
         request = Request(
-            next(self._ids), tokens, params, seed, DecodeStream(ids=tokens[-4:]), tenant=tenant,
+            next(self._ids), tokens, params, seed, decode_stream(tokens), tenant=tenant,
             lasts=deadline,
         )  # fmt: skip
         self.scheduler.check(request)
@@ -324,7 +322,7 @@ class Engine:
         refuses.
         """
         text = rendered(self.chat_template, messages, tools, template_options)
-        return encode_rendered(text, self.tokenizer, self.model.config.vocab_size)
+        return encode_rendered(text, self.tokenizer, self.model.config.vocab_size).tolist()
 
     def embed(
         self,

@@ -18,8 +18,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
-import numpy as np
-
 from hybrid_runtime.engine.block_pool import BlockPool, BlockTable
 from hybrid_runtime.engine.config import RetentionPolicy
 from hybrid_runtime.engine.offload.cache import HostCache
@@ -242,7 +240,7 @@ class PrefixCache:
         if done == total:
             return
         parent = request.hashes[-1] if done else blake2b(request.tenant.encode()).digest()
-        tokens = np.array(request.tokens[done * self.block : total * self.block], np.int32)
+        tokens = request.tokens[done * self.block : total * self.block]
         for block in tokens.reshape(-1, self.block):
             parent = blake2b(parent + block.tobytes(), digest_size=32).digest()
             request.hashes.append(parent)

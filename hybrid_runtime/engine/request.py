@@ -8,11 +8,13 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Literal
 
+import numpy as np
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 from torch import Tensor
 
 from hybrid_runtime.engine.logprobs import TokenLogprobs
+from hybrid_runtime.engine.tokenize import Tokens
 from hybrid_runtime.specdecode.sampling import SamplingParams
 
 
@@ -71,7 +73,7 @@ class Request:
     """
 
     id: int
-    prompt: list[int]
+    prompt: Tokens
     params: SamplingParams
     seed: int
     stream: DecodeStream
@@ -97,9 +99,11 @@ class Request:
     embedding: Tensor | None = None
 
     @property
-    def tokens(self) -> list[int]:
+    def tokens(self) -> Tokens:
         """All tokens known."""
-        return self.prompt + self.output
+        if not self.output:
+            return self.prompt
+        return np.concatenate([self.prompt, np.array(self.output, np.int32)])
 
     @property
     def length(self) -> int:
@@ -133,11 +137,11 @@ class Request:
         return self.params.max_tokens if self.pooled_from is None else 0
 
     @property
-    def device_tokens(self) -> list[int]:
+    def device_tokens(self) -> Tokens:
         """Tokens as the device sees them. To the device a row is a prompt's chunk, which emits
         nothing, while more tokens follow; so an embedding's prompt gets one more, which never
         runs."""
-        return self.tokens if self.pooled_from is None else [*self.prompt, self.prompt[-1]]
+        return self.tokens if self.pooled_from is None else np.append(self.prompt, self.prompt[-1])
 
     @property
     def sure_output(self) -> int:
@@ -172,7 +176,7 @@ class Request:
     ) -> FinishReason | None:
         """After an exception in the middle of `append`: let text and end be what the output says;
         why it ends, if it does. May itself be interrupted."""
-        fresh = replace(self, output=[], text="", stream=DecodeStream(ids=self.prompt[-4:]))
+        fresh = replace(self, output=[], text="", stream=decode_stream(self.prompt))
         reason = fresh.append(self.output, tokenizer, eos, max_length)
         self.text, self.stream = fresh.text, fresh.stream
         return reason
@@ -252,6 +256,11 @@ class Completion:
             hit=request.hit,
             logprobs=request.told,
         )
+
+
+def decode_stream(prompt: Tokens) -> DecodeStream:
+    """What decodes the output of a prompt."""
+    return DecodeStream(ids=prompt[-4:].tolist())
 
 
 def raise_first(requests: Iterable[Request]) -> None:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence, Sized
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from tokenizers import Encoding, Tokenizer
 from torch import Tensor
 
-Prompt = str | Sequence[int]
+Prompt = str | Sequence[int] | NDArray[np.integer[Any]]
+Tokens = NDArray[np.int32]
+"""Checked token ids, `[n]`."""
 
 
 def prompt_list(prompts: Iterable[Prompt]) -> list[Prompt]:
@@ -30,7 +34,7 @@ def check_text(name: str, text: str) -> None:
         ) from None
 
 
-def encode(prompt: Prompt, tokenizer: Tokenizer | None, vocabulary: int) -> list[int]:
+def encode(prompt: Prompt, tokenizer: Tokenizer | None, vocabulary: int) -> Tokens:
     """Token ids of a prompt; `ValueError` if it is neither text nor token ids, empty, or holds what
     is no token of the vocabulary."""
     _check_kind("prompt", prompt)
@@ -40,7 +44,7 @@ def encode(prompt: Prompt, tokenizer: Tokenizer | None, vocabulary: int) -> list
     return _checked("prompt", tokens, vocabulary)
 
 
-def encode_rendered(text: str, tokenizer: Tokenizer | None, vocabulary: int) -> list[int]:
+def encode_rendered(text: str, tokenizer: Tokenizer | None, vocabulary: int) -> Tokens:
     """Token ids of a text that holds its special tokens already, as a chat template's does."""
     if tokenizer is None:
         raise ValueError("messages are text; without a tokenizer there is no chat")
@@ -50,7 +54,7 @@ def encode_rendered(text: str, tokenizer: Tokenizer | None, vocabulary: int) -> 
 
 def encode_instructed(
     prompt: Prompt, instruction: Prompt, tokenizer: Tokenizer | None, vocabulary: int
-) -> tuple[list[int], int]:
+) -> tuple[Tokens, int]:
     """Token ids of an instruction and a prompt, both text or both ids, and how many of them are the
     instruction's.
 
@@ -66,7 +70,7 @@ def encode_instructed(
         return encode(prompt, tokenizer, vocabulary), 0
     if not isinstance(prompt, str) and not isinstance(instruction, str):
         front = _checked("instruction", instruction, vocabulary)
-        return front + _checked("prompt", prompt, vocabulary), len(front)
+        return np.concatenate([front, _checked("prompt", prompt, vocabulary)]), len(front)
     if not isinstance(prompt, str) or not isinstance(instruction, str):
         kinds = ["a str" if isinstance(p, str) else "token ids" for p in (instruction, prompt)]
         raise ValueError(
@@ -104,16 +108,29 @@ def _encoding(name: str, text: str, tokenizer: Tokenizer | None) -> Encoding:
     return tokenizer.encode(text)
 
 
-def _checked(name: str, tokens: Sequence[int], vocabulary: int) -> list[int]:
-    if isinstance(tokens, np.ndarray) and tokens.dtype.kind in "iu":
-        ids = tokens.tolist()
-    else:
-        ids = list(tokens)
-    # A prompt may be long, so what is right is seen without a Python loop.
-    if not ids or (set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) < vocabulary):
-        return ids
-    for token in tokens:
-        number = isinstance(token, int | np.integer) and not isinstance(token, bool)
-        if not number or not 0 <= token < vocabulary:
-            raise ValueError(f"{name} holds token {token!r}; it must be in 0..{vocabulary - 1}")
-    return [int(t) for t in tokens]
+def _checked(name: str, tokens: Sequence[int] | NDArray[Any], vocabulary: int) -> Tokens:
+    ids = _integers(tokens)
+    if ids is None or (ids.size and (ids.min() < 0 or ids.max() >= vocabulary)):
+        wrong = next(token for token in tokens if not _is_token(token, vocabulary))
+        raise ValueError(f"{name} holds token {wrong!r}; it must be in 0..{vocabulary - 1}")
+    return ids.astype(np.int32)
+
+
+def _integers(tokens: Sequence[int] | NDArray[Any]) -> NDArray[Any] | None:
+    """As an array, if they are integers of 64 bits; without a Python loop, for they may be many."""
+    if isinstance(tokens, np.ndarray):
+        return tokens if tokens.dtype.kind in "iu" else None
+    if not all(_is_integer(kind) for kind in set(map(type, tokens))):
+        return None
+    try:
+        return np.array(tokens, np.int64)
+    except OverflowError:
+        return None
+
+
+def _is_integer(kind: type) -> bool:
+    return issubclass(kind, int | np.integer) and kind is not bool
+
+
+def _is_token(token: Any, vocabulary: int) -> bool:
+    return _is_integer(type(token)) and 0 <= int(token) < vocabulary

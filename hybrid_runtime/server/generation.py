@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from starlette.requests import ClientDisconnect, Request
 
 from hybrid_runtime.engine import AsyncEngine, Completion, Delta, QueueFull, SamplingParams
+from hybrid_runtime.engine.tokenize import Tokens
 from hybrid_runtime.server.metrics import Metrics
 
 T = TypeVar("T")
@@ -20,7 +21,7 @@ T = TypeVar("T")
 class Job:
     """One completion that is wanted. prompt: token ids. tenant, deadline: of `Engine.submit`."""
 
-    prompt: Sequence[int]
+    prompt: Tokens | list[int]
     params: SamplingParams
     tenant: str
     deadline: float | None

@@ -11,7 +11,7 @@ from typing import Annotated, Any, TypeVar, cast
 from fastapi import Depends, Request
 
 from hybrid_runtime.engine import AsyncEngine, SamplingParams
-from hybrid_runtime.engine.tokenize import Prompt, encode
+from hybrid_runtime.engine.tokenize import Prompt, Tokens, encode
 from hybrid_runtime.server.errors import ApiError
 from hybrid_runtime.server.metrics import Metrics
 from hybrid_runtime.server.options import ServerOptions
@@ -45,11 +45,11 @@ class Service:
                 param="model", code="model_not_found",
             )  # fmt: skip
 
-    async def encode(self, prompts: Sequence[Prompt], param: str) -> list[list[int]]:
+    async def encode(self, prompts: Sequence[Prompt], param: str) -> list[Tokens]:
         """Token ids of prompts, by another thread; `ApiError` for one that cannot run."""
         engine = self.engine.engine
 
-        def work() -> list[list[int]]:
+        def work() -> list[Tokens]:
             size = engine.model.config.vocab_size
             return [encode(prompt, engine.tokenizer, size) for prompt in prompts]
 
@@ -68,7 +68,7 @@ class Service:
         """The text of one token; where it is only part of a character, a sign for that."""
         return self.text([token])
 
-    def text(self, prompt: Prompt) -> str:
+    def text(self, prompt: str | Sequence[int]) -> str:
         """A prompt as text."""
         if isinstance(prompt, str):
             return prompt

@@ -99,7 +99,7 @@ def test_a_template_s_special_tokens_are_not_put_in_front_again(tmp_path: Path) 
     )
     tokenizer.save(file)
     engine = Engine.from_pretrained(directory)
-    assert engine.prepare("x").prompt == [256, ord("x")]
+    assert engine.prepare("x").prompt.tolist() == [256, ord("x")]
     assert engine.chat_prompt(MESSAGES)[:2] == [256, ord("<")]
 
 

@@ -119,7 +119,7 @@ def test_all_of_it_happens(
     for turn in range(200):
         prompt = draw.choice(DOCUMENTS)[: draw.randint(1, 26)] + draw.choices(range(3), k=2)
         device_tokens = [
-            r.tokens for r in world.requests if len(r.tokens) < LONGEST_PROMPT and r.output
+            r.tokens.tolist() for r in world.requests if len(r.tokens) < LONGEST_PROMPT and r.output
         ]
         if device_tokens and not turn % 5:
             prompt = [*draw.choice(device_tokens), 1]

@@ -217,7 +217,7 @@ def test_preempted_requests_go_on_as_if_nothing_had_happened(
         if sampled:
             assert request.output == tokens
         else:
-            same_text(hf, request.prompt, request.output, tokens)
+            same_text(hf, request.prompt.tolist(), request.output, tokens)
     nothing_leaked(runs)
 
 

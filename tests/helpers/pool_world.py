@@ -107,7 +107,9 @@ class World:
             self.host.tier._copies.path = path
 
     def step(self) -> None:
-        before = {request: Before(request.tokens, request.epoch) for request in self.requests}
+        before = {
+            request: Before(request.tokens.tolist(), request.epoch) for request in self.requests
+        }
         expected = self._expected()
         preempted, failing = self.engine.scheduler.preemptions, self.target.fails
         self.now, self.sound = self.now + 1.0, False
@@ -160,7 +162,7 @@ class World:
 
     def _name(self, request: Request) -> None:
         """No two beginnings, and no two tenants, have one key; one beginning has one."""
-        tokens = request.tokens
+        tokens = request.tokens.tolist()
         for number, key in enumerate(request.hashes, 1):
             text = request.tenant, tuple(tokens[: number * BLOCK])
             assert self.text_of.setdefault(key, text) == text
@@ -169,7 +171,9 @@ class World:
     def _check_texts(self) -> None:
         for request in self.open:
             limit = request.params.max_tokens
-            assert request.output == true_text(request.prompt, limit)[: len(request.output)]
+            assert (
+                request.output == true_text(request.prompt.tolist(), limit)[: len(request.output)]
+            )
             assert (request.finish_reason == "length") == (len(request.output) == limit)
 
     def _check_accounts(self) -> None:
@@ -243,7 +247,7 @@ class World:
         return any(
             depth in ((request.prefill - 1) // BLOCK * BLOCK, request.hit.known)
             for request in self.open
-            if (request.tenant, tuple(request.tokens[:depth])) == (tenant, tokens)
+            if (request.tenant, tuple(request.tokens[:depth].tolist())) == (tenant, tokens)
         )
 
     # -- hits ------------------------------------------------------------------------------------
@@ -253,7 +257,7 @@ class World:
         if not self.engine.scheduler.waiting:
             return None, 0
         request = self.engine.scheduler.waiting[0]
-        tokens, hit = tuple(request.tokens), 0
+        tokens, hit = tuple(request.tokens.tolist()), 0
         for end in range(BLOCK, len(tokens), BLOCK):
             key = self.key_of.get((request.tenant, tokens[:end]), b"")
             if key not in self.pools["kv"]._block:

@@ -80,7 +80,7 @@ def second_turns(
     """Tokens that each conversation finds when it goes on; its text, if any, must be right."""
     found = []
     for request in requests:
-        prompt = request.prompt + request.output + [1]
+        prompt = [*request.tokens.tolist(), 1]
         want = right_text(hf, prompt) if tokens > 1 else []
         runs.runner.drafter = Script([prompt + want], K, [K])
         (turn,) = finish(runs, [prompt], tokens)
