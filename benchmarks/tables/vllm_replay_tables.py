@@ -6,6 +6,7 @@ from typing import Any
 
 from markdown import markdown
 from source import RESULTS, load
+from vllm_tables import alike
 
 MENDED, PRESENT = "mended", "present"
 TEXTS = (
@@ -31,6 +32,12 @@ STEPS = (
     ("vllm_replay_steps-k5", "Nemotron-H-8B"),
     ("vllm_replay_steps-nano", "Nemotron-3-Nano-30B"),
 )
+POISONED = {
+    "poisoned": "NaN in what is free",
+    "dummies": "a dummy run",
+    "captures": "a capture",
+}
+"""Runs of a result of `poison.py`, and what was done between steps."""
 SERVED = (
     ("output_throughput", "tokens/s", ".0f"),
     ("mean_ttft_ms", "TTFT, ms", ".0f"),
@@ -155,27 +162,39 @@ def logprobs() -> str | None:
 
 
 def poisoned() -> str | None:
-    """Free blocks and guesses that are no numbers."""
+    """Free blocks and guesses that are no numbers, dummy runs and captures."""
     lines = []
     for name in ("vllm_poison", "vllm_poison-eager"):
         result = _found(name)
         if result is None:
             continue
-        given, counts, found = result["options"], result["poisoned"], result["comparison"]
-        lines.append(
-            [
-                f"{given['drafts']} drafts, {'graphs' if given['graphs'] else 'eager'}",
-                f"{found['different_text']} of {found['requests']}",
-                f"{result['not_finite']} of {result['tokens']}",
-                *(str(counts[key]) for key in ("steps", "dummy_runs", "captures", "changed")),
-            ]
-        )
+        given = result["options"]
+        setting = f"{given['drafts']} drafts, {'graphs' if given['graphs'] else 'eager'}"
+        for run, what in POISONED.items():
+            if run in result["runs"]:
+                lines.append([setting, what, *_survived(result["runs"][run])])
         where = _where(result)
     header = [
-        "run", "texts that differ", "values not finite", "steps", "dummy runs",
-        "graphs captured again", "bytes of guesses changed",
+        "engine", "between steps", "texts that differ", "hits, acceptance, preemptions",
+        "values not finite", "steps", "dummy runs", "graphs captured", "bytes changed",
     ]  # fmt: skip
     return f"{markdown(header, lines)}\n\n{where}" if lines else None
+
+
+def _survived(found: dict[str, Any]) -> list[str]:
+    """Cells of one run beside the clean one; its texts are compared where it has all requests."""
+    comparison = found.get("comparison")
+    texts = ["-", "-"]
+    if comparison:
+        texts = [f"{comparison['different_text']} of {comparison['requests']}"]
+        texts += ["identical" if alike(comparison) else "different"]
+    changed = [found[key] for key in ("guess_bytes", "state_bytes") if key in found]
+    return [
+        *texts,
+        f"{found['not_finite']} of {found['tokens']}",
+        *(str(found.get(key) or "-") for key in ("steps", "dummy_runs", "captures")),
+        str(sum(changed)) if changed else "-",
+    ]
 
 
 def checked() -> str | None:
@@ -265,7 +284,8 @@ def _version(release: str) -> list[int]:
 
 def _counted(metrics: dict[str, Any], name: str) -> str:
     """A counter of both runs; some are not there without drafts."""
-    return " : ".join("-" if count is None else f"{count:.0f}" for count in metrics.get(name, "-"))
+    counts = metrics.get(name)
+    return " : ".join(f"{count:.0f}" for count in counts) if counts else "-"
 
 
 def _served_note(result: dict[str, Any]) -> str:

@@ -26,7 +26,7 @@ def serving() -> str:
                 where,
                 str(result["options"]["drafts"]),
                 f"{max(c['different_text'] for c in same)} of {same[0]['requests']}",
-                "identical" if all(_alike(c) for c in same) else "different",
+                "identical" if all(alike(c) for c in same) else "different",
                 *(str(counted.get(f"vllm:{key}", "-")) for key in COUNTED),
                 *(str(ours["adapter"][0][key]) for key in ("steps", "skipped")),
                 str(sum(ours["adapter"][0][key] for key in ("precopied", "postcopied"))),
@@ -107,7 +107,8 @@ TABLES = {
 COUNTED = ("prefix_cache_hits", "spec_decode_num_accepted_tokens", "num_preemptions")
 
 
-def _alike(comparison: dict[str, Any]) -> bool:
+def alike(comparison: dict[str, Any]) -> bool:
+    """Whether two runs had the same hits, acceptance and preemptions."""
     counts = comparison["metrics"].values()
     return not comparison["different_prefix_hits"] and all(a == b for a, b in counts)
 

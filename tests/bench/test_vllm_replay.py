@@ -100,8 +100,14 @@ def test_tables(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         for what in ("states", "outputs", "boundaries")
     }
     fit = {"tokens_per_s": 1.0}
-    comparison = {"different_text": 0, "requests": 200}
-    counts = dict.fromkeys(("steps", "dummy_runs", "captures", "changed"), 0)
+    comparison = {
+        "different_text": 0,
+        "requests": 200,
+        "different_prefix_hits": 0,
+        "metrics": {"hits": [5, 5]},
+    }
+    finite = {"tokens": 5, "not_finite": 0, "steps": 340}
+    changed = {"guess_bytes": 0, "state_bytes": 0}
     kind = {"histories": 2000, "holes": [], "steps": 9, "preemptions": 8, "boundaries": 7}
     files: dict[str, dict[str, Any]] = {
         "h200/vllm_openai_server": {
@@ -122,10 +128,10 @@ def test_tables(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         "h200/vllm-check-replay": {"runs": [{"adapter": [{**checked, "checked_steps": 3000}]}]},
         "h200/vllm_poison": {
             "options": {"drafts": 3, "graphs": True},
-            "poisoned": counts,
-            "comparison": comparison,
-            "not_finite": 0,
-            "tokens": 5,
+            "runs": {
+                "poisoned": finite | {"comparison": comparison},
+                "captures": finite | changed | {"captures": 17},
+            },
         },
         "cpu/vllm-histories": {
             "releases": {
@@ -144,5 +150,7 @@ def test_tables(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert "284 requests ran at once with replay, 91 without" in tables.gained()
     assert "| replay | 7 |" in tables.logprobs()
     assert "3000 steps" in tables.checked()
-    assert "| 3 drafts, graphs | 0 of 200 |" in tables.poisoned()
+    nan, capture = tables.poisoned().splitlines()[2:4]
+    assert nan.endswith("| 0 of 200 | identical | 0 of 5 | 340 | - | - | - |")
+    assert capture.endswith("| a capture | - | - | 0 of 5 | 340 | - | 17 | 0 |")
     assert tables.histories().index("vLLM 0.4.0") < tables.histories().index("vLLM 0.31.0")

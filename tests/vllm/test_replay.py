@@ -3,12 +3,12 @@ a prefix hit could find, is the sum of exactly its tokens."""
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
 from helpers.vllm_replay import ReplayEngine
-from helpers.vllm_stand_in import SLOTS, B, Traffic
+from helpers.vllm_stand_in import SLOTS, B, InputBatch, Traffic
 
 
 @pytest.mark.parametrize(("slot_tables", "asynchronous"), [(True, True), (False, False)])
@@ -43,17 +43,39 @@ def test_only_kept_boundaries_are_materialised() -> None:
     assert copied[1] < copied[0] * 0.7
 
 
-def test_a_dummy_between_steps_changes_nothing() -> None:
-    """A dummy run and a graph's capture name slots of real requests."""
+@pytest.mark.parametrize("release", ["0.26.0", "0.27.1"])
+def test_a_dummy_between_steps_changes_nothing(
+    release: str, vllm: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A dummy run and a graph's capture name slots of real requests. Up to 0.26 vLLM's tables name
+    their blocks too; later ones it has cleared itself."""
+    monkeypatch.setattr(vllm, "__version__", release)
     engine = ReplayEngine()
     traffic = Traffic(5, [engine])
+    dummy = SimpleNamespace(idx_mapping=torch.arange(SLOTS), num_reqs=SLOTS)
     for _ in range(40):
-        finish = traffic.start()
-        before = engine.memory()
-        engine.prepare(SimpleNamespace(idx_mapping=torch.arange(SLOTS), num_reqs=SLOTS))
+        begun: list[InputBatch] = []
+        finish = traffic.start(begun.append)
+        for batch in begun:
+            assert named(engine, batch)
+        before, tables = engine.memory(), [table.clone() for table in engine.inputs]
+        engine.prepare(dummy)
         assert engine.shared.rows.whole.slot.tolist() == [-1] * SLOTS
         assert torch.equal(engine.memory().nan_to_num(), before.nan_to_num())
+        for table, own in zip(engine.inputs, tables, strict=True):
+            assert torch.equal(table, own * (release == "0.27.1"))
         finish()
+
+
+def named(engine: ReplayEngine, batch: InputBatch) -> bool:
+    """Whether a step's rows name their requests' slots and blocks."""
+    rows, slot = engine.shared.rows.whole, batch.idx_mapping
+    pairs = [(rows.slot[: len(slot)], slot)]
+    pairs += [
+        (t[: len(slot)], x.table[slot])
+        for t, x in zip(engine.inputs[1:], engine.layers, strict=True)
+    ]
+    return all(torch.equal(one, other) for one, other in pairs)
 
 
 def test_a_step_that_is_not_recognised_looks_at_every_row() -> None:

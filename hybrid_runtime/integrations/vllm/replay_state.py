@@ -104,9 +104,10 @@ class ReplayStates(AlignedStates):
     ) -> Any:
         self._assign(kv_cache_config)
         if input_batch is not self._placed:
-            # A dummy or a graph's capture names slots of real requests, whose guesses it must not
-            # touch.
+            # A dummy or a graph's capture names slots of real requests, whose guesses and states it
+            # must not touch.
             self.layers.rows.whole.slot.fill_(-1)
+            versions.clear_dummy_tables(block_tables)
             self._placed = None
         return super().prepare_attn(
             input_batch,

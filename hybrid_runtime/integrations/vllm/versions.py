@@ -166,6 +166,16 @@ def retained(kv_cache_config: Any) -> int | None:
     return older
 
 
+def clear_dummy_tables(block_tables: tuple[Any, ...]) -> None:
+    """Have a dummy's rows name the null block. Up to 0.26 they name the blocks of the step before,
+    which may be a cached prefix by now, and the convolution would write a window into them."""
+    from vllm import __version__
+
+    if parsed(__version__) < (0, 27):
+        for table in block_tables:
+            table.zero_()
+
+
 def copy_context(
     state: Any, kv_cache_config: Any, groups: list[int], block_tables: tuple[Any, ...]
 ) -> Any:
