@@ -187,10 +187,10 @@ class Layers:
             )
         return outputs[0], outputs[1]
 
-    def dummy(self, rows: list[int]) -> None:
-        """A step that is no request's, with block 0 in every table."""
+    def dummy(self, blocks: list[int]) -> None:
+        """A step that is no request's, whose rows' tables name these blocks."""
         self.shared.rows.whole.slot.fill_(-1)
-        count, tokens = len(rows), len(rows) * (1 + self.drafts)
+        count, tokens = len(blocks), len(blocks) * (1 + self.drafts)
         self.forward(
             self.layers[1],
             torch.randn(tokens, self.width),
@@ -199,7 +199,7 @@ class Layers:
             num_decodes=count,
             num_decode_tokens=tokens,
             num_reqs=count,
-            state_indices_tensor_d=torch.zeros((count, 1), dtype=torch.int32),
+            state_indices_tensor_d=torch.tensor(blocks, dtype=torch.int32)[:, None],
             query_start_loc_d=torch.arange(count + 1, dtype=torch.int32) * (1 + self.drafts),
             num_accepted_tokens=torch.ones(count, dtype=torch.int32),
             seq_lens=torch.full((count,), 1 + self.drafts),

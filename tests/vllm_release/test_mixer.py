@@ -8,6 +8,7 @@ import torch
 from helpers.interpreter import CUDA, elsewhere, kernels, run_in_interpreter
 from helpers.vllm_layers import Layers
 
+from hybrid_runtime.integrations.vllm import versions
 from hybrid_runtime.kernels.replay.naive import fold_reference
 from hybrid_runtime.kernels.step.vllm_rows import RUNNING, FlushRows
 
@@ -109,10 +110,28 @@ def test_mixed_batch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @kernels
 @pytest.mark.skipif(CUDA, reason="vLLM's files alone have no CUDA libraries")
-def test_a_dummy_run_touches_no_guess(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows without a slot leave states and guesses as they are, byte for byte."""
+@pytest.mark.parametrize("named", [False, True])
+def test_a_dummy_run_touches_no_guess(named: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows without a slot leave states and guesses as they are, byte for byte, and so windows if
+    their tables name the null block, as `clear_dummy_tables` sees to. Else the convolution writes
+    into the block that they name."""
     pair = Layers(K, SLOTS, "float32", False, monkeypatch)
-    before = [part.clone() for part in (*pair.shared.cache, *pair.caches[1])]
-    pair.dummy([0, 1, 2])
-    after = (*pair.shared.cache, *pair.caches[1])
-    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    window, state = pair.caches[1]
+    before = [part.clone() for part in (*pair.shared.cache, state, window)]
+    pair.dummy([0, 2 * named, 0])
+    after = (*pair.shared.cache, state)
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=False))
+    changed = (window != before[-1]).flatten(1).any(1).nonzero().flatten().tolist()
+    assert changed == [2] * named
+
+
+def test_tables_of_a_dummy_run() -> None:
+    """Whichever release: a dummy run's rows name the null block."""
+    from vllm.v1.worker.gpu.block_table import BlockTables
+
+    tables = object.__new__(BlockTables)
+    tables.input_block_tables = [torch.ones(4, 3, dtype=torch.int32) for _ in range(2)]
+    tables._num_dirty_rows = 4  # from 0.33 on
+    handed = tables.get_dummy_block_tables(2)
+    versions.clear_dummy_tables(handed)
+    assert [table.any().item() for table in handed] == [False, False]
