@@ -9,7 +9,7 @@ The requests of `serve.py serve` run on the shipped checkpoint in one engine, sy
 2. with NaN in all free blocks of the cache that no prefix hit may find, and in the guesses of all
    free request slots, after every step;
 3. with a dummy run after every tenth step;
-4. with CUDA graphs a few of them, and all graphs captured once more after every tenth step.
+4. with CUDA graphs a few of them, and after the tenth step all graphs captured once more.
 
 Texts, hits, acceptance and preemptions of 2 and 3 must be those of 1, and no log-probability of 2
 may be NaN. Dummy runs and captures must change no byte of the guesses, nor of the Mamba blocks that
@@ -39,9 +39,9 @@ from torch import Tensor
 from traffic import drive, empty, traffic
 
 EVERY = 10
-"""Steps from one dummy run, or capture, to the next."""
+"""Steps from one dummy run to the next, and before the capture."""
 CAPTURING = 32
-"""Requests of the run with captures."""
+"""Requests of the run with a capture."""
 
 
 class Memory:
@@ -104,8 +104,8 @@ class Poison:
 
 
 class Interruptions:
-    """Called after every step: now and then a dummy run, or a capture of the model's CUDA graphs,
-    and the bytes that it changed."""
+    """Called after every step: now and then a dummy run, or once a capture of the model's CUDA
+    graphs, and the bytes that it changed."""
 
     def __init__(self, memory: Memory, captures: bool) -> None:
         self.memory, self.captures = memory, captures
@@ -116,7 +116,7 @@ class Interruptions:
     def __call__(self) -> None:
         memory, found = self.memory, self.found
         found["steps"] += 1
-        if found["steps"] % EVERY:
+        if found["steps"] % EVERY or found["captures"]:
             return
         kept = [memory.kept(group) for group in range(len(memory.managers))]
         guesses = [part.clone() for part in memory.guesses]
