@@ -54,7 +54,8 @@ def serving_engine(args: argparse.Namespace) -> Any:
         mamba_cache_mode=args.mode,
         async_scheduling=not args.synchronous,
         num_gpu_blocks_override=max(args.blocks),
-        gpu_memory_utilization=0.3,
+        # With a cache of given size this is only what must be free at the start.
+        gpu_memory_utilization=0.05 if args.kv_gib else 0.3,
         kv_cache_memory_bytes=int(args.kv_gib * 2**30) or None,
         attention_config={"backend": "TRITON_ATTN"},
         tensor_parallel_size=args.tensor_parallel,
