@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hybrid_runtime.device.sync import Waits, allowed
-from hybrid_runtime.device.transfer import Staging
+from hybrid_runtime.device.transfer import Part, PinnedBuffers
 from hybrid_runtime.kernels.sampling.penalties import Penalties
 from hybrid_runtime.kernels.sampling.rows import SamplingTensors
 from hybrid_runtime.specdecode.biases import Biases
@@ -34,7 +34,6 @@ class Sequences:
     drafts: int32 `[slots + 1, K]`, proposed for the next step; -1 where there is none.
     draft_probs: float32 `[slots + 1, K, V]`, what drafts were drawn from; None if none are.
     sampling: parameters, by slot.
-    rounding_seed: int32 `[slots + 1]`, the low half of each seed.
 
     slots: requests that run at once.
     max_length: most tokens of one.
@@ -69,21 +68,22 @@ class Sequences:
             min_p=floats[:, _MIN_P],
             seed=self._lines.view(torch.int64)[:, _SEED // 2],
         )
-        # Apart from the lines, since kernels take it without a stride.
-        self.rounding_seed = torch.zeros(slots + 1, dtype=torch.int32, device=device)
         self.draft_probs: Tensor | None = None
         if sampled_vocabulary:
             shape = (slots + 1, num_draft, sampled_vocabulary)
             self.draft_probs = torch.zeros(shape, dtype=torch.float32, device=device)
         # A buffer comes round again only after the step that it was filled for has been read.
-        fields, self._depth = self._words + 1 + max_length, steps_ahead + 2
-        self._staging = Staging(slots, fields, self._depth, device, Waits())
+        fields, self._depth = self._words + max_length, steps_ahead + 2
+        self._staging = PinnedBuffers(slots, fields, self._depth, device, Waits())
         self._biases: Biases | None = None
+        self._rounding_seed: Tensor | None = None
 
     def admit(self, entries: Sequence[Admission]) -> None:
-        """Start sequences, by one copy to the device."""
+        """Start sequences, by two copies to the device for each."""
         index, packed = self._staging.take()
-        for line, (slot, tokens, prompt, params, seed) in zip(packed, entries, strict=False):
+        copies: list[tuple[Tensor, Part]] = []
+        for i, (slot, tokens, prompt, params, seed) in enumerate(entries):
+            line, words, end = packed[i], self._words, self._words + len(tokens)
             line[_SEED : _SEED + 2].view(np.int64)[0] = seed
             line.view(np.float32)[_TEMPERATURE] = params.temperature
             line[_TOP_K] = params.top_k
@@ -94,22 +94,27 @@ class Sequences:
             line.view(np.float32)[_FREQUENCY] = params.frequency_penalty
             line[_LENGTH] = len(tokens)
             line[_PROMPT] = prompt
-            line[_DRAFTS : self._words] = -1
-            line[self._words] = slot
-            line[self._words + 1 : self._words + 1 + len(tokens)] = tokens
-        count = len(entries)
-        lines = self._staging.upload(index, count)[:count]
-        slots = lines[:, self._words].long()
-        self._lines.index_copy_(0, slots, lines[:, : self._words])
-        self.rounding_seed.index_copy_(0, slots, lines[:, _SEED])
-        width = max(len(tokens) for _, tokens, *_ in entries)
-        texts = lines[:, self._words + 1 : self._words + 1 + width]
-        self.history[:, :width].index_copy_(0, slots, texts)
+            line[_DRAFTS:words] = -1
+            line[words:end] = tokens
+            copies.append((self._lines[slot], (i, slice(words))))
+            copies.append((self.history[slot, : len(tokens)], (i, slice(words, end))))
+        self._staging.copy(index, copies)
 
+        if self._rounding_seed is not None:
+            self._rounding_seed.copy_(self._lines[:, _SEED])
         if self._biases is None and any(params.logit_bias for *_, params, _ in entries):
             self._biases = self._new_biases()
         if self._biases is not None:
             self._biases.admit([(slot, params.logit_bias) for slot, *_, params, _ in entries])
+
+    @property
+    def rounding_seed(self) -> Tensor:
+        """int32 `[slots + 1]`, the low half of each seed; made when it is first needed, apart from
+        the lines, since kernels take it without a stride."""
+        if self._rounding_seed is None:
+            with torch.inference_mode(False):  # it is changed outside of steps
+                self._rounding_seed = self._lines[:, _SEED].clone()
+        return self._rounding_seed
 
     @property
     def penalties(self) -> Penalties:

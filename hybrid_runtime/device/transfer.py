@@ -1,7 +1,8 @@
-"""Host-to-device staging: pinned NumPy-backed buffers used in turn, one asynchronous copy each."""
+"""Host-to-device staging: pinned NumPy-backed buffers used in turn, copied asynchronously."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -11,47 +12,67 @@ from torch import Tensor
 
 from hybrid_runtime.device.sync import Waits, wait
 
+Part = slice | tuple[int, slice]
+"""Lines of a buffer, or fields of one line."""
 
-class Staging:
-    """`depth` int32 buffers `[lines, fields]`, each a pinned host array with its device twin.
 
-    A buffer is not handed out again before the copy that reads it has passed. On the CPU the host
-    buffer is its own twin and nothing is copied.
+class PinnedBuffers:
+    """`depth` int32 host buffers `[lines, fields]`, pinned, from which the device copies.
+
+    tensors: the buffers. None is handed out again before the copies that read it have passed.
     """
 
     def __init__(
         self, lines: int, fields: int, depth: int, device: torch.device, waits: Waits
     ) -> None:
+        both = [pinned_like((lines, fields), device) for _ in range(depth)]
+        self.tensors, self._arrays = [t for t, _ in both], [a for _, a in both]
         cuda = device.type == "cuda"
-        self._host = [
-            torch.zeros((lines, fields), dtype=torch.int32, pin_memory=cuda) for _ in range(depth)
-        ]
-        self._views = [host.numpy() for host in self._host]
-        self._twins = [host.to(device) if cuda else host for host in self._host]
         self._copied: list[torch.cuda.Event | None] = [None] * depth
         self._events = [torch.cuda.Event() if cuda else None for _ in range(depth)]
         self._turn = 0
         self._waits = waits
 
     def take(self) -> tuple[int, NDArray[np.int32]]:
-        """Index of the next buffer and its host array `[lines, fields]`, free to be written; the
-        same one again until it is uploaded."""
+        """Index of the next buffer and its array `[lines, fields]`, free to be written; the same
+        one again until `copy` is called."""
         copied = self._copied[self._turn]
         if copied is not None:
             wait(copied, self._waits, "staging buffer still being copied")
             self._copied[self._turn] = None
-        return self._turn, self._views[self._turn]
+        return self._turn, self._arrays[self._turn]
+
+    def copy(self, index: int, copies: Iterable[tuple[Tensor, Part]]) -> None:
+        """Start copying parts of the buffer taken last, each onto a tensor, in stream order."""
+        for target, part in copies:
+            target.copy_(self.tensors[index][part], non_blocking=True)
+        self._turn = (index + 1) % len(self.tensors)
+        event = self._events[index]
+        if event is not None:
+            event.record()
+            self._copied[index] = event
+
+
+class Staging:
+    """Pinned buffers, each with its device twin. On the CPU a buffer is its own twin and nothing is
+    copied."""
+
+    def __init__(
+        self, lines: int, fields: int, depth: int, device: torch.device, waits: Waits
+    ) -> None:
+        self._pinned = PinnedBuffers(lines, fields, depth, device, waits)
+        self._copies = device.type == "cuda"
+        self._twins = [host.to(device) for host in self._pinned.tensors]
+
+    def take(self) -> tuple[int, NDArray[np.int32]]:
+        """As of `PinnedBuffers`."""
+        return self._pinned.take()
 
     def upload(self, index: int, lines: int) -> Tensor:
         """Start copying the first `lines` lines of the buffer taken last; its device twin, valid in
         stream order."""
-        self._turn = (index + 1) % len(self._host)
-        event = self._events[index]
-        twin = self._twins[index]
-        if event is not None:
-            twin[:lines].copy_(self._host[index][:lines], non_blocking=True)
-            event.record()
-            self._copied[index] = event
+        twin, part = self._twins[index], slice(lines)
+        self._pinned.copy(index, [(twin[part], part)] if self._copies else [])
         return twin
 
 

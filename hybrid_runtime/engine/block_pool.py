@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hybrid_runtime.device.sync import Waits
-from hybrid_runtime.device.transfer import Staging
+from hybrid_runtime.device.transfer import PinnedBuffers
 from hybrid_runtime.state.demand import BlockDemand
 
 Ints = NDArray[Any]
@@ -154,7 +154,7 @@ class BlockTable:
     ) -> None:
         self.pool = pool
         self.columns, self._always = columns, always
-        self._staging = Staging(slots, columns, depth, device, waits)
+        self._staging = PinnedBuffers(slots, columns, depth, device, waits)
         self._view: NDArray[np.int32] = np.full((slots, columns), FREE, np.int32)
         self.device_table: Tensor = torch.full(
             (slots, columns), FREE, dtype=torch.int32, device=device
@@ -236,7 +236,7 @@ class BlockTable:
             return
         index, packed = self._staging.take()
         packed[:] = self._view
-        self.device_table.copy_(self._staging.upload(index, len(packed)))
+        self._staging.copy(index, [(self.device_table, slice(None))])
         self._dirty = False
 
     def _drop(self, slot: int, column: int) -> None:

@@ -76,13 +76,12 @@ def units(
         layers += [head.kv_shape] * len(head.kv_layers)
     elements = sum(2 * heads * size for heads, size in layers)
     states, length = len(model.state_layers), longest(config, device)
-    turns = config.steps_ahead_on(device) + 3  # staging buffers, and what they fill
     words = length + -(-length // layout.block_size) + layout.table_row(length).columns
     drawn = model.config.vocab_size if config.sampled_drafts and head is not None else 0
     return Units(
         kv_block=elements * model.dtype.itemsize * layout.block_size,
         state_block=layout.page_bytes * states,
-        slot=layout.window_cache_bytes * states + 4 * turns * words + 4 * config.num_draft * drawn,
+        slot=layout.window_cache_bytes * states + 4 * words + 4 * config.num_draft * drawn,
     )
 
 
