@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -134,6 +134,16 @@ class BlockPool:
             self._evicted.popitem(last=False)
 
 
+class Change(NamedTuple):
+    """Of the columns that a slot owns. wanted: its demand. dropped: columns whose blocks it gives
+    back. missing: those that it needs blocks for."""
+
+    slot: int
+    wanted: Ints
+    dropped: list[int]
+    missing: list[int]
+
+
 class BlockTable:
     """int32 `[slots, columns]` on the device, -1 where a slot owns no block, and its host copy.
 
@@ -159,44 +169,37 @@ class BlockTable:
         self.device_table: Tensor = torch.full(
             (slots, columns), FREE, dtype=torch.int32, device=device
         )
-        # The last demand of each slot.
-        self._held = np.full((slots, 4), -1, np.int64)
+        # The last demand of each slot, one per column.
+        self._held = np.full((len(BlockDemand._fields), slots), -1, np.int64)
         self._dirty = False
 
-    def can_allocate(self, slots: Ints, demand: BlockDemand) -> bool:
-        """Whether there are enough free blocks for `allocate`."""
-        wanted = np.stack(demand, 1)
-        changed = (self._held[slots] != wanted).any(1).nonzero()[0]
+    def changes(self, slots: Ints, demand: BlockDemand) -> list[Change]:
+        """What must change for each slot to own the columns of its row of `demand`, and nothing
+        else. Slots whose demand is the last one again cost nothing."""
+        wanted = np.array(demand)
+        rows = (self._held[:, slots] != wanted).any(0).nonzero()[0]
+        return [self._change(int(slots[row]), wanted[:, row]) for row in rows]
+
+    def can_allocate(self, changes: Sequence[Change]) -> bool:
+        """Whether there are enough free blocks for them."""
         count = 0
-        for i in changed:
-            first, fresh, last, kept = wanted[i]
-            row = self._view[slots[i]]
-            count += int((row[fresh : last + 1] == FREE).sum())
-            count += self._always is not None and row[self._always] == FREE
-            dropped = row[self._dropped(slots[i], first, kept)]
-            count -= self.pool.sole(dropped.tolist())
+        for change in changes:
+            count += len(change.missing)
+            count -= self.pool.sole(self._view[change.slot, change.dropped].tolist())
         return count <= self.pool.free
 
-    def allocate(self, slots: Ints, demand: BlockDemand) -> list[int]:
-        """Let each slot own the columns of its row of `demand`, and nothing else; the blocks newly
-        taken. Slots whose demand is the last one again cost nothing."""
-        wanted = np.stack(demand, 1)
-        changed = (self._held[slots] != wanted).any(1).nonzero()[0]
-        taken: list[int] = []
+    def allocate(self, changes: Sequence[Change]) -> list[int]:
+        """Make changes for which there is room; the blocks newly taken."""
         # What one slot gives back another one may need.
-        for i in changed:
-            for column in self._dropped(slots[i], wanted[i, 0], wanted[i, 3]):
-                self._drop(int(slots[i]), int(column))
-        for i in changed:
-            _, fresh, last, _ = wanted[i]
-            row = self._view[slots[i]]
-            missing = list(fresh + np.flatnonzero(row[fresh : last + 1] == FREE))
-            if self._always is not None and row[self._always] == FREE:
-                missing.append(self._always)
+        for slot, _, dropped, _ in changes:
+            for column in dropped:
+                self._drop(slot, column)
+        taken: list[int] = []
+        for slot, wanted, _, missing in changes:
             for column in missing:
-                row[column] = self.pool.take()
-                taken.append(int(row[column]))
-        self._held[slots[changed]] = wanted[changed]
+                block = self._view[slot, column] = self.pool.take()
+                taken.append(block)
+            self._held[:, slot] = wanted
         self._dirty |= bool(taken)
         return taken
 
@@ -204,7 +207,7 @@ class BlockTable:
         """Give all blocks of a slot back."""
         for column in np.flatnonzero(self._view[slot] != FREE):
             self._drop(slot, int(column))
-        self._held[slot] = -1
+        self._held[:, slot] = -1
 
     def reset(self) -> None:
         """Nobody owns a block, whatever was before; their content is forgotten."""
@@ -213,11 +216,16 @@ class BlockTable:
         self._held.fill(-1)
         self._dirty = True
 
-    def _dropped(self, slot: int, first: int, kept: int) -> Ints:
-        """Columns that a slot owns and need not keep."""
-        owned = np.flatnonzero(self._view[slot] != FREE)
-        always = FREE if self._always is None else self._always
-        return owned[((owned < first) | (owned > kept)) & (owned != always)]
+    def _change(self, slot: int, wanted: Ints) -> Change:
+        first, fresh, last, kept = wanted.tolist()
+        row = self._view[slot]
+        below = (row[:first] != FREE).nonzero()[0]
+        above = (row[kept + 1 :] != FREE).nonzero()[0] + (kept + 1)
+        dropped = [c for c in (*below.tolist(), *above.tolist()) if c != self._always]
+        missing = (fresh + (row[fresh : last + 1] == FREE).nonzero()[0]).tolist()
+        if self._always is not None and row[self._always] == FREE:
+            missing.append(self._always)
+        return Change(slot, wanted, dropped, missing)
 
     def block(self, slot: int, column: int) -> int:
         """The block in a column, -1 where there is none."""

@@ -308,14 +308,11 @@ class Scheduler:
     def _allocate(self, rows: StepRows, known: NDArray[np.int32]) -> bool:
         """Give a step's rows their blocks; False, and nothing happens, where there are too few.
         known: tokens computed as far as results have been read, `[rows]`."""
-        state = self.manager.block_demand(rows, known)
-        kv = self._kv_demand(rows)
-        if not self.kv.can_allocate(rows.slot, kv):
+        state = self.state.changes(rows.slot, self.manager.block_demand(rows, known))
+        kv = self.kv.changes(rows.slot, self._kv_demand(rows))
+        if not (self.kv.can_allocate(kv) and self.state.can_allocate(state)):
             return False
-        if not self.state.can_allocate(rows.slot, state):
-            return False
-        new_state = self.state.allocate(rows.slot, state)
-        new_kv = self.kv.allocate(rows.slot, kv)
+        new_state, new_kv = self.state.allocate(state), self.kv.allocate(kv)
         if self.cache is not None:
             self.cache.order_reuse(new_kv, new_state)
         self.kv.upload()

@@ -1,0 +1,54 @@
+"""Which columns slots own after any demands, and that a table that says there is room has it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hybrid_runtime.device.sync import Waits
+from hybrid_runtime.engine.block_pool import FREE, BlockPool, BlockTable
+from hybrid_runtime.state.demand import BlockDemand
+
+SLOTS, COLUMNS = 3, 7
+LAST = COLUMNS - 2  # the one behind it may be owned throughout, and is in no demand
+
+
+@st.composite
+def demands(draw: st.DrawFn) -> tuple[int, ...]:
+    """First, fresh, last and kept column of a row; last below fresh: nothing is written."""
+    fresh = draw(st.integers(0, LAST))
+    last = draw(st.integers(fresh - 1, LAST))
+    return draw(st.integers(0, fresh)), fresh, last, draw(st.integers(last, LAST))
+
+
+STEP = st.dictionaries(st.integers(0, SLOTS - 1), demands(), min_size=1)
+
+
+@pytest.mark.parametrize("always", [None, COLUMNS - 1])
+@given(steps=st.lists(STEP, max_size=8), size=st.integers(4, SLOTS * COLUMNS))
+def test_slots_own_what_they_demand(
+    always: int | None, steps: list[dict[int, tuple[int, ...]]], size: int
+) -> None:
+    pool = BlockPool(size)
+    table = BlockTable(SLOTS, COLUMNS, pool, torch.device("cpu"), 2, Waits(), always)
+    owned: list[set[int]] = [set() for _ in range(SLOTS)]
+    for step in steps:
+        wanted = [set(columns) for columns in owned]
+        for slot, (first, fresh, last, kept) in step.items():
+            wanted[slot] &= {*range(first, kept + 1), always}
+            wanted[slot] |= {*range(fresh, last + 1)} | ({always} if always is not None else set())
+        changes = table.changes(np.array([*step]), BlockDemand(*np.array([*step.values()]).T))
+        room = table.can_allocate(changes)
+        assert room == (sum(map(len, wanted)) <= size)
+        if room:
+            new = sum(len(after - before) for before, after in zip(owned, wanted, strict=True))
+            assert len(table.allocate(changes)) == new
+            owned = wanted
+        table.upload()
+        rows = table.device_table.tolist()
+        assert [{i for i, b in enumerate(row) if b != FREE} for row in rows] == owned
+        blocks = [block for row in rows for block in row if block != FREE]
+        assert len(set(blocks)) == len(blocks) == size - pool.free
