@@ -50,7 +50,7 @@ def test_a_model_that_replays(mode: str, caplog: pytest.LogCaptureFixture) -> No
     [
         ({"num_speculative_tokens": 16}, "16 drafts"),
         ({"parallel_config__pipeline_parallel_size": 2}, "pipeline"),
-        ({"parallel_config__tensor_parallel_size": 2}, f"{config.SWITCH}=replay asks for it"),
+        ({"parallel_config__tensor_parallel_size": 2}, f"asked for ({config.SWITCH}=replay)"),
         ({"parallel_config__enable_dbo": True}, "overlap"),
         ({"speculative_config": SimpleNamespace(method="draft_model")}, "draft model"),
         ({"mamba_config": SimpleNamespace(enable_stochastic_rounding=True)}, "stochastically"),

@@ -96,7 +96,7 @@ def replay_unhandled(vllm_config: Any) -> str | None:
     if parallel.pipeline_parallel_size > 1:
         return "pipeline parallelism"
     if parallel.tensor_parallel_size > 1 and not is_set():
-        return f"tensor parallelism has been compared in part; {SWITCH}=replay asks for it"
+        return f"with tensor parallelism it must be asked for ({SWITCH}=replay)"
     if getattr(parallel, "enable_dbo", False):
         return "dual batch overlap"
     if getattr(speculative, "method", None) == "draft_model":
