@@ -36,8 +36,15 @@ class RetentionRule(NamedTuple):
 
     def keeps(self, boundary: Ints) -> Bools:
         """Whether the snapshot at each `boundary` (tokens, > 0) is kept."""
-        periodic = np.greater(self.every, 0) & (boundary % np.maximum(self.every, 1) == 0)
-        return (boundary > 0) & (periodic | (boundary == self.first) | (boundary == self.second))
+        every, *pins = self
+        if isinstance(every, int) and every > 0:
+            kept = boundary % every == 0
+        else:
+            kept = np.greater(every, 0) & (boundary % np.maximum(every, 1) == 0)
+        for pin in pins:
+            if not isinstance(pin, int) or pin:
+                kept = kept | (boundary == pin)
+        return kept & (boundary > 0)
 
 
 class Move(NamedTuple):
@@ -85,10 +92,14 @@ def next_retained(position: Ints, retention: RetentionRule) -> Ints:
 def last_retained(position: Ints, retention: RetentionRule) -> Ints:
     """Last retained boundary at or before `position` (tokens, >= 0); 0: there is none."""
     every, *pins = retention
-    step = np.maximum(every, 1)
-    found: Ints = np.where(np.greater(every, 0), position // step * step, 0)
+    if isinstance(every, int) and every > 0:
+        found = blocks_below(position, every) * every
+    else:
+        step = np.maximum(every, 1)
+        found = np.where(np.greater(every, 0), position // step * step, 0)
     for pin in pins:
-        found = np.maximum(found, np.where(np.less_equal(pin, position), pin, 0))
+        if not isinstance(pin, int) or pin:
+            found = np.maximum(found, np.where(np.less_equal(pin, position), pin, 0))
     return found
 
 
