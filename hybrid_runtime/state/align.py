@@ -46,6 +46,10 @@ class RetentionRule(NamedTuple):
                 kept = kept | (boundary == pin)
         return kept & (boundary > 0)
 
+    def of(self, rows: NDArray[np.intp]) -> RetentionRule:
+        """Those of some of the rows."""
+        return RetentionRule(*(p if isinstance(p, int) else p[rows] for p in self))
+
 
 class Move(NamedTuple):
     """Copy of one state per row: SSM from column `source + offset`, window from column `source` at

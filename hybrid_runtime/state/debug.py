@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hybrid_runtime.device.sync import allowed
-from hybrid_runtime.state.align import RetentionRule, lost_boundaries, prompt_cut
+from hybrid_runtime.state.align import lost_boundaries, prompt_cut
 from hybrid_runtime.state.layouts.base import LayoutPolicy
 from hybrid_runtime.state.rows import StepRows
 from hybrid_runtime.state.slot_table import SlotTable
@@ -65,7 +65,7 @@ def check_step(
         exact = np.where(rows.slot >= 0, computed[rows.slot], 0).astype(np.int64)
         reads, writes = policy.touched(rows, exact, outputs)
         lacks, least, most = policy.lacking(rows, queued, outputs)
-    rule = RetentionRule(*slot_table.rules(rows.slot).T)
+    rule = slot_table.kept(rows.index)
     end, block = exact + rows.certain, slot_table.block_size
     cut = prompt_cut(exact, end, rows.draft, block, rule) if policy.cuts else 0
     lost = lost_boundaries(exact, end, rule, cut)

@@ -14,7 +14,7 @@ from hybrid_runtime.device.transfer import Readback, Staging
 from hybrid_runtime.kernels.step import entry as fields
 from hybrid_runtime.kernels.step.block_fill import fill_blocks
 from hybrid_runtime.kernels.step.state_table import StateTable
-from hybrid_runtime.state.align import Ints, RetentionRule, lost_boundaries, prompt_cut
+from hybrid_runtime.state.align import Ints, lost_boundaries, prompt_cut
 from hybrid_runtime.state.checks import (
     Strategy,
     check_blocks,
@@ -243,7 +243,7 @@ class HybridStateManager:
         placed = self._placement.place(self._next, entries, lines, len(rows))
         self._policy.launch_precopy(entries, plan)
         step = Step(
-            self._next, rows, own[:, fields.GENERATION], own[:, fields.EVERY : fields.SECOND + 1],
+            self._next, rows, own[:, fields.GENERATION], self._slot_table.kept(rows.index),
             self._policy.positions, entries, packed, placed, plan.candidates,
         )  # fmt: skip
         if not self.in_place:
@@ -369,7 +369,7 @@ class HybridStateManager:
         self._stats.skipped += step.skipped
         self._stats.candidate_rows += len(step.candidates)
         if step.rows.chunked:
-            start, kept = step.rows.computed_min, RetentionRule(*step.retention.T)
+            start, kept = step.rows.computed_min, step.kept
             end, block = start + step.rows.certain, self.layout.block_size
             cuts = self._policy.cuts
             cut = prompt_cut(start, end, step.rows.draft, block, kept) if cuts else 0

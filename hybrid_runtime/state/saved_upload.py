@@ -87,10 +87,7 @@ class SavedUpload:
             return None
         if not rows.exact_counts and np.count_nonzero(rows.computed_min.view(np.uint32) > high):
             return None
-        kept = align.RetentionRule(self._block_size)
-        if not self._slot_table.uniform:
-            kept = align.RetentionRule(*last.retention.T)
-        plan = self._policy.repeat(rows, last.rows, kept)
+        plan = self._policy.repeat(rows, last.rows, last.kept)
         if plan is None:
             return None
         self._stretch = Stretch.of(rows, self._block_size)

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hybrid_runtime.kernels.step import entry as fields
-from hybrid_runtime.state.align import LONGEST, NEVER
+from hybrid_runtime.state.align import LONGEST, NEVER, RetentionRule
 from hybrid_runtime.state.rows import StepRows
 
 NONE = -1
@@ -130,15 +130,13 @@ class SlotTable:
         """Whether the request of `generation` still lives in `slot`."""
         return bool(self.live[slot]) and int(self.generation[slot]) == generation
 
-    def rules(self, slot: NDArray[np.int32]) -> NDArray[np.int32]:
-        """Which boundaries are retained, `[rows, 3]`: `every` and two positions; meaningless where
-        the slot is -1."""
-        return self.lines.take(slot, axis=0, mode="wrap")[:, fields.EVERY : fields.SECOND + 1]
-
-    @property
-    def uniform(self) -> bool:
-        """Whether all requests have the rule that they were admitted with: retain each boundary."""
-        return not self._special
+    def kept(self, slot: NDArray[Any]) -> RetentionRule:
+        """Which boundaries are retained, `[rows]`; meaningless where the slot is -1. As long as no
+        request has got another one, the rule of admission for all: retain each boundary."""
+        if not self._special:
+            return RetentionRule(self.block_size)
+        lines = self.lines.take(slot, axis=0, mode="wrap")
+        return RetentionRule(*lines[:, fields.EVERY : fields.SECOND + 1].T)
 
     def begin_step(self, rows: StepRows, held: Held, number: int) -> None:
         """Book a begun step, whose launch folds in the counts of all steps that have ended."""

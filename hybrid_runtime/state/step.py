@@ -11,6 +11,7 @@ from torch import Tensor
 
 from hybrid_runtime.kernels.common.varlen import Cuts
 from hybrid_runtime.kernels.step.advance_replay import ReplayPositions
+from hybrid_runtime.state.align import RetentionRule
 from hybrid_runtime.state.rows import StepRows
 
 
@@ -70,7 +71,7 @@ class Step:
     number: of the step, counted from 0.
     rows: as they were given to `begin_step`.
     generation: int32 `[rows]`, of the requests that held the slots when it began.
-    retention: int32 `[rows, 3]`, which boundaries were retained then: `every` and two positions.
+    kept: which boundaries were retained then, `[rows]` or for all.
     positions: where its rows read and write; valid until the next `begin_step`.
     entries, packed: its lines as `kernels.step` reads them, on the device and on the host.
     placed: int32 `[4, max_rows]`, where the device has put its rows.
@@ -84,7 +85,7 @@ class Step:
     number: int
     rows: StepRows
     generation: NDArray[np.int32]
-    retention: NDArray[np.int32]
+    kept: RetentionRule
     positions: StepPositions
     entries: Tensor
     packed: NDArray[np.int32]
@@ -120,7 +121,7 @@ class Step:
     ) -> Step:
         """A step of the same requests, whose packed lines are those of this one."""
         return Step(
-            number, rows, self.generation, self.retention, self.positions, self.entries,
+            number, rows, self.generation, self.kept, self.positions, self.entries,
             self.packed, placed, candidates,
         )  # fmt: skip
 

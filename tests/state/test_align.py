@@ -123,6 +123,25 @@ def test_next_retained_is_the_first_that_is_kept(
     )
 
 
+RULE = st.tuples(*(st.integers(0, most) for most in (3, 8, 8)))
+
+
+@given(st.lists(st.tuples(st.integers(1, 60), RULE), min_size=1), st.integers(1, 12))
+def test_a_rule_for_all_rows_is_that_of_each(
+    rows: list[tuple[int, tuple[int, ...]]], block: int
+) -> None:
+    position, rules = (np.array(part) for part in zip(*rows, strict=True))
+    each = RetentionRule(*(rules * block).T)
+    for i in range(len(rows)):
+        at, one = position[[i]], RetentionRule(*(block * int(r) for r in rules[i]))
+        assert one.keeps(at) == each.keeps(position)[i] == each.of(np.array([i])).keeps(at)
+        assert align.next_retained(at, one) == align.next_retained(position, each)[i]
+        assert align.last_retained(at, one) == align.last_retained(position, each)[i]
+        assert one.of(np.array([0])) == one
+        assert not one.keeps(at * 0)
+        assert not each.keeps(position * 0)[i]
+
+
 @given(st.lists(st.integers(0, 2**31 - 1), min_size=1), st.integers(1, 2**20))
 def test_division_by_multiplication_is_exact(positions: list[int], block: int) -> None:
     edges = [p // block * block + e for p in positions for e in (-1, 0, 1)]

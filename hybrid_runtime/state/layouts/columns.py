@@ -144,7 +144,7 @@ class ColumnsPolicy:
         writes = np.where(
             (write[:, None] >= 0) & (guess <= rows.draft[:, None]), write[:, None] + guess, -1
         )
-        kept = align.RetentionRule(*self._slot_table.rules(rows.slot).T)
+        kept = self._slot_table.kept(rows.index)
         certain = computed + rows.scheduled - rows.draft
         boundary = align.next_retained(certain, kept)
         copies = (write >= 0) & (rows.draft > 0) & (boundary <= certain + rows.draft)
@@ -196,7 +196,7 @@ class ColumnsPolicy:
         current: NDArray[np.bool_],
     ) -> Outcome:
         rows, block = step.rows, self.layout.block_size
-        kept = align.RetentionRule(*step.retention.T)
+        kept = step.kept
         column = align.running_column(computed + rows.scheduled, block)
         move = align.postcopy(certain, rows.draft, accepted, column, block, kept)
         boundary = (certain + np.maximum(accepted, 1) - 1) // block * block

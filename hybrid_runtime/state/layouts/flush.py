@@ -19,7 +19,6 @@ from hybrid_runtime.device.transfer import Staging
 from hybrid_runtime.kernels.replay.flush import replay_flush
 from hybrid_runtime.kernels.replay.rounding import Rounding
 from hybrid_runtime.kernels.replay.window_cache import WindowCache
-from hybrid_runtime.kernels.step import entry as fields
 from hybrid_runtime.kernels.step.advance_replay import ReplayPlace, ReplayPositions
 from hybrid_runtime.kernels.step.state_table import StateTable
 from hybrid_runtime.state import align
@@ -74,16 +73,15 @@ class Flusher:
 
         step: the oldest outstanding one that has a row of the request; None: there is none.
         """
-        slot_table, at = self._slot_table, [slot]
+        slot_table, at = self._slot_table, np.array([slot])
         before, computed = slot_table.certain[at], slot_table.computed[at]
         certain, draft = computed, computed * 0
-        rule = slot_table.lines[at, fields.EVERY : fields.SECOND + 1]
+        kept = slot_table.kept(at)
         if step is not None:
             row = np.flatnonzero(step.rows.slot == slot)
             draft = step.rows.draft[row]
             certain = computed + step.rows.scheduled[row] - draft
-            rule = step.retention[row]  # what has been retained since, the step doesn't store
-        kept = align.RetentionRule(*rule.T)
+            kept = step.kept.of(row)  # what has been retained since, the step doesn't store
         stored = align.replay_snapshot(before, computed, certain, draft, self._block_size, kept)
         boundary = int(stored.boundary[0])
         if self._cuts and not boundary:

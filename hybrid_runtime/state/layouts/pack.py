@@ -53,9 +53,7 @@ def pack_step(
         slot_table, rows, known, column_max, end_max, columns, layout.num_speculative_tokens
     )
 
-    kept = align.RetentionRule(layout.block_size)
-    if not slot_table.uniform:
-        kept = align.RetentionRule(*entry[:, fields.EVERY : fields.SECOND + 1].T)
+    kept = slot_table.kept(rows.index)
     certain_min = rows.computed_min + rows.certain
     certain_max = certain_min if rows.exact_counts else end_max - rows.draft
     may_act = align.postcopy_candidates(certain_min, certain_max, rows.draft, kept)

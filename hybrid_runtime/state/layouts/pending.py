@@ -40,7 +40,7 @@ def _after(
 ) -> tuple[_Known, _Known]:
     """The bounds after a step, of those of its rows that are named."""
     scheduled, draft = step.rows.scheduled[rows], step.rows.draft[rows]
-    kept = align.RetentionRule(*step.retention[rows].T)
+    kept = step.kept.of(rows)
     (least, last_least, pending_least, _), (most, last_most, pending_most, _) = low, high
     certain_least, certain_most = least + scheduled - draft, most + scheduled - draft
     first = align.first_stored(last_least, certain_least, most - last_most)

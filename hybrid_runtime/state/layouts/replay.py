@@ -100,7 +100,9 @@ class ReplayPolicy:
         """The snapshots that a row may write or read; the live column comes besides."""
         booked = self._slot_table.known.take(rows.index, axis=0, mode="wrap")
         low = self._first_stored(rows, booked)
-        first, last = self._span(low, _certain(rows.computed_max, rows), self._kept(rows))
+        first, last = self._span(
+            low, _certain(rows.computed_max, rows), self._slot_table.kept(rows.index)
+        )
         held_min, held_max = booked[:, SlotTable.HELD_MIN], booked[:, SlotTable.HELD_MAX]
         held = (held_max >= 0) & (held_max < self._live)
         first = np.where(held & ((last < 0) | (held_min < first)), held_min, first)
@@ -126,14 +128,16 @@ class ReplayPolicy:
         certain = _certain(rows.computed_min, rows)
         if np.count_nonzero(rows.draft) == len(rows):
             return Held(-1, -1, certain)
-        first, last = self._span(certain, _certain(rows.computed_max, rows), self._kept(rows))
+        first, last = self._span(
+            certain, _certain(rows.computed_max, rows), self._slot_table.kept(rows.index)
+        )
         direct = (rows.draft == 0) & (last >= 0)
         return Held(np.where(direct, first, -1), np.where(direct, last, -1), certain)
 
     def pack(self, packed: NDArray[np.int32], rows: StepRows) -> tuple[StepPlan, int]:
         known = pack_rows(packed, self._slot_table, rows)
         last_draft, low = known[:, SlotTable.LAST_DRAFT], self._first_stored(rows, known)
-        high, kept = _certain(rows.computed_max, rows), self._kept(rows)
+        high, kept = _certain(rows.computed_max, rows), self._slot_table.kept(rows.index)
         refuse(
             self._slot_table,
             rows,
@@ -234,7 +238,7 @@ class ReplayPolicy:
         current: NDArray[np.bool_],
     ) -> Outcome:
         table, slot, draft = self._slot_table, step.rows.slot, step.rows.draft
-        kept, block = align.RetentionRule(*step.retention.T), self.layout.block_size
+        kept, block = step.kept, self.layout.block_size
         stored = align.replay_snapshot(table.certain[slot], computed, certain, draft, block, kept)
         writes = align.replay_writes(
             computed - table.written[slot], step.rows.scheduled, draft, stored.extra,
@@ -259,11 +263,6 @@ class ReplayPolicy:
     def compile_flush(self) -> None:
         if self._flusher is not None:
             self._flusher.prepare()
-
-    def _kept(self, rows: StepRows) -> align.RetentionRule:
-        if self._slot_table.uniform:
-            return align.RetentionRule(self.layout.block_size)
-        return align.RetentionRule(*self._slot_table.rules(rows.slot).T)
 
     def _first_stored(self, rows: StepRows, known: NDArray[np.int32]) -> align.Ints:
         last_draft = known[:, SlotTable.LAST_DRAFT]
