@@ -6,8 +6,8 @@ runs.
 The requests of `serve.py serve` run on the shipped checkpoint in one engine, synchronously:
 
 1. as they are;
-2. with NaN in all free blocks of the cache that no prefix hit may find, and in the guesses of all
-   free request slots, after every step;
+2. with NaN in the guesses of all free request slots, and in the Mamba layers' memory of all free
+   blocks that no prefix hit may find (attention layers share most of it), after every step;
 3. with a dummy run after every tenth step;
 4. with CUDA graphs a few of them, and after the tenth step all graphs captured once more.
 
