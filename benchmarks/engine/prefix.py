@@ -86,8 +86,10 @@ class Bench:
     def prompt(self, tokens: int) -> list[int]:
         return [self._rng.randrange(self._vocabulary) for _ in range(tokens)]
 
-    def serve(self, prompt: list[int]) -> Request:
-        """One request to its end, from an idle device to an idle device."""
+    def serve(self, prompt: list[int]) -> tuple[Request, float]:
+        """One request to its end, from an idle device to an idle device, and when `submit` was
+        called for it, in seconds of `perf_counter`."""
+        called = time.perf_counter()
         request = self.engine.submit(prompt, self._params)
         while not self.engine.idle:
             self.engine.step()
@@ -95,7 +97,7 @@ class Bench:
             raise request.error
         if self.engine.model.device.type == "cuda":
             torch.cuda.synchronize()
-        return request
+        return request, called
 
     def forget(self) -> None:
         """Let the device's pools lose all content; the host's copies stay."""
@@ -108,8 +110,8 @@ def first_tokens(bench: Bench, args: argparse.Namespace, host: bool) -> Row:
     times: dict[str, list[float]] = {}
     hits: dict[str, set[int]] = {}
 
-    def note(kind: str, request: Request) -> None:
-        times.setdefault(kind, []).append(1e3 * (request.times[0][0] - request.submitted))
+    def note(kind: str, request: Request, called: float) -> None:
+        times.setdefault(kind, []).append(1e3 * (request.times[0][0] - called))
         hits.setdefault(kind, set()).add(request.hit.tokens)
 
     most = (args.isl - 1) // bench.block * bench.block
@@ -117,15 +119,15 @@ def first_tokens(bench: Bench, args: argparse.Namespace, host: bool) -> Row:
         if repeat == 0:
             times, hits = {}, {}
         prompt = bench.prompt(args.isl)
-        note("miss", bench.serve(prompt))
+        note("miss", *bench.serve(prompt))
         if host:
             before = bench.engine.stats().prefix.host_blocks
             bench.forget()
-            note("host hit", bench.serve(prompt))
+            note("host hit", *bench.serve(prompt))
             fetched = bench.engine.stats().prefix.host_blocks - before
         else:
-            note("hit", bench.serve(prompt))
-            note("remainder", bench.serve(bench.prompt(args.isl - most)))
+            note("hit", *bench.serve(prompt))
+            note("remainder", *bench.serve(bench.prompt(args.isl - most)))
     # A figure of something else than its name says is none.
     hit = "host hit" if host else "hit"
     if hits["miss"] != {0} or hits[hit] != {most}:
@@ -141,7 +143,7 @@ def first_tokens(bench: Bench, args: argparse.Namespace, host: bool) -> Row:
 def alike(bench: Bench, tokens: int) -> Row:
     """Three identical prompts, one after the other, and what each found."""
     prompt = bench.prompt(tokens)
-    requests = [bench.serve(prompt) for _ in range(3)]
+    requests = [bench.serve(prompt)[0] for _ in range(3)]
     stats = bench.engine.stats()
     return {
         "prompt_tokens": tokens,
