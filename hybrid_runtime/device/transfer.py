@@ -44,9 +44,9 @@ class PinnedBuffers:
 
     def copy(self, index: int, copies: Iterable[tuple[Tensor, Part]]) -> None:
         """Start copying parts of the buffer taken last, each onto a tensor, in stream order."""
+        self._turn = (index + 1) % len(self.tensors)
         for target, part in copies:
             target.copy_(self.tensors[index][part], non_blocking=True)
-        self._turn = (index + 1) % len(self.tensors)
         event = self._events[index]
         if event is not None:
             event.record()
