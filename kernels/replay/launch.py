@@ -19,22 +19,36 @@ RUNS = (1, 2, 4, 8)
 is only known at run time makes the loop slower."""
 START = 1
 """What a program does before its first head takes about as long as so many heads."""
-PROGRAMS = 8
-"""Programs that a multiprocessor holds, each with all registers that a warp can have."""
+REGISTERS = {4: (168, 255), 2: (168, 255)}
+"""Of a thread, at most, by bytes of a state's element: with rows of up to 8 tokens, and of more. A
+multiprocessor holds 12 programs with 168 of them, 8 with 255. The loop over heads needs no more;
+what comes before it does."""
+REGISTER_FILE = 64 << 10
+"""Registers of a multiprocessor."""
+
+
+def registers(run: int, itemsize: int, tokens: int) -> int:
+    """Of a thread, at most. The state of a single head waits in registers."""
+    return 255 if run == 1 else REGISTERS[itemsize][tokens > 8]
 
 
 @functools.cache
-def heads_per_program(tiles: int, heads: int, tokens: int, multiprocessors: int) -> int:
+def heads_per_program(
+    tiles: int, heads: int, itemsize: int, tokens: int, multiprocessors: int
+) -> int:
     """The one of RUNS by which all programs are done first.
 
-    tiles: of all heads of all rows. heads: of a group; a run divides it. tokens: most of a row.
+    tiles: of all heads of all rows. heads: of a group; a run divides it. itemsize: bytes of a
+    state's element. tokens: most of a row.
     """
 
     def duration(run: int) -> float:
-        return max(1.0, tiles / run / (PROGRAMS * multiprocessors)) * (run + START)
+        each = 32 * triton.cdiv(registers(run, itemsize, tokens), 8) * 8
+        at_once = REGISTER_FILE // each * multiprocessors
+        return max(1.0, tiles / run / at_once) * (run + START)
 
-    # A single head's state waits in registers, of which rows with more than 8 tokens leave none.
-    least = 1 if tokens <= 8 else 2
+    # In fp32 rows of more than 8 tokens leave no registers for the state of a single head.
+    least = 2 if itemsize == 4 and tokens > 8 else 1
     fitting = [run for run in RUNS if heads % run == 0 and run >= least]
     return min(fitting, key=duration, default=1)
 

@@ -21,6 +21,7 @@ from hybrid_runtime.kernels.replay.launch import (
     ROWS,
     heads_per_program,
     input_strides,
+    registers,
     update_shape,
 )
 from hybrid_runtime.kernels.replay.naive import replay_update_reference
@@ -275,11 +276,11 @@ def replay_update(
         seed, layer, place = None, 0, None
     else:
         seed, layer, place = *rounding, last_place(states.dtype)
-    tiles = triton.cdiv(dim, ROWS)
+    tiles, itemsize = triton.cdiv(dim, ROWS), states.element_size()
     run = heads_per_program(
-        num_rows * heads * tiles, heads // groups, max_scheduled, num_programs(x, 1)
+        num_rows * heads * tiles, heads // groups, itemsize, max_scheduled, num_programs(x, 1)
     )
-    shape = update_shape(heads, groups, dim, state, ring, max_scheduled, states.element_size(), run)
+    shape = update_shape(heads, groups, dim, state, ring, max_scheduled, itemsize, run)
     positions = rows.positions
     _replay_update_kernel[(heads // run * tiles, num_rows)](
         x=x,
@@ -318,6 +319,7 @@ def replay_update(
         place=place,
         dot_type=operand_type(torch.bfloat16, x) if x.dtype == torch.bfloat16 else tl.float32,
         num_warps=1,
+        maxnreg=registers(run, itemsize, max_scheduled),
         **pdl(x),
     )
     return out

@@ -93,6 +93,22 @@ def spilled(code: Any, folder: Path) -> int:
     return int(found[1])
 
 
+def spilled_in_copying_loop(code: Any, folder: Path) -> int:
+    """How often the shortest loop that copies to shared memory accesses local memory, where
+    registers go that do not fit."""
+    cubin = folder / "kernel.cubin"
+    cubin.write_bytes(code.asm["cubin"])
+    command = [triton.knobs.nvidia.nvdisasm.path, str(cubin)]
+    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    loops = []
+    for jump in re.finditer(r"BRA.*`\((\.L_x_\d+)\)", text):
+        start = text.find(f"\n{jump[1]}:", 0, jump.start())
+        if start >= 0:
+            loops.append(text[start : jump.end()])
+    copying = min((loop for loop in loops if "LDGSTS" in loop), key=len)
+    return len(re.findall(r"\b(LDL|STL)\b", copying))
+
+
 def aligned(kernel: JITFunction, constants: dict[str, Any]) -> list[str]:
     loose = {
         "tokens",

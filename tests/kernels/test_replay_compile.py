@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import triton.language as tl
-from helpers.hopper import compiled, spilled
+from helpers.hopper import compiled, spilled_in_copying_loop
 from triton.runtime.jit import JITFunction
 
 from hybrid_runtime.kernels.replay import flush, launch, update
@@ -65,7 +65,8 @@ def test_update_compiles(
     types |= dict.fromkeys(("x", "B", "C", "dt", "x_cache", "B_cache", "out"), values)
     aligned = ("x", "B", "C", "x_cache", "B_cache", "states", "state_stride", "out")
     constants: dict[str, Any] = {"seed": None, "place": None, "dot_type": dot_type}
-    code = compiled(kernel, constants, aligned, {"num_warps": 1}, **types)
+    options = {"num_warps": 1, "maxnreg": launch.registers(8, itemsize, tokens)}
+    code = compiled(kernel, constants, aligned, options, **types)
     if dot_type == tl.bfloat16:
         text = code.asm["ptx"]
         # States are copied to shared memory ahead of their use, 16 bytes at once.
@@ -73,8 +74,7 @@ def test_update_compiles(
         assert len(copies) >= launch.ROWS * 128 * itemsize // (16 * 32)
         assert set(copies) == {"0x10"}
         assert "mma.sync" in text
-        # Few registers go to local memory, bytes a thread.
-        assert spilled(code, tmp_path) <= 200
+        assert spilled_in_copying_loop(code, tmp_path) <= 8
 
 
 @pytest.mark.parametrize(("dim", "state", "rounds"), [(80, 128, True), (60, 100, False)])
@@ -89,4 +89,5 @@ def test_update_compiles_for_one_head(dim: int, state: int, rounds: bool) -> Non
     types |= {"place": LAST_PLACE[torch.float16]} if rounds else {}
     constants: dict[str, Any] = {"dot_type": tl.bfloat16}
     constants |= {} if rounds else {"seed": None, "place": None}
-    assert compiled(kernel, constants, (), {"num_warps": 1}, **types).asm["cubin"]
+    options = {"num_warps": 1, "maxnreg": launch.registers(1, 2, 4)}
+    assert compiled(kernel, constants, (), options, **types).asm["cubin"]
