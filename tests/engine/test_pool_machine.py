@@ -72,7 +72,7 @@ class Life(RuleBasedStateMachine):
         """A prompt that goes on where another request's output ends."""
         device_tokens = [r for r in self.world.requests if r.output]
         last = device_tokens[which % len(device_tokens)]
-        prompt = (last.tokens + more)[:LONGEST_PROMPT]
+        prompt = [*last.tokens.tolist(), *more][:LONGEST_PROMPT]
         self.world.submit(prompt, last.tenant, None, max_tokens=1 + which % MOST_OUTPUT)
 
     @rule(count=st.integers(1, 12))
