@@ -26,9 +26,7 @@ import triton.language as tl
 from hybrid_runtime.kernels.replay.factors import (
     Group,
     load_steps,
-    of_head,
     output_factors,
-    output_weights,
     state_factors,
     time_steps,
 )
@@ -170,11 +168,8 @@ def update_heads(
     j = tl.arange(0, POSITIONS)
     i = tl.arange(0, shape.QUERIES)
     p = share.p + tl.arange(0, shape.ROWS)
-    # Positions lie along lanes and heads along registers, which makes `of_head` cheap: that is how
-    # Triton lays out loads in whose addresses it sees no order, as behind `minimum`. At least 4
-    # heads, because Triton 3.6 cannot sum up fewer elements than a warp has lanes.
-    r_heads = tl.arange(0, RUN if RUN > 4 else 4)
-    heads = tl.minimum(share.head + r_heads, HEADS - 1)
+    # One position per lane, even if there are fewer: a load of fewer would be repeated by lane.
+    lane = tl.arange(0, 32)
     in_dim = p < DIM
     # Positions that outputs sum over: behind h' there are only the row's own tokens.
     base = row.lacks
@@ -185,6 +180,8 @@ def update_heads(
     live = (j < base) | is_own
     kept = is_own & (own >= row.skipped)
     ring = ring_index(j, base, row, shape)
+    lane_ring = ring_index(lane, base, row, shape)
+    lane_kept = (lane - base >= row.skipped) & (lane - base < row.scheduled)
     cell = p[:, None] * STATE + n[None, :]
     p_source = source + share.head * (DIM * STATE) + cell
     p_x, x_next = point_x(inputs, cache, share.head, j, ring, base, p, strides, shape)
@@ -196,11 +193,14 @@ def update_heads(
         for s in tl.static_range(PARTS):
             inside = in_dim[:, None] & (n + s * PART < STATE)[None, :] & row.reads
             early += (tl.load(p_source + s * PART, mask=inside, other=0.0),)
-    raw = load_steps(inputs, cache, heads, j, i, ring, base, row, strides, shape)
+    ahead = load_steps(inputs, cache, share.head, lane, lane_ring, base, row, strides, shape)
     if WRITES:
         f_ring = ring_index(j, row.lacks, row, shape)
+        f_lane_ring = ring_index(lane, row.lacks, row, shape)
         f_x, f_next = point_x(inputs, cache, share.head, j, f_ring, row.lacks, p, strides, shape)
-        f_raw = load_steps(inputs, cache, heads, j, i, f_ring, row.lacks, row, strides, shape)
+        f_ahead = load_steps(
+            inputs, cache, share.head, lane, f_lane_ring, row.lacks, row, strides, shape
+        )
         folds = j < row.folds
         f_Bs = load_B(inputs, cache, folds, j, f_ring, row.lacks, n, strides, shape)
     # All loads come first. No load passes a store, which waits for what it stores, nor a barrier,
@@ -208,14 +208,7 @@ def update_heads(
     Bs = load_B(inputs, cache, live, j, ring, base, n, strides, shape)
     Cs = load_C(inputs, i, n, row, strides, shape)
     queries, group = combine_group(Bs, Cs, j, i, base, shape, SCALES, dot_type)
-    steps = time_steps(raw, j, base, row, clamp)
-    factors = output_factors(raw, steps, group, j, i, base, row, clamp)
-    if WRITES:
-        f_steps = time_steps(f_raw, j, row.lacks, row, clamp)
-        weights, decays = state_factors(f_raw, tl.where(folds[:, None], f_steps, 0.0))
     keep_B(Bs, cache, kept & share.writes_B, ring, n, shape)
-    p_dt = cache.dt + heads[None, :] * RING + ring[:, None]
-    tl.store(p_dt, steps, mask=(kept & share.writes_dt)[:, None] & (r_heads < RUN)[None, :])
     if WRITES:
         folded = ()
         for s in tl.static_range(PARTS):
@@ -223,15 +216,30 @@ def update_heads(
 
     for r in tl.range(RUN, num_stages=shape.STAGES):
         head = share.head + r
-        mixes = output_weights(factors, r, group, j, i, base, dot_type)
+        beyond = tl.minimum(head + 1, HEADS - 1)
+        raw = ahead
+        ahead = load_steps(inputs, cache, beyond, lane, lane_ring, base, row, strides, shape)
+        steps = time_steps(raw, lane, base, row, clamp)
+        if share.writes_dt:
+            tl.store(cache.dt + head * RING + lane_ring, steps, mask=lane_kept)
+        if WRITES:
+            steps = tl.where(lane < row.taken, 0.0, steps)
+        mixes, carries = output_factors(raw, steps, group, lane, j, i, base, dot_type)
+
         b_x = load_apart(p_x + r * x_next, live[:, None] & in_dim[None, :])
         p_kept = cache.x + (head * RING + ring)[:, None] * DIM + p[None, :]
         store_apart(p_kept, b_x, kept[:, None] & in_dim[None, :])
         b_x = tl.trans(b_x)
         if WRITES:
+            f_raw = f_ahead
+            f_ahead = load_steps(
+                inputs, cache, beyond, lane, f_lane_ring, row.lacks, row, strides, shape
+            )
+            f_steps = time_steps(f_raw, lane, row.lacks, row, clamp)
+            f_steps = tl.where(lane < row.folds, f_steps, 0.0)
+            weights, decay = state_factors(f_raw, f_steps, POSITIONS)
             b_f = tl.trans(load_apart(f_x + r * f_next, folds[:, None] & in_dim[None, :]))
-            weight, decay = of_head(weights, r), of_head(decays, r)
-            inflows = split(b_f.to(tl.float32) * weight[None, :], PIECES, dot_type)
+            inflows = split(b_f.to(tl.float32) * weights[None, :], PIECES, dot_type)
         # Two sums, since each product waits for the sum before it.
         y = tl.zeros((shape.ROWS, shape.QUERIES), tl.float32)
         z = tl.zeros((shape.ROWS, shape.QUERIES), tl.float32)
@@ -261,7 +269,7 @@ def update_heads(
             y = product(operands[0], queries[s], y, dot_type)
             if len(operands) > 1:
                 z = product(operands[1], queries[s], z, dot_type)
-        y = (y + z) * of_head(factors.carries, r)[None, :]
+        y = (y + z) * carries[None, :]
         for k in tl.static_range(len(mixes)):
             y = product(b_x, mixes[k], y, dot_type)
         p_out = out + i[:, None] * (HEADS * DIM) + (head * DIM + p)[None, :]

@@ -19,10 +19,10 @@ RUNS = (1, 2, 4, 8)
 is only known at run time makes the loop slower."""
 START = 1
 """What a program does before its first head takes about as long as so many heads."""
-REGISTERS = {4: (168, 255), 2: (168, 255)}
+REGISTERS = {4: (255, 255), 2: (168, 255)}
 """Of a thread, at most, by bytes of a state's element: with rows of up to 8 tokens, and of more. A
-multiprocessor holds 12 programs with 168 of them, 8 with 255. The loop over heads needs no more;
-what comes before it does."""
+multiprocessor holds 8 programs with 255 of them, 12 with 168, which is better only where the loop
+over heads keeps everything it needs."""
 REGISTER_FILE = 64 << 10
 """Registers of a multiprocessor."""
 

@@ -22,6 +22,7 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> Any:
         monkeypatch.syspath_prepend(str(ROOT / "benchmarks" / folder))
     for name in ("vllm", "vllm.v1", "vllm.v1.core", "vllm.v1.core.kv_cache_utils"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.delitem(sys.modules, "serve", raising=False)  # that of benchmarks/engine
     utils: Any = sys.modules["vllm.v1.core.kv_cache_utils"]
     utils.get_group_id = lambda key: key[-1]
     import poison
