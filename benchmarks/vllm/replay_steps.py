@@ -202,13 +202,14 @@ def rounds(args: argparse.Namespace) -> list[tuple[int, int]]:
 
 
 def summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """Medians of each side's means, and of the ratios of neighbouring runs."""
-    timed = [run for run in runs if run["mean"]]
-    means = {side: [r["mean"] for r in timed if r["side"] == side] for side in SIDES}
+    """Medians of each side's means, and of the ratios of neighbouring runs. A run has no mean if
+    its cache did not hold all requests at once."""
+    means = {side: [r["mean"] for r in runs if r["side"] == side and r["mean"]] for side in SIDES}
     ratios = []
-    for one, other in zip(timed[::2], timed[1::2], strict=False):
+    for one, other in zip(runs[::2], runs[1::2], strict=False):
         a, b = (one, other) if one["side"] == "replay" else (other, one)
-        ratios.append(a["mean"] / b["mean"])
+        if a["mean"] and b["mean"]:
+            ratios.append(a["mean"] / b["mean"])
     medians = {f"{side}_ms": stats.median(ms) if ms else None for side, ms in means.items()}
     return {**medians, "ratios": ratios, "ratio": stats.median(ratios) if ratios else None}
 

@@ -83,6 +83,15 @@ def test_one_engine_at_a_time(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     assert batches["1"]["ratios"] == [0.5] * 2
 
 
+def test_neighbours_are_of_both_sides() -> None:
+    """A run that its cache had no room for has none, and leaves the others theirs."""
+    import replay_steps
+
+    means = [("replay", 1.0), ("vllm", 2.0), ("vllm", None), ("replay", 1.0)]
+    found = replay_steps.summary([{"side": side, "mean": mean} for side, mean in means])
+    assert found == {"replay_ms": 1.0, "vllm_ms": 2.0, "ratios": [0.5], "ratio": 0.5}
+
+
 def test_tables(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     import openai_server
     import source
@@ -117,6 +126,10 @@ def test_tables(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         "h200/vllm_replay_steps": {
             "options": ["--num-spec", "3", "--kv-gib", "40"],
             "batches": {"8": {"ratios": [0.9, 0.8], "ratio": 0.85}},
+        },
+        "h200/vllm_replay_steps-earlier": {
+            "options": ["--num-spec", "3", "--kv-gib", "40"],
+            "batches": {n: {"ratios": [1.0, 1.2], "ratio": 1.1} for n in ("1", "8")},
             "fit": {"replay": fit | {"running": 284}, "vllm": fit | {"running": 91}},
         },
         "h200/vllm_logprobs": {
@@ -147,6 +160,7 @@ def test_tables(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert "| 8 | 3 : 2 | 1.50 |" in tables.served()
     assert "at most 5 requests ran at once" in tables.served()
     assert "| 8 | 0.85 | 0.80 to 0.90 |" in tables.gained()
+    assert "| 1 | 1.10 | 1.00 to 1.20 |" in tables.gained()
     assert "284 requests ran at once with replay, 91 without" in tables.gained()
     assert "| replay | 7 |" in tables.logprobs()
     assert "3000 steps" in tables.checked()
