@@ -15,6 +15,9 @@ Texts, hits, acceptance and preemptions of 2 and 3 must be those of 1, and no lo
 may be NaN. Dummy runs and captures must change no byte of the guesses, nor of the Mamba blocks that
 requests hold or a prefix hit may find. After a capture texts are not compared.
 
+With `--apart` runs with a large number in the guesses, the windows or the states come before 2.
+With HYBRID_RUNTIME_VLLM=0 the same is asked of vLLM's own layers.
+
 A fault of vLLM is kept out (`dummy_run`): in a dummy run its drafter writes keys and values into
 the blocks that the table of slot 0 names, a request's or whoever's they are by now.
 """
@@ -44,6 +47,11 @@ CAPTURING = 32
 """Requests of the run with a capture."""
 
 
+WINDOWS, STATES, GUESSES = range(3)
+NUMBER = 1000.0
+"""What is written instead of NaN, which may end in an index that no table has."""
+
+
 class Memory:
     """guesses: of all layers, by request slot. states: of each Mamba layer, its cache group and its
     windows and states, by block."""
@@ -55,15 +63,15 @@ class Memory:
         workers: list[Any] = []
         llm.collective_rpc(lambda worker: workers.append(worker))
         self.worker, self.runner = workers[0], workers[0].model_runner
-        layers = self.runner.model_state.layers
-        groups = self.runner.kv_cache_config.kv_cache_groups
-        self.guesses: list[Tensor] = list(layers.cache)
+        replay = getattr(self.runner.model_state, "layers", None)
+        self.guesses: list[Tensor] = list(replay.cache) if replay else []
+        context = self.runner.vllm_config.compilation_config.static_forward_context
         self.states = [
             (index, part)
-            for layer in layers.layers
-            for index, group in enumerate(groups)
-            if layer.prefix in group.layer_names
-            for part in layer.kv_cache[:2]
+            for index, group in enumerate(self.runner.kv_cache_config.kv_cache_groups)
+            for name in group.layer_names
+            if not isinstance(context[name].kv_cache, Tensor)
+            for part in context[name].kv_cache[:2]
         ]
 
     def kept(self, group: int) -> list[int]:
@@ -83,22 +91,28 @@ class Memory:
 
 
 class Poison:
-    """Called after every step: what is free is NaN."""
+    """Called after every step: what is free holds `value`.
 
-    def __init__(self, memory: Memory) -> None:
-        self.memory = memory
+    spoils: GUESSES, WINDOWS, STATES or several of them.
+    """
+
+    def __init__(self, memory: Memory, value: float, spoils: tuple[int, ...]) -> None:
+        self.memory, self.value, self.spoils = memory, value, spoils
+        self.guesses = memory.guesses if GUESSES in spoils else []
+        pairs = [memory.states[kind::2] for kind in (WINDOWS, STATES) if kind in spoils]
+        self.states = [part for pair in pairs for _, part in pair]
         self.found: dict[str, Any] = dict.fromkeys(("steps", "blocks", "slots"), 0)
         with torch.inference_mode():
-            for part in memory.guesses:
-                part.fill_(math.nan)
+            for part in self.guesses:
+                part.fill_(value)
 
     @torch.inference_mode()
     def __call__(self) -> None:
         blocks, slots = self.memory.free(), list(self.memory.runner.req_states.free_indices)
-        for _, part in self.memory.states:
-            part[blocks] = math.nan
-        for part in self.memory.guesses:
-            part[:, slots] = math.nan
+        for part in self.states:
+            part[blocks] = self.value
+        for part in self.guesses:
+            part[:, slots] = self.value
         for name, count in (("steps", 1), ("blocks", len(blocks)), ("slots", len(slots))):
             self.found[name] += count
 
@@ -203,7 +217,9 @@ def measure(args: argparse.Namespace) -> None:
 
     clean = run("clean", None)
     memory = Memory(llm)
-    run("poisoned", Poison(memory))
+    for spoils in ((GUESSES,), (WINDOWS,), (STATES,)) if args.apart else ():
+        run(("windows", "states", "guesses")[spoils[0]], Poison(memory, NUMBER, spoils))
+    run("poisoned", Poison(memory, math.nan, (WINDOWS, STATES, GUESSES)))
     run("dummies", Interruptions(memory, captures=False))
     graphs = memory.runner.cudagraph_manager
     if graphs is not None and graphs.needs_capture():
@@ -225,6 +241,11 @@ def main() -> None:
     parser.add_argument("--kv-gib", type=float, default=3)
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--eager", action="store_false", dest="graphs", help="no CUDA graphs")
+    parser.add_argument(
+        "--apart",
+        action="store_true",
+        help="first each kind of memory by itself, with a large number instead of NaN",
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path)
     parser.set_defaults(mode="align", synchronous=True, tensor_parallel=1)

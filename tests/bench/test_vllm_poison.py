@@ -35,7 +35,9 @@ class Engine:
 
     def __init__(self) -> None:
         self.guesses = torch.zeros(1, 3, 4)
-        self.layer = SimpleNamespace(prefix="m", kv_cache=[torch.zeros(5, 2), torch.zeros(5, 3)])
+        self.layer = SimpleNamespace(kv_cache=[torch.zeros(5, 2), torch.zeros(5, 3)])
+        layers = {"a": SimpleNamespace(kv_cache=torch.zeros(5, 4)), "m": self.layer}
+        compiled = SimpleNamespace(static_forward_context=layers)
         self.tables = [torch.tensor([[OTHER], [OTHER]]), torch.tensor([[HELD], [CACHED]])]
         self.seen: list[list[int]] = []
         self.spoils = -1
@@ -56,10 +58,11 @@ class Engine:
         core = SimpleNamespace(scheduler=SimpleNamespace(kv_cache_manager=cache))
         self.llm_engine = SimpleNamespace(engine_core=SimpleNamespace(engine_core=core))
         groups = [SimpleNamespace(layer_names=[name]) for name in ("a", "m")]
-        layers = SimpleNamespace(cache=[self.guesses], layers=[self.layer])
+        replay = SimpleNamespace(cache=[self.guesses])
         tables = [SimpleNamespace(gpu=table) for table in self.tables]
         self.model_runner = SimpleNamespace(
-            model_state=SimpleNamespace(layers=layers),
+            vllm_config=SimpleNamespace(compilation_config=compiled),
+            model_state=SimpleNamespace(layers=replay),
             kv_cache_config=SimpleNamespace(kv_cache_groups=groups),
             req_states=SimpleNamespace(free_indices=[2]),
             block_tables=SimpleNamespace(block_tables=tables),
@@ -76,7 +79,8 @@ class Engine:
 
 def test_what_is_free_becomes_nan(poison: Any) -> None:
     engine = Engine()
-    spoil = poison.Poison(poison.Memory(engine))
+    kinds = (poison.WINDOWS, poison.STATES, poison.GUESSES)
+    spoil = poison.Poison(poison.Memory(engine), torch.nan, kinds)
     assert engine.guesses.isnan().all()
     engine.guesses.zero_()
     spoil()
@@ -98,3 +102,12 @@ def test_what_a_dummy_run_changes_is_noticed(poison: Any, block: int, changed: b
     assert [table[0].tolist() for table in engine.tables] == [[OTHER], [HELD]]
     assert (between.found["dummy_runs"], between.found["blocks"]) == (1, 2)
     assert (between.found["state_bytes"] > 0, between.found["guess_bytes"]) == (changed, 0)
+
+
+def test_one_kind_of_memory_by_itself(poison: Any) -> None:
+    engine = Engine()
+    poison.Poison(poison.Memory(engine), 7.0, (poison.STATES,))()
+    windows, states = engine.layer.kv_cache
+    assert not windows.any()
+    assert not engine.guesses.any()
+    assert states.sum(1).tolist() == [0, 0, 0, 21, 0]
