@@ -50,7 +50,6 @@ def test_a_model_that_replays(mode: str, caplog: pytest.LogCaptureFixture) -> No
     [
         ({"num_speculative_tokens": 16}, "16 drafts"),
         ({"parallel_config__pipeline_parallel_size": 2}, "pipeline"),
-        ({"parallel_config__tensor_parallel_size": 2}, f"asked for ({config.SWITCH}=replay)"),
         ({"parallel_config__enable_dbo": True}, "overlap"),
         ({"speculative_config": SimpleNamespace(method="draft_model")}, "draft model"),
         ({"mamba_config": SimpleNamespace(enable_stochastic_rounding=True)}, "stochastically"),
@@ -75,10 +74,7 @@ def test_what_keeps_vllms_layout(
     assert "does not replay" in record.getMessage()
 
 
-def test_with_tensor_parallelism_it_must_be_asked_for(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setenv(config.SWITCH, "replay")
+def test_with_tensor_parallelism(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("WARNING"):
         model = build(parallel_config__tensor_parallel_size=2)
     assert spare_blocks(model) == [0, 0]

@@ -8,7 +8,7 @@ from typing import Any
 SWITCH = "HYBRID_RUNTIME_VLLM"
 """Environment variable: `replay` keeps one state per request where that is handled and is else as
 `columns`, which keeps vLLM's layout with our copies; 0 turns the plug-in off. `check` and
-`check-columns` are the same and compare with vLLM's kernels. Unset: `replay` on one GPU."""
+`check-columns` are the same and compare with vLLM's kernels. Unset: `replay`."""
 
 VALUES = ("columns", "replay", "check", "check-columns")
 
@@ -31,11 +31,6 @@ def switch() -> str:
 
 def replay_wanted() -> bool:
     return switch() in ("replay", "check")
-
-
-def is_set() -> bool:
-    """Whether the user has chosen, rather than the default."""
-    return os.environ.get(SWITCH, "").strip().lower() in VALUES
 
 
 def checks() -> bool:

@@ -7,7 +7,6 @@ import os
 import re
 from typing import Any
 
-from hybrid_runtime.integrations.vllm.config import SWITCH, is_set
 from hybrid_runtime.kernels.replay.window_cache import MAX_TOKENS
 
 OLDEST, NEWEST = (0, 25, 1), (0, 33, 0)
@@ -95,8 +94,6 @@ def replay_unhandled(vllm_config: Any) -> str | None:
         return f"mamba_cache_mode is {cache.mamba_cache_mode!r}"
     if parallel.pipeline_parallel_size > 1:
         return "pipeline parallelism"
-    if parallel.tensor_parallel_size > 1 and not is_set():
-        return f"with tensor parallelism it must be asked for ({SWITCH}=replay)"
     if getattr(parallel, "enable_dbo", False):
         return "dual batch overlap"
     if getattr(speculative, "method", None) == "draft_model":
