@@ -118,8 +118,8 @@ def _checked(name: str, tokens: Sequence[int] | NDArray[Any], vocabulary: int) -
 
 def _integers(tokens: Sequence[int] | NDArray[Any]) -> NDArray[Any] | None:
     """As an array, if they are integers of 64 bits; without a Python loop, for they may be many."""
-    if isinstance(tokens, np.ndarray):
-        return tokens if tokens.dtype.kind in "iu" else None
+    if isinstance(tokens, np.ndarray) and tokens.dtype.kind in "iu":
+        return tokens
     if not all(_is_integer(kind) for kind in set(map(type, tokens))):
         return None
     try:
