@@ -30,6 +30,7 @@ from hybrid_runtime.kernels.attention.launch import (
 )
 from hybrid_runtime.kernels.attention.reduce import divide_context, reduce_splits
 from hybrid_runtime.kernels.common.backend import runs_triton
+from hybrid_runtime.kernels.common.outputs import check_out
 from hybrid_runtime.kernels.common.pdl import pdl, pdl_wait
 from hybrid_runtime.kernels.common.types import operand_type
 from hybrid_runtime.kernels.common.varlen import gather_rows, row_tokens, scatter_rows
@@ -254,8 +255,10 @@ def paged_attention(
         out: where the outputs go, contiguous and of q's shape and dtype; None = allocated here.
 
     Raises:
-        ValueError: query heads are no multiple of key heads, or scratch is too small.
+        ValueError: query heads are no multiple of key heads, `out` does not fit, or scratch is too
+            small.
     """
+    check_out(out, q)
     dot_type = torch.promote_types(q.dtype, torch.promote_types(cache.k.dtype, cache.v.dtype))
     if not runs_triton(q) or dot_type == torch.float64:
         y = paged_attention_reference(q, cache, rows, max_scheduled, max_context, scale)

@@ -23,6 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hybrid_runtime.kernels.common.backend import runs_triton
+from hybrid_runtime.kernels.common.outputs import check_out
 from hybrid_runtime.kernels.common.types import operand_type
 from hybrid_runtime.kernels.common.varlen import Cuts, StateRows
 from hybrid_runtime.kernels.mamba.chunk_scan_kernels import (
@@ -145,8 +146,9 @@ def chunk_scan(
         tiling: launch shapes; None = `scan_tiling`. All other arguments as in the reference.
 
     Raises:
-        ValueError: as the reference.
+        ValueError: as the reference, or `out` does not fit.
     """
+    check_out(out, x)
     if not runs_triton(x) or torch.float64 in (x.dtype, states.dtype):
         y = chunk_scan_reference(
             x, dt, A_log, B, C, D, dt_bias, states, rows, max_scheduled, chunk_size, dt_min, dt_max,

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from hybrid_runtime.kernels.common.backend import runs_triton
 from hybrid_runtime.kernels.common.math import softplus
+from hybrid_runtime.kernels.common.outputs import check_out
 from hybrid_runtime.kernels.common.pdl import pdl, pdl_wait
 from hybrid_runtime.kernels.common.varlen import StateRows
 from hybrid_runtime.kernels.common.zero_fill import zero_unowned
@@ -170,8 +171,9 @@ def selective_state_update(
     same call writes. Rows of more than `MAX_TOKENS` tokens and fp64 go to the reference.
 
     Raises:
-        ValueError: as the reference, or blocks are not contiguous.
+        ValueError: as the reference, `out` does not fit, or blocks are not contiguous.
     """
+    check_out(out, x)
     if not runs_triton(x) or max_scheduled > MAX_TOKENS or torch.float64 in (x.dtype, states.dtype):
         y = selective_state_update_reference(
             x, dt, A_log, B, C, D, dt_bias, states, rows, max_scheduled, dt_min, dt_max

@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hybrid_runtime.kernels.common.backend import num_programs, runs_triton
+from hybrid_runtime.kernels.common.outputs import check_out
 from hybrid_runtime.kernels.common.pdl import pdl, pdl_wait
 from hybrid_runtime.kernels.common.types import operand_type
 from hybrid_runtime.kernels.replay.heads import POSITIONS, update_heads
@@ -252,6 +253,7 @@ def replay_update(
     Raises:
         ValueError: as the reference, or a tensor is not contiguous or has another dtype.
     """
+    check_out(out, x)
     ring = window_cache.length
     small = max_scheduled <= MAX_TOKENS and ring <= 2 * MAX_TOKENS
     if not runs_triton(x) or not small or torch.float64 in (x.dtype, states.dtype):

@@ -87,7 +87,8 @@ def test_neighbours_are_of_both_sides() -> None:
     """A run that its cache had no room for has none, and leaves the others theirs."""
     import replay_steps
 
-    means = [("replay", 1.0), ("vllm", 2.0), ("vllm", None), ("replay", 1.0)]
+    means = [("replay", 8.0), ("vllm", None), ("vllm", None), ("replay", 1.0)]
+    means += [("replay", 1.0), ("vllm", 2.0)]
     found = replay_steps.summary([{"side": side, "mean": mean} for side, mean in means])
     assert found == {"replay_ms": 1.0, "vllm_ms": 2.0, "ratios": [0.5], "ratio": 0.5}
 

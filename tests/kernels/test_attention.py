@@ -224,6 +224,8 @@ def test_wrong_shapes_are_refused() -> None:
     setup = Setup(BASE)
     with pytest.raises(ValueError, match="q has 3 heads"):
         paged_attention(setup.q[:, :3], setup.cache, setup.rows, *setup.bounds)
+    with pytest.raises(ValueError, match="out is"):
+        paged_attention(setup.q, setup.cache, setup.rows, *setup.bounds, out=setup.q[1:])
     with pytest.raises(ValueError, match=r"cache\.v is"):
         store_kv(setup.k, setup.v[:, :1], setup.cache, setup.rows)
 

@@ -321,6 +321,8 @@ def test_wrong_shapes_are_refused() -> None:
     states = torch.zeros(9, 2, 2, 4, device=DEVICE)
     with pytest.raises(ValueError, match="chunk_size is 0"):
         chunk_scan(*given, states, **rows.arguments, chunk_size=0)
+    with pytest.raises(ValueError, match=r"out is torch\.float64"):
+        chunk_scan(*given, states, **rows.arguments, chunk_size=8, out=heads.double())
     three = x.view(-1, 1, 4).expand(-1, 3, -1)
     with pytest.raises(ValueError, match="multiple of B's 3 groups"):
         chunk_scan(*given[:3], three, three, *given[5:], states, **rows.arguments, chunk_size=8)

@@ -291,6 +291,9 @@ def test_wrong_shapes_are_refused() -> None:
         selective_state_update(*inputs, torch.zeros(9, 2, 4, 2, device=DEVICE), **rows.arguments)
     with pytest.raises(ValueError, match="strides"):
         selective_state_update(*inputs, torch.zeros(9, 2, 4, 2, device=DEVICE).mT, **rows.arguments)
+    states = torch.zeros(9, 2, 2, 4, device=DEVICE)
+    with pytest.raises(ValueError, match=r"out is .* strides"):
+        selective_state_update(*inputs, states, **rows.arguments, out=heads.clone().mT)
 
 
 @pytest.mark.gpu

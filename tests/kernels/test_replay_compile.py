@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import triton.language as tl
-from helpers.hopper import compiled, spilled_in_copying_loop
+from helpers.hopper import compiled, spilled, spilled_in_copying_loop
 from triton.runtime.jit import JITFunction
 
 from hybrid_runtime.kernels.replay import flush, launch, update
@@ -74,7 +74,9 @@ def test_update_compiles(
         assert len(copies) >= launch.ROWS * 128 * itemsize // (16 * 32)
         assert set(copies) == {"0x10"}
         assert "mma.sync" in text
-        assert spilled_in_copying_loop(code, tmp_path) <= 8
+        # Few registers go to local memory, bytes a thread: none that the loop over heads needs.
+        assert spilled(code, tmp_path) <= 400
+        assert spilled_in_copying_loop(code, tmp_path) == 0
 
 
 @pytest.mark.parametrize(("dim", "state", "rounds"), [(80, 128, True), (60, 100, False)])

@@ -223,7 +223,7 @@ def test_few_rows_are_spread_over_more_programs() -> None:
     assert chosen == rows
     assert [heads_per_program(128 * 4, 16, size, 16, 132) for size in (4, 2)] == [2, 1]
     assert heads_per_program(64 * 12 * 4, 12, 4, 4, 132) == 2
-    assert heads_per_program(1000 * 5 * 4, 5, 4, 4, 132) == 1
+    assert [heads_per_program(1000 * 5 * 4, 5, 4, tokens, 132) for tokens in (4, 16)] == [1, 1]
 
 
 @kernels
@@ -285,6 +285,7 @@ def test_wrong_shapes_are_refused() -> None:
         },
         "x has 2 heads": {"B": torch.zeros(rows.tokens, 3, 16, device=DEVICE)},
         "C is torch.float64": {"C": arguments["C"].double()},
+        "out is torch.float32": {"out": torch.zeros(rows.tokens, 2, 4, device=DEVICE)},
     }
     for name, bad in refused.items():
         call: dict[str, Any] = {**arguments, **rows.arguments, "states": states}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import re
 import signal
 import socket
@@ -12,11 +13,14 @@ from contextlib import contextmanager
 
 import httpx
 import pytest
+from helpers.http_server import shipped
 
 from hybrid_runtime import demo
 from hybrid_runtime.cli import main, parser
 from hybrid_runtime.engine import EngineConfig
+from hybrid_runtime.server import run
 from hybrid_runtime.server.command import KEY_VARIABLE, engine_options, server_options
+from hybrid_runtime.server.options import ServerOptions
 
 MODEL = str(demo.SHIPPED)
 OPTIONS = ("--drafter", "none", "--max-requests", "2", "--block-size", "16", "--device", "cpu")
@@ -127,3 +131,19 @@ def test_every_option_of_the_engine_can_be_set() -> None:
         drafter=None, max_requests=3, ssm_dtype="float16", retention=112, num_blocks=(100, 50),
         graphs=True, memory_fraction=0.5, block_size=112, prefix_caching=False, max_waiting=256,
     )  # fmt: skip
+
+
+def test_what_was_built_before_is_not_collected_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    frozen = []
+
+    class Watched(run.Server):
+        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+            await super().startup(sockets)
+            frozen.append(gc.get_freeze_count())
+            self.should_exit = True
+
+    monkeypatch.setattr(run, "Server", Watched)
+    with run.bind("127.0.0.1", 0) as bound:
+        run.serve(shipped(), ServerOptions(model_name="small"), bound)
+    assert frozen[0] > 10_000
+    assert gc.get_freeze_count() == 0
