@@ -43,7 +43,7 @@ class ScanTiling(NamedTuple):
         chunk: tokens between two states that are stored.
         tile: columns of a head's state that one program carries.
         tokens: tokens of a chunk whose outputs one program computes; a part of `chunk`.
-        each: heads that it does so for, at most.
+        each: heads that it does so for, at most; a quarter of them with few chunks.
         piece: how much of a state's columns the outputs multiply at once, at most.
         carry_warps, carry_stages, output_warps, output_stages: of the two kernels.
     """
@@ -178,6 +178,8 @@ def chunk_scan(
     return out
 
 
+FEW_CHUNKS = 4
+"""Up to so many chunks, outputs are spread over more programs with fewer heads each."""
 STEP_HEADS = 16
 """Heads per program of the first launch."""
 
@@ -284,7 +286,8 @@ def _compute_outputs(
     """Fill `out` for all tokens of rows."""
     steps, totals, rests = sums[0], sums[1], sums[-1]
     heads, groups = x.shape[1], B.shape[1]
-    each = math.gcd(tiling.each, heads // groups)
+    few = x.shape[0] <= FEW_CHUNKS * tiling.chunk
+    each = math.gcd(max(tiling.each // 4, 1) if few else tiling.each, heads // groups)
     block_n = max(triton.next_power_of_2(B.shape[2]), 16)
     outputs_kernel[(heads // each * (tiling.chunk // tiling.tokens), sums.shape[2])](
         x=x,

@@ -10,47 +10,58 @@ import triton.language as tl
 
 Strides = tuple[int, ...]
 
-ROWS = 16
-"""Rows of a head's state per program, a program being one warp."""
 STAGES = 2
 """Heads whose state is on its way or in use at a time."""
+AT_ONCE = 8
+"""Programs of a multiprocessor: each is one warp, with 255 registers a thread."""
 RUNS = (1, 2, 4, 8)
 """Heads that a program takes one after another; few choices, since each is compiled. A number that
 is only known at run time makes the loop slower."""
-START = 1
-"""What a program does before its first head takes about as long as so many heads."""
-REGISTERS = {4: (255, 255), 2: (168, 255)}
-"""Of a thread, at most, by bytes of a state's element: with rows of up to 8 tokens, and of more. A
-multiprocessor holds 8 programs with 255 of them, 12 with 168, which is better only where the loop
-over heads keeps everything it needs."""
-REGISTER_FILE = 64 << 10
-"""Registers of a multiprocessor."""
+COSTS = {16: (1.0, 2.0), 32: (1.75, 1.5)}
+"""By the rows of a tile: what a head takes, and all that comes before the first one, in the time of
+a head of 16 rows. What heads share is found once a tile, so that 32 rows are cheaper than twice 16.
+Fitted to an H200's times of all tiles; only their order counts."""
 
 
-def registers(run: int, itemsize: int, tokens: int) -> int:
-    """Of a thread, at most. The state of a single head waits in registers."""
-    return 255 if run == 1 else REGISTERS[itemsize][tokens > 8]
+class Tile(NamedTuple):
+    """What a program works on.
+
+    rows: of a head's state.
+    run: heads, one after another.
+    """
+
+    rows: int
+    run: int
 
 
 @functools.cache
-def heads_per_program(
-    tiles: int, heads: int, itemsize: int, tokens: int, multiprocessors: int
-) -> int:
-    """The one of RUNS by which all programs are done first.
+def choose_tile(
+    num_rows: int,
+    heads: int,
+    heads_per_group: int,
+    dim: int,
+    itemsize: int,
+    tokens: int,
+    multiprocessors: int,
+) -> Tile:
+    """The tile by which all programs are done first.
 
-    tiles: of all heads of all rows. heads: of a group; a run divides it. itemsize: bytes of a
-    state's element. tokens: most of a row.
+    num_rows: of the batch. itemsize: bytes of a state's element. tokens: most of a row.
     """
-
-    def duration(run: int) -> float:
-        each = 32 * triton.cdiv(registers(run, itemsize, tokens), 8) * 8
-        at_once = REGISTER_FILE // each * multiprocessors
-        return max(1.0, tiles / run / at_once) * (run + START)
-
-    # In fp32 rows of more than 8 tokens leave no registers for the state of a single head.
+    # Registers: with 32 rows of fp32, or outputs of more than 8 tokens, they do not suffice.
+    sizes = [16, 32] if itemsize == 2 and tokens <= 8 and dim % 32 == 0 else [16]
+    # Nor do they for the whole state of a single head with fp32 and as many tokens.
     least = 2 if itemsize == 4 and tokens > 8 else 1
-    fitting = [run for run in RUNS if heads % run == 0 and run >= least]
-    return min(fitting, key=duration, default=1)
+    runs = [run for run in RUNS if heads_per_group % run == 0 and run >= least] or [1]
+
+    def duration(tile: Tile) -> float:
+        programs = num_rows * heads // tile.run * triton.cdiv(dim, tile.rows)
+        turns = programs / (AT_ONCE * multiprocessors)
+        head, start = COSTS[tile.rows]
+        # The last programs of several turns start late, by up to one turn.
+        return (turns + 1 if turns > 1 else 1.75) * (tile.run * head + start)
+
+    return min((Tile(rows, run) for rows in sizes for run in runs), key=duration)
 
 
 class UpdateShape(NamedTuple):
@@ -84,12 +95,12 @@ class UpdateShape(NamedTuple):
 
 @functools.cache
 def update_shape(
-    heads: int, groups: int, dim: int, state: int, ring: int, tokens: int, itemsize: int, run: int
+    heads: int, groups: int, dim: int, state: int, ring: int, tokens: int, itemsize: int, tile: Tile
 ) -> UpdateShape:
     """The constants of a launch. Kept, because Triton finds a compiled kernel by their hash.
 
     ring: tokens of the window cache's rings. tokens: most of a row. itemsize: bytes of a state's
-    element. run: heads per program.
+    element.
     """
     part = 64 // itemsize
     return UpdateShape(
@@ -99,8 +110,8 @@ def update_shape(
         STATE=tl.constexpr(state),
         RING=tl.constexpr(ring),
         QUERIES=tl.constexpr(8 if tokens <= 8 else 16),
-        RUN=tl.constexpr(run),
-        ROWS=tl.constexpr(ROWS),
+        RUN=tl.constexpr(tile.run),
+        ROWS=tl.constexpr(tile.rows),
         PART=tl.constexpr(part),
         PARTS=tl.constexpr(triton.cdiv(state, part)),
         STAGES=tl.constexpr(STAGES),

@@ -1,6 +1,6 @@
 """What one program of the replay layout's state update works on, as its functions pass it on.
 
-A program takes some heads of a group in turn, of one row, and of each a tile of its state: ROWS
+A program takes some heads of a group in turn, of one row, and of each a tile of its state: some
 rows of P by all of N. "Row" below is a row of the batch.
 """
 

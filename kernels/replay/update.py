@@ -18,13 +18,7 @@ from hybrid_runtime.kernels.common.outputs import check_out
 from hybrid_runtime.kernels.common.pdl import pdl, pdl_wait
 from hybrid_runtime.kernels.common.types import operand_type
 from hybrid_runtime.kernels.replay.heads import POSITIONS, update_heads
-from hybrid_runtime.kernels.replay.launch import (
-    ROWS,
-    heads_per_program,
-    input_strides,
-    registers,
-    update_shape,
-)
+from hybrid_runtime.kernels.replay.launch import choose_tile, input_strides, update_shape
 from hybrid_runtime.kernels.replay.naive import replay_update_reference
 from hybrid_runtime.kernels.replay.program import Cache, Clamp, Inputs, Row, Share
 from hybrid_runtime.kernels.replay.rounding import LAST_PLACE, Rounding, last_place, rounding_key
@@ -278,13 +272,13 @@ def replay_update(
         seed, layer, place = None, 0, None
     else:
         seed, layer, place = *rounding, last_place(states.dtype)
-    tiles, itemsize = triton.cdiv(dim, ROWS), states.element_size()
-    run = heads_per_program(
-        num_rows * heads * tiles, heads // groups, itemsize, max_scheduled, num_programs(x, 1)
+    itemsize = states.element_size()
+    tile = choose_tile(
+        num_rows, heads, heads // groups, dim, itemsize, max_scheduled, num_programs(x, 1)
     )
-    shape = update_shape(heads, groups, dim, state, ring, max_scheduled, itemsize, run)
+    shape = update_shape(heads, groups, dim, state, ring, max_scheduled, itemsize, tile)
     positions = rows.positions
-    _replay_update_kernel[(heads // run * tiles, num_rows)](
+    _replay_update_kernel[(heads // tile.run * triton.cdiv(dim, tile.rows), num_rows)](
         x=x,
         dt=dt,
         A_log=A_log,
@@ -321,7 +315,6 @@ def replay_update(
         place=place,
         dot_type=operand_type(torch.bfloat16, x) if x.dtype == torch.bfloat16 else tl.float32,
         num_warps=1,
-        maxnreg=registers(run, itemsize, max_scheduled),
         **pdl(x),
     )
     return out

@@ -44,34 +44,41 @@ STRIDES = launch.InputStrides(
 
 
 @pytest.mark.parametrize(
-    ("states", "values", "dot_type", "ring", "tokens"),
+    ("states", "values", "dot_type", "ring", "tokens", "rows"),
     [
-        ("*fp32", "*bf16", tl.bfloat16, 19, 4),
-        ("*fp16", "*bf16", tl.bfloat16, 31, 16),
-        ("*bf16", "*bf16", tl.bfloat16, 7, 4),
-        ("*fp16", "*fp16", tl.float32, 19, 4),
+        ("*fp32", "*bf16", tl.bfloat16, 19, 4, 16),
+        ("*fp32", "*bf16", tl.bfloat16, 31, 16, 16),
+        ("*fp16", "*bf16", tl.bfloat16, 31, 16, 16),
+        ("*fp16", "*bf16", tl.bfloat16, 19, 4, 32),
+        ("*bf16", "*bf16", tl.bfloat16, 7, 4, 32),
+        ("*fp16", "*fp16", tl.float32, 19, 4, 32),
     ],
 )
 def test_update_compiles(
-    states: str, values: str, dot_type: tl.dtype, ring: int, tokens: int, tmp_path: Path
+    states: str,
+    values: str,
+    dot_type: tl.dtype,
+    ring: int,
+    tokens: int,
+    rows: int,
+    tmp_path: Path,
 ) -> None:
     kernel = update._replay_update_kernel
     if not isinstance(kernel, JITFunction):
         pytest.skip("the interpreter is on")
     itemsize = 4 if states == "*fp32" else 2
-    shape = launch.update_shape(128, 8, 64, 128, ring, tokens, itemsize, 8)
+    shape = launch.update_shape(128, 8, 64, 128, ring, tokens, itemsize, launch.Tile(rows, 8))
     types: dict[str, Any] = TYPES | {"strides": STRIDES, "states": states}
     types |= {"shape": shape._make(constant.value for constant in shape)}
     types |= dict.fromkeys(("x", "B", "C", "dt", "x_cache", "B_cache", "out"), values)
     aligned = ("x", "B", "C", "x_cache", "B_cache", "states", "state_stride", "out")
     constants: dict[str, Any] = {"seed": None, "place": None, "dot_type": dot_type}
-    options = {"num_warps": 1, "maxnreg": launch.registers(8, itemsize, tokens)}
-    code = compiled(kernel, constants, aligned, options, **types)
+    code = compiled(kernel, constants, aligned, {"num_warps": 1}, **types)
     if dot_type == tl.bfloat16:
         text = code.asm["ptx"]
         # States are copied to shared memory ahead of their use, 16 bytes at once.
         copies = re.findall(r"cp\.async\.cg\.shared\.global \[[^]]*\], \[[^]]*\], (\S+),", text)
-        assert len(copies) >= launch.ROWS * 128 * itemsize // (16 * 32)
+        assert len(copies) >= rows * 128 * itemsize // (16 * 32)
         assert set(copies) == {"0x10"}
         assert "mma.sync" in text
         # Few registers go to local memory, bytes a thread: none that the loop over heads needs.
@@ -85,11 +92,10 @@ def test_update_compiles_for_one_head(dim: int, state: int, rounds: bool) -> Non
     kernel = update._replay_update_kernel
     if not isinstance(kernel, JITFunction):
         pytest.skip("the interpreter is on")
-    shape = launch.update_shape(128, 8, dim, state, 19, 4, 2, 1)
+    shape = launch.update_shape(128, 8, dim, state, 19, 4, 2, launch.Tile(16, 1))
     types: dict[str, Any] = TYPES | {"strides": STRIDES, "states": "*fp16"}
     types |= {"shape": shape._make(constant.value for constant in shape)}
     types |= {"place": LAST_PLACE[torch.float16]} if rounds else {}
     constants: dict[str, Any] = {"dot_type": tl.bfloat16}
     constants |= {} if rounds else {"seed": None, "place": None}
-    options = {"num_warps": 1, "maxnreg": launch.registers(1, 2, 4)}
-    assert compiled(kernel, constants, (), options, **types).asm["cubin"]
+    assert compiled(kernel, constants, (), {"num_warps": 1}, **types).asm["cubin"]

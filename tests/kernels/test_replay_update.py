@@ -15,7 +15,7 @@ from torch import Tensor
 from triton.runtime.interpreter import InterpreterBuilder
 
 from hybrid_runtime.kernels.replay.conv1d import replay_conv1d_update
-from hybrid_runtime.kernels.replay.launch import heads_per_program
+from hybrid_runtime.kernels.replay.launch import choose_tile
 from hybrid_runtime.kernels.replay.naive import replay_update_reference
 from hybrid_runtime.kernels.replay.rounding import (
     Rounding,
@@ -57,6 +57,11 @@ SSMS = [
     Ssm(states=torch.float16, heads=2, groups=1, state=64, rounding=True),
     Ssm(states=torch.float16, heads=1, groups=1, dim=40, state=40),
     Ssm(states=torch.bfloat16, groups=1, limits=(0.1, 1e6), far=2e6),
+    # Tiles of 32 rows.
+    Ssm(states=torch.float16, dim=32),
+    Ssm(states=torch.float16, dim=64, heads=1, groups=1, rounding=True),
+    Ssm(states=torch.float16, dim=32, state=50, groups=1, drafts=7, tokens=8, window=0),
+    Ssm(x=torch.float16, states=torch.bfloat16, dim=32, groups=1),
 ]
 SHARED = [
     Ssm(heads=2, groups=1, dim=34, tokens=6, drafts=2, states=states)
@@ -216,14 +221,23 @@ def test_queries_of_any_size(states: torch.dtype) -> None:
 
 
 @plain
-def test_few_rows_are_spread_over_more_programs() -> None:
-    """The best of those measured on an H200, 128 heads in 8 groups; the last two are not."""
-    rows = {1: 1, 2: 1, 4: 2, 16: 8, 64: 8, 128: 8}
-    chosen = {row: heads_per_program(row * 128 * 4, 16, 4, 4, 132) for row in rows}
-    assert chosen == rows
-    assert [heads_per_program(128 * 4, 16, size, 16, 132) for size in (4, 2)] == [2, 1]
-    assert heads_per_program(64 * 12 * 4, 12, 4, 4, 132) == 2
-    assert [heads_per_program(1000 * 5 * 4, 5, 4, tokens, 132) for tokens in (4, 16)] == [1, 1]
+def test_tiles_are_those_measured_as_best() -> None:
+    """On an H200 with 128 heads in 8 groups, or within 2 % of it."""
+
+    def chosen(itemsize: int, tokens: int) -> list[tuple[int, int]]:
+        return [choose_tile(n, 128, 16, 64, itemsize, tokens, 132) for n in (1, 4, 16, 64, 128)]
+
+    assert chosen(4, 4) == chosen(4, 8) == [(16, 1), (16, 2), (16, 8), (16, 8), (16, 8)]
+    assert chosen(4, 16) == [(16, 2), (16, 2), (16, 8), (16, 8), (16, 8)]
+    assert chosen(2, 4) == chosen(2, 8) == [(16, 1), (32, 1), (32, 2), (32, 4), (32, 4)]
+    assert chosen(2, 16) == [(16, 1), (16, 2), (16, 8), (16, 8), (16, 8)]
+
+
+@plain
+def test_tiles_fit_the_heads_and_the_head_dim() -> None:
+    assert choose_tile(64, 128, 16, 80, 2, 4, 132).rows == 16
+    assert choose_tile(64, 64, 12, 64, 4, 4, 132).run in (1, 2, 4)
+    assert [choose_tile(1000, 5, 5, 64, 4, tokens, 132).run for tokens in (4, 16)] == [1, 1]
 
 
 @kernels
