@@ -8,7 +8,7 @@ another program writes it.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -25,6 +25,7 @@ from hybrid_runtime.kernels.step.boundary import (
     running_column,
     running_column_reference,
 )
+from hybrid_runtime.kernels.step.direct_launch import DirectLaunch
 from hybrid_runtime.kernels.step.entry import (
     CERTAIN,
     COLUMN,
@@ -136,7 +137,6 @@ def advance_reference(
         out[:n] = value[:n].int()
 
 
-# Nothing that varies is specialised on, so one compiled kernel serves every step (see `_compiled`).
 @triton.jit(
     do_not_specialize=[
         "num_entries", "num_rows", "previous_stride", "placed_stride", "moves_stride", "max_rows",
@@ -215,6 +215,9 @@ def _advance_kernel(
         tl.store(cut_column + i_line, boundary // BLOCK_SIZE - 1, mask=inside)
 
 
+_launch = DirectLaunch(_advance_kernel)
+
+
 def advance(
     entries: Tensor,
     num_entries: int,
@@ -238,7 +241,6 @@ def advance(
         return
     max_rows = positions.read_column.shape[0]
     grid = (triton.cdiv(max(max_rows, num_entries), LINES), 1, 1)
-    # By position, as a compiled handle takes them.
     arguments = (
         entries,
         num_entries,
@@ -253,20 +255,5 @@ def advance(
         moves,
         moves.stride(0),
         max_rows,
-        block_size,
-        in_place,
-        cuts,
     )
-    key = (entries.device, block_size, in_place, cuts)
-    compiled = _compiled.get(key)
-    if compiled is None:
-        compiled = _advance_kernel[grid](*arguments)
-        if entries.is_cuda:
-            _compiled[key] = compiled
-    else:
-        compiled[grid](*arguments)
-
-
-_compiled: dict[tuple[torch.device, int, bool, bool], Any] = {}
-"""Handles of the compiled kernel: launching one directly skips the ordinary launcher's per-call
-work on argument types, most of the host time of so small a launch."""
+    _launch(grid, arguments, (block_size, in_place, cuts))

@@ -7,7 +7,7 @@ are in the window cache, and every step folds them in on reading.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -22,6 +22,7 @@ from hybrid_runtime.kernels.step.boundary import (
     keeps_reference,
     load_rule,
 )
+from hybrid_runtime.kernels.step.direct_launch import DirectLaunch
 from hybrid_runtime.kernels.step.entry import (
     ADMIT,
     ADMIT_COMPUTED,
@@ -187,7 +188,6 @@ def advance_replay_reference(
         out[:n] = torch.where(runs, value, idle)[:n].int()
 
 
-# Nothing that varies is specialised on, so one compiled kernel serves every step (see advance).
 @triton.jit(
     do_not_specialize=[
         "num_entries", "num_rows", "previous_stride", "placed_stride", "max_rows", "live_column",
@@ -283,6 +283,9 @@ def _advance_replay_kernel(
     tl.store(certain_tokens + i_line, tl.where(runs, certain, 0), mask=inside)
 
 
+_launch = DirectLaunch(_advance_replay_kernel)
+
+
 def advance_replay(
     entries: Tensor,
     num_entries: int,
@@ -302,7 +305,6 @@ def advance_replay(
         return
     max_rows = positions.read_column.shape[0]
     grid = (triton.cdiv(max(max_rows, num_entries), LINES), 1, 1)
-    # By position, as a compiled handle takes them.
     arguments = (
         entries,
         num_entries,
@@ -318,18 +320,5 @@ def advance_replay(
         place.live_column,
         place.window,
         place.ring,
-        place.block_size,
-        place.cuts,
     )
-    key = (entries.device, place.block_size, place.cuts)
-    compiled = _compiled.get(key)
-    if compiled is None:
-        compiled = _advance_replay_kernel[grid](*arguments)
-        if entries.is_cuda:
-            _compiled[key] = compiled
-    else:
-        compiled[grid](*arguments)
-
-
-_compiled: dict[tuple[torch.device, int, bool], Any] = {}
-"""Handles of the compiled kernel, launched directly as in advance."""
+    _launch(grid, arguments, (place.block_size, place.cuts))

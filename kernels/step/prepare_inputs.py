@@ -7,6 +7,7 @@ addresses never change.
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -15,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hybrid_runtime.kernels.common.backend import runs_triton
+from hybrid_runtime.kernels.step.direct_launch import DirectLaunch
 from hybrid_runtime.kernels.step.entry import DRAFT, ENTRY_FIELDS, SCHEDULED, SLOT
 
 
@@ -148,10 +150,12 @@ def prepare_inputs_reference(
 
 
 @triton.jit(
-    do_not_specialize=["num_rows", "rows", "pad", "num_tokens"],
+    do_not_specialize=[
+        "num_rows", "rows", "pad", "num_tokens", "history_stride", "draft_stride", "length_stride",
+    ],
     do_not_specialize_on_alignment=[
-        "slot_computed", "history", "drafts", "length", "slot", "cu_seqlens", "computed", "draft",
-        "certain", "emits", "tokens", "guesses", "verify",
+        "entries", "slot_computed", "history", "drafts", "length", "slot", "cu_seqlens", "computed",
+        "draft", "certain", "emits", "tokens", "guesses", "verify",
     ],
 )  # fmt: skip
 def _prepare_inputs_kernel(
@@ -233,6 +237,7 @@ def _prepare_inputs_kernel(
 
 TILE = 128
 """Tokens per program."""
+_launch = DirectLaunch(_prepare_inputs_kernel)
 
 
 def prepare_inputs(
@@ -253,24 +258,26 @@ def prepare_inputs(
             entries, num_rows, computed, history, drafts, length, out, max_scheduled, pad
         )
         return
-    num_draft = drafts.shape[1]
-    _prepare_inputs_kernel[(rows, triton.cdiv(max(max_scheduled, pad, 1), TILE))](
-        entries=entries,
-        num_rows=num_rows,
-        rows=rows,
-        pad=pad,
-        num_tokens=out.tokens.shape[0],
-        slot_computed=computed,
-        history=history,
-        history_stride=history.stride(0),
-        drafts=drafts,
-        draft_stride=drafts.stride(0),
-        length=length,
-        length_stride=length.stride(0),
-        **out._asdict(),
-        NUM_DRAFT=num_draft,
-        WIDTH=triton.next_power_of_2(num_draft + 1),
-        ROWS=triton.next_power_of_2(rows),
-        TILE=TILE,
-        num_warps=4,
+    arguments = (
+        entries,
+        num_rows,
+        rows,
+        pad,
+        out.tokens.shape[0],
+        computed,
+        history,
+        history.stride(0),
+        drafts,
+        drafts.stride(0),
+        length,
+        length.stride(0),
+        *out,
     )
+    grid = (rows, triton.cdiv(max(max_scheduled, pad, 1), TILE), 1)
+    _launch(grid, arguments, _constants(drafts.shape[1], rows))
+
+
+@functools.cache
+def _constants(num_draft: int, rows: int) -> tuple[int, int, int, int]:
+    """NUM_DRAFT, WIDTH, ROWS and TILE."""
+    return num_draft, triton.next_power_of_2(num_draft + 1), triton.next_power_of_2(rows), TILE

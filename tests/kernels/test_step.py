@@ -12,7 +12,13 @@ from helpers.interpreter import elsewhere, kernels, run_in_interpreter
 from torch import Tensor
 from triton.runtime.jit import JITFunction
 
-from hybrid_runtime.kernels.step import commit_tokens, entry, prepare_inputs
+from hybrid_runtime.kernels.step import (
+    advance_columns,
+    advance_replay,
+    commit_tokens,
+    entry,
+    prepare_inputs,
+)
 from hybrid_runtime.kernels.step.commit_tokens import DraftInputs
 from hybrid_runtime.kernels.step.prepare_inputs import StepInputs
 
@@ -206,3 +212,20 @@ def test_compiles_for_hopper(kernel: JITFunction, constants: dict[str, Any]) -> 
         for name in kernel.arg_names
     }
     assert compiled(kernel, constants, **types).asm["cubin"]
+
+
+LAUNCHED_DIRECTLY = (
+    prepare_inputs._prepare_inputs_kernel,
+    advance_columns._advance_kernel,
+    advance_replay._advance_replay_kernel,
+)
+NUMBERS_OF_ALL = NUMBERS | {"num_entries", "max_rows", "live_column", "window", "ring"}
+
+
+@pytest.mark.parametrize("kernel", LAUNCHED_DIRECTLY)
+def test_one_handle_serves_launches_with_any_numbers(kernel: Any) -> None:
+    if not isinstance(kernel, JITFunction):
+        pytest.skip("the interpreter is on")
+    for parameter in kernel.params:
+        if parameter.name in NUMBERS_OF_ALL or parameter.name.endswith("_stride"):
+            assert parameter.do_not_specialize, parameter.name
