@@ -11,7 +11,6 @@ from typing import Any, Self, Unpack
 
 import torch
 from tokenizers import Tokenizer
-from tokenizers.decoders import DecodeStream
 from torch import Tensor
 
 from hybrid_runtime.device.sync import Waits
@@ -25,7 +24,7 @@ from hybrid_runtime.engine.load import load
 from hybrid_runtime.engine.owner import Owner
 from hybrid_runtime.engine.pooler import Pooling, pooled_from, stacked
 from hybrid_runtime.engine.progress import progress_bar, timed
-from hybrid_runtime.engine.request import Completion, Request, decode_stream, raise_first
+from hybrid_runtime.engine.request import Completion, Request, raise_first
 from hybrid_runtime.engine.stats import EngineStats
 from hybrid_runtime.engine.summary import log_engine
 from hybrid_runtime.engine.tokenize import (
@@ -162,10 +161,7 @@ class Engine:
         params = self.default_params if params is None else params
         check_params(params, self.model.config.vocab_size)
         seed = secrets.randbits(63) if params.seed is None else params.seed
-        request = Request(
-            next(self._ids), tokens, params, seed, decode_stream(tokens), tenant=tenant,
-            lasts=deadline,
-        )  # fmt: skip
+        request = Request(next(self._ids), tokens, params, seed, tenant=tenant, lasts=deadline)
         self.scheduler.check(request)
         return request
 
@@ -184,8 +180,8 @@ class Engine:
             prompt, instruction, self.tokenizer, self.model.config.vocab_size
         )
         request = Request(
-            next(self._ids), tokens, SamplingParams(), 0, DecodeStream(), tenant=tenant,
-            lasts=deadline, pooled_from=pooled_from(pooling, len(tokens), instructed),
+            next(self._ids), tokens, SamplingParams(), 0, tenant=tenant, lasts=deadline,
+            pooled_from=pooled_from(pooling, len(tokens), instructed),
         )  # fmt: skip
         self.scheduler.check(request)
         return request

@@ -53,7 +53,8 @@ class Request:
     """What the engine knows of a request.
 
     id: the engine's number of it. prompt, params: as submitted. seed: of its random numbers.
-    stream: decodes its output. slot: row of the batch, -1 while it waits or has ended.
+    stream: decodes its output; None before the first token.
+    slot: row of the batch, -1 while it waits or has ended.
     computed: tokens whose KV and state are final, as far as results have been read.
     queued: per step whose results have not been read, tokens scheduled and drafts among them.
     output, text: tokens emitted so far, and their text (empty without a tokenizer).
@@ -76,7 +77,7 @@ class Request:
     prompt: Tokens
     params: SamplingParams
     seed: int
-    stream: DecodeStream
+    stream: DecodeStream | None = None
     slot: int = -1
     computed: int = 0
     queued: deque[tuple[int, int]] = field(default_factory=deque)
@@ -176,7 +177,7 @@ class Request:
     ) -> FinishReason | None:
         """After an exception in the middle of `append`: let text and end be what the output says;
         why it ends, if it does. May itself be interrupted."""
-        fresh = replace(self, output=[], text="", stream=decode_stream(self.prompt))
+        fresh = replace(self, output=[], text="", stream=None)
         reason = fresh.append(self.output, tokenizer, eos, max_length)
         self.text, self.stream = fresh.text, fresh.stream
         return reason
@@ -205,6 +206,8 @@ class Request:
                 return "stop"
             self.output.append(token)
             if tokenizer is not None:
+                if self.stream is None:
+                    self.stream = DecodeStream(ids=self.prompt[-4:].tolist())
                 self.text += self.stream.step(tokenizer, token) or ""
             found = [at for at in (self.text.find(s) for s in params.stop) if at >= 0]
             if found:
@@ -256,11 +259,6 @@ class Completion:
             hit=request.hit,
             logprobs=request.told,
         )
-
-
-def decode_stream(prompt: Tokens) -> DecodeStream:
-    """What decodes the output of a prompt."""
-    return DecodeStream(ids=prompt[-4:].tolist())
 
 
 def raise_first(requests: Iterable[Request]) -> None:

@@ -115,6 +115,7 @@ class HybridStateManager:
         )
         self._placement = Placement(self._policy, table, self._staging, self._stats, depth, device)
         self._next = 0
+        self._chunked: list[Step] = []
         self._states: StateTable | None = None
         self._tables: list[Tensor] = []
 
@@ -280,6 +281,7 @@ class HybridStateManager:
         self._policy.launch_postcopy(step, num_accepted, candidates, current, on_host, every_row)
         self._slot_table.end_step(step.rows, current)
         self._placement.ended(step, num_accepted)
+        self._count_lost()
 
     def abandon(self, step: Step) -> None:
         """Give up a step whose forward pass or drafter failed: its requests are released, because
@@ -353,6 +355,7 @@ class HybridStateManager:
 
     def stats(self) -> Stats:
         """Counters so far."""
+        self._count_lost()
         stats = self._stats
         stats.waits, stats.wait_seconds = self._waits.count, self._waits.seconds
         stats.rows_copied = self._in_flight.rows_copied
@@ -369,13 +372,20 @@ class HybridStateManager:
         self._stats.skipped += step.skipped
         self._stats.candidate_rows += len(step.candidates)
         if step.rows.chunked:
+            self._chunked.append(step)
+        return step
+
+    def _count_lost(self) -> None:
+        """Count boundaries that chunks have lost: once their forward pass is launched, which would
+        otherwise wait for this."""
+        while self._chunked:
+            step = self._chunked.pop()
             start, kept = step.rows.computed_min, step.kept
             end, block = start + step.rows.certain, self.layout.block_size
             cuts = self._policy.cuts
             cut = prompt_cut(start, end, step.rows.draft, block, kept) if cuts else 0
             lost = lost_boundaries(start, end, kept, cut)
             self._stats.lost_boundaries += int(np.count_nonzero((lost > 0) & (step.rows.slot >= 0)))
-        return step
 
     def _check(self, rows: StepRows, lines: Tensor) -> None:
         """Refuse a step if what it would read and write is wrong."""
