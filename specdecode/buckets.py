@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from hybrid_runtime.state.rows import StepRows
 
@@ -126,19 +125,14 @@ def pad_rows(rows: StepRows, update_rows: int, to: int, width: int) -> StepRows:
 
     update_rows: how many of `rows` decode; they stand first.
     """
-    count = to - update_rows
-    if not count:
+    if update_rows == to:
         return rows
-
-    def padded(values: NDArray[np.int32], value: int) -> NDArray[np.int32]:
-        between = np.full(count, value, np.int32)
-        return np.concatenate([values[:update_rows], between, values[update_rows:]])
-
-    low = padded(rows.computed_min, 0)
-    return StepRows(
-        padded(rows.slot, -1),
-        low,
-        low if rows.exact_counts else padded(rows.computed_max, 0),
-        padded(rows.scheduled, width),
-        padded(rows.draft, 0),
+    fields = np.array(
+        [rows.slot, rows.computed_min, rows.computed_max, rows.scheduled, rows.draft], np.int32
     )
+    out = np.empty((len(fields), len(rows) + to - update_rows), np.int32)
+    out[:, :update_rows] = fields[:, :update_rows]
+    out[:, update_rows:to] = [[-1], [0], [0], [width], [0]]
+    out[:, to:] = fields[:, update_rows:]
+    slot, low, high, scheduled, draft = out
+    return StepRows(slot, low, low if rows.exact_counts else high, scheduled, draft)

@@ -27,21 +27,23 @@ class Held(NamedTuple):
 
 
 class SlotTable:
-    """Arrays by slot, `[max_requests]`.
+    """Arrays by slot, `[max_requests]` where nothing else is said.
 
     max_rows: most rows of a step. block_size: in tokens.
-    lines: int32 `[max_requests, ENTRY_FIELDS]`, each slot's line of the table that the device gets
-        (see kernels.step.entry), so that packing a step is one gather.
+    lines: int32 `[max_requests + 1, ENTRY_FIELDS]`, each slot's line of the table that the device
+        gets (see kernels.step.entry), so that packing a step is one gather; the last one is that of
+        padded rows, whose slot is -1.
     generation: view of `lines`: bumped at each release, so that a late result cannot reach the
         slot's next tenant.
     unfinished: view of `lines`: row in the last ended step whose counts the device has still to
         fold in, or -1.
-    known: int32 `[max_requests, KNOWN_FIELDS]`, what only the host uses, likewise gathered and
-        scattered once a step. HELD_MIN, HELD_MAX: bounds on the column that the last begun step ran
-        in, -1 if there was none; in the replay layout that of the boundary at which the step may
-        have left its state, -1 if the state is in the live column. LAST_DRAFT: the step's guesses.
-        OPEN_STEP: its number while it has not ended, -1 if it has, FLUSHED if the slot's state was
-        overwritten by its last snapshot. CERTAIN: at least so many tokens are certain after it.
+    known: int32 `[max_requests + 1, KNOWN_FIELDS]`, what only the host uses, likewise gathered and
+        scattered once a step; the last line means nothing. HELD_MIN, HELD_MAX: bounds on the column
+        that the last begun step ran in, -1 if there was none; in the replay layout that of the
+        boundary at which the step may have left its state, -1 if the state is in the live column.
+        LAST_DRAFT: the step's guesses. OPEN_STEP: its number while it has not ended, -1 if it has,
+        FLUSHED if the slot's state was overwritten by its last snapshot. CERTAIN: at least so many
+        tokens are certain after it.
     live: a request lives in the slot.
     computed: exact tokens computed after the last settled step.
     certain: those of them that are no guesses of that step, exactly (replay).
@@ -57,12 +59,13 @@ class SlotTable:
 
     def __init__(self, max_requests: int, max_rows: int, block_size: int) -> None:
         self.max_requests, self.max_rows = max_requests, max_rows
-        self.lines = np.zeros((max_requests, fields.ENTRY_FIELDS), np.int32)
-        self.lines[:, fields.SLOT] = np.arange(max_requests)
+        self.lines = np.zeros((max_requests + 1, fields.ENTRY_FIELDS), np.int32)
+        self.lines[:-1, fields.SLOT] = np.arange(max_requests)
+        self.lines[-1, fields.SLOT] = NONE
         self.lines[:, fields.READS_OFFSET] = 1
         self.generation = self.lines[:, fields.GENERATION]
         self.unfinished = self.lines[:, fields.PREVIOUS]
-        self.known = np.empty((max_requests, self.KNOWN_FIELDS), np.int32)
+        self.known = np.empty((max_requests + 1, self.KNOWN_FIELDS), np.int32)
         self.live = np.zeros(max_requests, bool)
         self.computed = np.zeros(max_requests, np.int32)
         self.certain = np.zeros(max_requests, np.int32)
@@ -141,16 +144,11 @@ class SlotTable:
     def begin_step(self, rows: StepRows, held: Held, number: int) -> None:
         """Book a begun step, whose launch folds in the counts of all steps that have ended."""
         self.unfinished[:] = NONE
-        index: Any = rows.index
-        known: tuple[Any, ...] = (held[0], held[1], rows.draft, number, held[2])
-        if rows.padded:
-            live = rows.slot >= 0
-            index = index[live]
-            known = tuple(v[live] if isinstance(v, np.ndarray) else v for v in known)
+        known = held.column_min, held.column_max, rows.draft, number, held.certain
         for column, values in zip(self._known, known, strict=True):
-            column[index] = values
+            column[rows.index] = values
         if self._admitted:
-            self.lines[index, fields.ADMIT] = 0
+            self.lines[rows.index, fields.ADMIT] = 0
             self._admitted = [s for s in self._admitted if self.lines[s, fields.ADMIT]]
 
     def end_step(self, rows: StepRows, current: NDArray[np.bool_] | None) -> None:

@@ -85,13 +85,10 @@ def pack_rows(
 ) -> NDArray[np.int32]:
     """Fill the first lines of `packed` with this step's rows; what the host knows of their slots,
     `[rows, KNOWN_FIELDS]`, meaningless in padded rows."""
-    slot, entry = rows.slot, packed[: len(rows)]
+    entry = packed[: len(rows)]
     slot_table.lines.take(rows.index, axis=0, out=entry, mode="wrap")
     entry[:, fields.SCHEDULED] = rows.scheduled
     entry[:, fields.DRAFT] = rows.draft
-    if rows.padded:
-        entry[:, fields.SLOT] = slot
-        entry[slot < 0, fields.PREVIOUS] = -1
     return slot_table.known.take(rows.index, axis=0, mode="wrap")
 
 
