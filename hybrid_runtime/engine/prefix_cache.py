@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from hashlib import blake2b
+from hashlib import sha256
 
 from hybrid_runtime.engine.block_pool import BlockPool, BlockTable
 from hybrid_runtime.engine.config import RetentionPolicy
@@ -239,8 +239,8 @@ class PrefixCache:
         done, total = len(request.hashes), request.length // self.block
         if done == total:
             return
-        parent = request.hashes[-1] if done else blake2b(request.tenant.encode()).digest()
+        parent = request.hashes[-1] if done else sha256(request.tenant.encode()).digest()
         tokens = request.tokens[done * self.block : total * self.block]
         for block in tokens.reshape(-1, self.block):
-            parent = blake2b(parent + block.tobytes(), digest_size=32).digest()
+            parent = sha256(parent + block.tobytes()).digest()
             request.hashes.append(parent)
