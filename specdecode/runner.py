@@ -85,7 +85,9 @@ class SpecDecodeRunner:
         )
         self._logprobs: Readback | None = None
         # Results travel beside the drafter's passes, not in front of them.
-        self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None
+        cuda = device.type == "cuda"
+        self._copies = torch.cuda.Stream(device) if cuda else None
+        self._copied = torch.cuda.Event() if cuda else None
         self._padding = [slice(0, 0)] * (steps_ahead + 1)
 
     @property
@@ -245,6 +247,8 @@ class SpecDecodeRunner:
             self._results.start(step.number, frame.emitted[:rows].flatten())
             if rows and frame.logprobs is not None:
                 self._told(frame.logprobs).start(step.number, frame.logprobs[:rows].flatten())
+        if self._copied is not None:
+            self._copied.record(self._copies)
 
     def _told(self, logprobs: Tensor) -> Readback:
         """Where log-probabilities of a step land, made when somebody first asks for them."""
@@ -255,5 +259,5 @@ class SpecDecodeRunner:
 
     def _wait_for_copies(self) -> None:
         """Let the device copy the last results before it overwrites them."""
-        if self._copies is not None:
-            torch.cuda.current_stream().wait_stream(self._copies)
+        if self._copied is not None:
+            torch.cuda.current_stream().wait_event(self._copied)
