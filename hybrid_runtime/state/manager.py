@@ -376,16 +376,14 @@ class HybridStateManager:
         return step
 
     def _count_lost(self) -> None:
-        """Count boundaries that chunks have lost: once their forward pass is launched, which would
-        otherwise wait for this."""
-        while self._chunked:
-            step = self._chunked.pop()
-            start, kept = step.rows.computed_min, step.kept
+        """Count boundaries that chunks have lost; their forward pass need not wait for it."""
+        for step in self._chunked:
+            start, draft, kept = step.rows.computed_min, step.rows.draft, step.kept
             end, block = start + step.rows.certain, self.layout.block_size
-            cuts = self._policy.cuts
-            cut = prompt_cut(start, end, step.rows.draft, block, kept) if cuts else 0
-            lost = lost_boundaries(start, end, kept, cut)
-            self._stats.lost_boundaries += int(np.count_nonzero((lost > 0) & (step.rows.slot >= 0)))
+            cut = prompt_cut(start, end, draft, block, kept) if self._policy.cuts else 0
+            lost = lost_boundaries(start, end, kept, cut) * (step.rows.slot >= 0)
+            self._stats.lost_boundaries += int(np.count_nonzero(lost))
+        self._chunked.clear()
 
     def _check(self, rows: StepRows, lines: Tensor) -> None:
         """Refuse a step if what it would read and write is wrong."""
