@@ -7,17 +7,13 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
-from hybrid_runtime.device.sync import Waits
-from hybrid_runtime.device.transfer import PinnedBuffers
+from hybrid_runtime.engine.device_tables import FREE, DeviceTables
 from hybrid_runtime.state.demand import BlockDemand
 
 Ints = NDArray[Any]
 
-FREE = -1
 REMEMBERED = 4
 """Keys of evicted blocks that are remembered, to say why a prefix was not found, per block."""
 
@@ -145,33 +141,22 @@ class Change(NamedTuple):
 
 
 class BlockTable:
-    """int32 `[slots, columns]` on the device, -1 where a slot owns no block, and its host copy.
+    """Which block a slot owns in each column, FREE where none.
 
-    `device_table` never moves; `upload` copies what the host changed, in stream order. `depth`
-    pinned buffers are used in turn, one for each upload that may not have run yet. `always`: a
-    column that every slot owns from its first step to its end.
+    device_table: int32 `[slots, columns]` on the device, as of the last upload of `tables`.
+
+    tables, index: whose table this is, and which of them. always: a column that every slot owns
+    from its first step to its end.
     """
 
     def __init__(
-        self,
-        slots: int,
-        columns: int,
-        pool: BlockPool,
-        device: torch.device,
-        depth: int,
-        waits: Waits,
-        always: int | None = None,
+        self, pool: BlockPool, tables: DeviceTables, index: int, always: int | None = None
     ) -> None:
-        self.pool = pool
-        self.columns, self._always = columns, always
-        self._staging = PinnedBuffers(slots, columns, depth, device, waits)
-        self._view: NDArray[np.int32] = np.full((slots, columns), FREE, np.int32)
-        self.device_table: Tensor = torch.full(
-            (slots, columns), FREE, dtype=torch.int32, device=device
-        )
+        self.pool, self.tables, self._always = pool, tables, always
+        self._view, self.device_table = tables.host[index], tables.device[index]
+        slots, self.columns = self._view.shape
         # The last demand of each slot, one per column.
         self._held = np.full((len(BlockDemand._fields), slots), -1, np.int64)
-        self._dirty = False
 
     def changes(self, slots: Ints, demand: BlockDemand) -> list[Change]:
         """What must change for each slot to own the columns of its row of `demand`, and nothing
@@ -200,7 +185,7 @@ class BlockTable:
                 block = self._view[slot, column] = self.pool.take()
                 taken.append(block)
             self._held[:, slot] = wanted
-        self._dirty |= bool(taken)
+        self.tables.changed |= bool(taken)
         return taken
 
     def free(self, slot: int) -> None:
@@ -214,7 +199,7 @@ class BlockTable:
         self.pool.reset()
         self._view.fill(FREE)
         self._held.fill(-1)
-        self._dirty = True
+        self.tables.changed = True
 
     def _change(self, slot: int, wanted: Ints) -> Change:
         first, fresh, last, kept = wanted.tolist()
@@ -236,18 +221,9 @@ class BlockTable:
         for column, block in enumerate(blocks, first):
             self.pool.share(block)
             self._view[slot, column] = block
-        self._dirty |= bool(blocks)
-
-    def upload(self) -> None:
-        """Make the host's changes visible to launches that come after."""
-        if not self._dirty:
-            return
-        index, packed = self._staging.take()
-        packed[:] = self._view
-        self._staging.copy(index, [(self.device_table, slice(None))])
-        self._dirty = False
+        self.tables.changed |= bool(blocks)
 
     def _drop(self, slot: int, column: int) -> None:
         self.pool.put(int(self._view[slot, column]))
         self._view[slot, column] = FREE
-        self._dirty = True
+        self.tables.changed = True

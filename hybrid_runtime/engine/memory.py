@@ -10,6 +10,7 @@ from torch import Tensor
 
 from hybrid_runtime.device.sync import Waits
 from hybrid_runtime.engine.block_pool import BlockPool, BlockTable
+from hybrid_runtime.engine.device_tables import DeviceTables
 from hybrid_runtime.engine.offload.tier import HostTier
 from hybrid_runtime.engine.prefix_cache import KEYS, STATE
 from hybrid_runtime.kernels.replay.window_cache import WindowCache
@@ -55,10 +56,9 @@ class Memory:
         """
         device, dtype, block = model.device, model.dtype, layout.block_size
         columns, row = -(-max_length // block), layout.table_row(max_length)
-        kv = BlockTable(slots, columns, BlockPool(num_blocks[0]), device, depth, waits)
-        state = BlockTable(
-            slots, row.columns, BlockPool(num_blocks[1]), device, depth, waits, row.always
-        )
+        tables = DeviceTables(slots, (columns, row.columns), device, depth, waits)
+        kv = BlockTable(BlockPool(num_blocks[0]), tables, 0)
+        state = BlockTable(BlockPool(num_blocks[1]), tables, 1, row.always)
 
         def cache(shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
             one = torch.zeros((kv.pool.size, block, *shape), dtype=dtype, device=device)

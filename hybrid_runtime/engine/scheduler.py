@@ -315,8 +315,7 @@ class Scheduler:
         new_state, new_kv = self.state.allocate(state), self.kv.allocate(kv)
         if self.cache is not None:
             self.cache.order_reuse(new_kv, new_state)
-        self.kv.upload()
-        self.state.upload()
+        self.kv.tables.upload()  # the state's table among them
         return True
 
     def _kv_demand(self, rows: StepRows) -> BlockDemand:

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybrid_runtime.device.sync import Waits
-from hybrid_runtime.engine.block_pool import FREE, BlockPool, BlockTable
+from hybrid_runtime.engine.block_pool import BlockPool, BlockTable
+from hybrid_runtime.engine.device_tables import FREE, DeviceTables
 from hybrid_runtime.state.demand import BlockDemand
 
 SLOTS, COLUMNS = 3, 7
@@ -33,7 +34,9 @@ def test_slots_own_what_they_demand(
     always: int | None, steps: list[dict[int, tuple[int, ...]]], size: int
 ) -> None:
     pool = BlockPool(size)
-    table = BlockTable(SLOTS, COLUMNS, pool, torch.device("cpu"), 2, Waits(), always)
+    # The table in front has an odd size.
+    tables = DeviceTables(SLOTS, (COLUMNS + 1, COLUMNS), torch.device("cpu"), 2, Waits())
+    table = BlockTable(pool, tables, 1, always)
     owned: list[set[int]] = [set() for _ in range(SLOTS)]
     for step in steps:
         wanted = [set(columns) for columns in owned]
@@ -47,7 +50,8 @@ def test_slots_own_what_they_demand(
             new = sum(len(after - before) for before, after in zip(owned, wanted, strict=True))
             assert len(table.allocate(changes)) == new
             owned = wanted
-        table.upload()
+        tables.upload()
+        assert (tables.device[0] == FREE).all()
         rows = table.device_table.tolist()
         assert [{i for i, b in enumerate(row) if b != FREE} for row in rows] == owned
         blocks = [block for row in rows for block in row if block != FREE]
