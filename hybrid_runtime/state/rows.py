@@ -29,6 +29,7 @@ class StepRows:
     Derived once, because a step asks for them many times:
 
     certain: scheduled tokens that are no guesses.
+    certain_min, certain_max: bounds on the tokens computed once these have run.
     index: `slot` as NumPy indexes fastest.
     key: equal for rows that differ in nothing but their counts.
     padded: some row is padded or to be discarded.
@@ -42,6 +43,8 @@ class StepRows:
     draft: NDArray[np.int32]
     reads_offset: NDArray[np.bool_] | None = None
     certain: NDArray[np.int32] = field(init=False, repr=False)
+    certain_min: NDArray[np.int32] = field(init=False, repr=False)
+    certain_max: NDArray[np.int32] = field(init=False, repr=False)
     index: NDArray[np.intp] = field(init=False, repr=False)
     key: bytes = field(init=False, repr=False)
     padded: bool = field(init=False, repr=False)
@@ -60,14 +63,18 @@ class StepRows:
         copies = np.frombuffer(key, INT32)
         slot, scheduled, draft = copies[:n], copies[n : 2 * n], copies[2 * n :]
         low = np.frombuffer(low.tobytes(), INT32)
+        high = low if both else np.frombuffer(high.tobytes(), INT32)
         certain, index = scheduled - draft, slot.astype(np.intp)
         put(self, "key", key)
         put(self, "slot", slot)
         put(self, "scheduled", scheduled)
         put(self, "draft", draft)
         put(self, "computed_min", low)
-        put(self, "computed_max", low if both else np.frombuffer(high.tobytes(), INT32))
+        put(self, "computed_max", high)
         put(self, "certain", certain)
+        certain_min = low + certain
+        put(self, "certain_min", certain_min)
+        put(self, "certain_max", certain_min if both else high + certain)
         put(self, "index", index)
         put(self, "padded", np.count_nonzero(slot < 0) > 0)
         put(self, "chunked", np.count_nonzero(certain > 1) > 0)

@@ -92,14 +92,12 @@ class ColumnsPolicy:
         return Held(*self._columns(rows), 0)
 
     def repeat(self, rows: StepRows, last: StepRows, kept: align.RetentionRule) -> StepPlan | None:
-        end_min = rows.computed_min + rows.scheduled
-        end_max = end_min if rows.exact_counts else rows.computed_max + rows.scheduled
+        end_max = rows.computed_max + rows.scheduled
         most = (self.columns - self.layout.num_speculative_tokens) * self.layout.block_size
         if np.count_nonzero(end_max > most):
             return None
-        certain_max = end_max - rows.draft
-        certain_min = certain_max if end_min is end_max else end_min - rows.draft
-        if np.count_nonzero(align.postcopy_candidates(certain_min, certain_max, rows.draft, kept)):
+        low, high = rows.certain_min, rows.certain_max
+        if np.count_nonzero(align.postcopy_candidates(low, high, rows.draft, kept)):
             return None
         return StepPlan(self.held(rows), NO_ROWS, NO_ROWS)
 

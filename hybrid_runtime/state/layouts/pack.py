@@ -54,9 +54,7 @@ def pack_step(
     )
 
     kept = slot_table.kept(rows.index)
-    certain_min = rows.computed_min + rows.certain
-    certain_max = certain_min if rows.exact_counts else end_max - rows.draft
-    may_act = align.postcopy_candidates(certain_min, certain_max, rows.draft, kept)
+    may_act = align.postcopy_candidates(rows.certain_min, rows.certain_max, rows.draft, kept)
     live = None
     if rows.padded:
         live = slot >= 0

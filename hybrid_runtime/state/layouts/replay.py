@@ -100,9 +100,7 @@ class ReplayPolicy:
         """The snapshots that a row may write or read; the live column comes besides."""
         booked = self._slot_table.known.take(rows.index, axis=0, mode="wrap")
         low = self._first_stored(rows, booked)
-        first, last = self._span(
-            low, _certain(rows.computed_max, rows), self._slot_table.kept(rows.index)
-        )
+        first, last = self._span(low, rows.certain_max, self._slot_table.kept(rows.index))
         held_min, held_max = booked[:, SlotTable.HELD_MIN], booked[:, SlotTable.HELD_MAX]
         held = (held_max >= 0) & (held_max < self._live)
         first = np.where(held & ((last < 0) | (held_min < first)), held_min, first)
@@ -125,19 +123,17 @@ class ReplayPolicy:
         return BlockDemand(first, fresh, last, kept)
 
     def held(self, rows: StepRows) -> Held:
-        certain = _certain(rows.computed_min, rows)
+        certain = rows.certain_min
         if np.count_nonzero(rows.draft) == len(rows):
             return Held(-1, -1, certain)
-        first, last = self._span(
-            certain, _certain(rows.computed_max, rows), self._slot_table.kept(rows.index)
-        )
+        first, last = self._span(certain, rows.certain_max, self._slot_table.kept(rows.index))
         direct = (rows.draft == 0) & (last >= 0)
         return Held(np.where(direct, first, -1), np.where(direct, last, -1), certain)
 
     def pack(self, packed: NDArray[np.int32], rows: StepRows) -> tuple[StepPlan, int]:
         known = pack_rows(packed, self._slot_table, rows)
         last_draft, low = known[:, SlotTable.LAST_DRAFT], self._first_stored(rows, known)
-        high, kept = _certain(rows.computed_max, rows), self._slot_table.kept(rows.index)
+        high, kept = rows.certain_max, self._slot_table.kept(rows.index)
         refuse(
             self._slot_table,
             rows,
@@ -164,10 +160,9 @@ class ReplayPolicy:
         return plan, pack_unfinished(packed, self._slot_table, len(rows))
 
     def repeat(self, rows: StepRows, last: StepRows, kept: align.RetentionRule) -> StepPlan | None:
-        certain_min = _certain(rows.computed_min, rows)
-        high = certain_min if rows.exact_counts else _certain(rows.computed_max, rows)
-        before = np.maximum(_certain(last.computed_min, last), rows.computed_min - rows.draft)
-        low = self._lowest(rows, align.first_stored(before, certain_min, rows.draft))
+        high = rows.certain_max
+        before = np.maximum(last.certain_min, rows.computed_min - rows.draft)
+        low = self._lowest(rows, align.first_stored(before, rows.certain_min, rows.draft))
         if np.count_nonzero(self._far(low, high, kept)):
             return None
         may_store = align.replay_candidates(
@@ -267,7 +262,7 @@ class ReplayPolicy:
     def _first_stored(self, rows: StepRows, known: NDArray[np.int32]) -> align.Ints:
         last_draft = known[:, SlotTable.LAST_DRAFT]
         before = np.maximum(known[:, SlotTable.CERTAIN], rows.computed_min - last_draft)
-        low = align.first_stored(before, _certain(rows.computed_min, rows), last_draft)
+        low = align.first_stored(before, rows.certain_min, last_draft)
         return self._lowest(rows, low)
 
     def _lowest(self, rows: StepRows, low: align.Ints) -> align.Ints:
@@ -275,7 +270,7 @@ class ReplayPolicy:
         if not (self.cuts and rows.chunked):
             return low
         block = self.layout.block_size
-        before = np.maximum(_certain(rows.computed_min, rows) - 1, 0)
+        before = np.maximum(rows.certain_min - 1, 0)
         inside = np.maximum(align.blocks_below(before, block) * block, rows.computed_min + 1)
         lowest: align.Ints = np.where(rows.draft == 0, np.minimum(low, inside), low)
         return lowest
@@ -295,7 +290,3 @@ class ReplayPolicy:
         if not np.count_nonzero(far):
             return far
         return align.next_retained(np.maximum(low, most), kept) <= high
-
-
-def _certain(computed: align.Ints, rows: StepRows) -> align.Ints:
-    return computed + rows.certain
