@@ -57,5 +57,38 @@ def window_steps() -> str | None:
     return markdown(header, lines) + "\n\n" + environment(results[0])
 
 
-TABLES = {"window": window, "window-steps": window_steps}
+def window_shapes() -> str | None:
+    """Lockstep decode with the window: other shapes, numbers of drafts, and states."""
+    results = [load("h200", f.stem) for f in sorted((RESULTS / "h200").glob("itl-window-*.json"))]
+    lines = []
+    for result in results:
+        depth, whole = result["layers"]
+        for row in result["rows"]:
+            lines.append(
+                [
+                    result["name"],
+                    "all" if depth == whole else f"{depth} of {whole}",
+                    row["ssm_dtype"],
+                    str(row["drafts"]),
+                    f"{row['acceptance']:.1f}",
+                    str(row["batch"]),
+                    f"{row['step_ms']:.2f}",
+                    f"{row['itl_ms']:.2f}",
+                    f"{row['decode_tok_s']:.0f}",
+                    f"{row['floor_ratio']:.2f}",
+                    result["environment"]["commit"],
+                ]
+            )
+    if not lines:
+        return None
+    lines.sort(key=lambda line: (line[0], line[2], int(line[3]), int(line[5])))
+    header = [
+        "shape", "layers", "state", "drafts", "accepted", "rows", "step, ms", "ITL, ms", "tokens/s",
+        "÷ floor", "commit",
+    ]  # fmt: skip
+    env = results[0]["environment"]
+    return markdown(header, lines) + f"\n\n{env['device']}, {env['cpu']}."
+
+
+TABLES = {"window": window, "window-steps": window_steps, "window-shapes": window_shapes}
 """Tables in Markdown."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,8 @@ def serving_engine(args: argparse.Namespace) -> Any:
     )
     if args.drafts and args.mode == "align":
         mend(llm)
+    if args.drafts and version("vllm").startswith("0.25."):
+        llm.collective_rpc(sort_prompts_last)
     return llm
 
 
@@ -85,3 +88,40 @@ def mend(llm: Any) -> None:
             coordinator.attention_groups[index] = group._replace(use_eagle=False)
             for manager in group.group_ids:
                 coordinator.single_type_managers[manager].use_eagle = False
+
+
+class RowTokens(int):
+    """Scheduled tokens of a request, sorted behind those of all requests that decode if it still
+    runs its prompt."""
+
+    prompt = False
+
+    def __lt__(self, other: int) -> bool:
+        return (self.prompt, int(self)) < (getattr(other, "prompt", False), int(other))
+
+
+def sort_prompts_last(worker: Any) -> None:
+    """Have prompts come last in a step's rows, however few tokens they have.
+
+    vLLM 0.25.1 sorts rows by their tokens alone, and takes all that follow a prompt for prompts. A
+    chunk of at most K tokens thus makes prompts of the rows that decode, whose guesses then count
+    as certain (mended in 0.26, vllm-project/vllm#47381).
+    """
+    runner = worker.model_runner
+    if not hasattr(runner, "req_states"):
+        return  # the V1 runner
+    states, prepare = runner.req_states, runner.prepare_inputs
+
+    def prepare_inputs(step: Any, *args: Any) -> Any:
+        tokens = step.num_scheduled_tokens
+        step.num_scheduled_tokens = sortable = {r: RowTokens(n) for r, n in tokens.items()}
+        for request, count in sortable.items():
+            index = states.req_id_to_index[request]
+            done = states.num_computed_prefill_tokens[index]
+            count.prompt = bool(done < states.prefill_len.np[index])
+        try:
+            return prepare(step, *args)
+        finally:
+            step.num_scheduled_tokens = tokens
+
+    runner.prepare_inputs = prepare_inputs

@@ -10,7 +10,8 @@ S of step times rate up to a position, and h the state that is read,
 where c is the last position that is folded. A row that writes takes its outputs from h', which has
 all tokens up to its last certain one, so that both sums run over 16 positions at most. All sums
 over tokens or columns are matrix products. x, B and C are exact operands; what is fp32 goes in as a
-sum of bfloat16 (`split`). What is added to a state is summed up by itself first, because the matrix
+sum of bfloat16 (`split`). States of 16 bits go in as they are, h' too: rounded to the nearest, as
+the next step reads it. What is added to a state is summed up by itself first, because the matrix
 units' own additions round down.
 
 Guesses have no part in h', so that one that is not finite leaves it alone; it spoils the row's
@@ -159,9 +160,7 @@ def update_heads(
     RUN: tl.constexpr = shape.RUN
     FULL: tl.constexpr = (DIM % shape.ROWS == 0) & (STATE == PARTS * PART)
     WIDE: tl.constexpr = source.dtype.element_ty == tl.float32
-    SCALES: tl.constexpr = (
-        (source.dtype.element_ty == tl.float16) & (dot_type != tl.float32) & (not WRITES)
-    )
+    SCALES: tl.constexpr = (source.dtype.element_ty == tl.float16) & (dot_type != tl.float32)
     # What two leave out would show in fp32, and change some bits of what is rounded stochastically.
     PIECES: tl.constexpr = 3 if WIDE or place is not None else 2
     n = tl.arange(0, PART)
@@ -264,8 +263,10 @@ def update_heads(
                     inside = tl.full((shape.ROWS, PART), True, tl.int1)
                 store_state(target + element, new, element, inside, key, place)
             operands = (b_h,)
-            if WIDE or WRITES:
+            if WIDE:
                 operands = split(b_h, 2, dot_type)
+            elif dot_type != tl.float32:
+                operands = (b_h.to(source.dtype.element_ty),)
             y = product(operands[0], queries[s], y, dot_type)
             if len(operands) > 1:
                 z = product(operands[1], queries[s], z, dot_type)

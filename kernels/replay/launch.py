@@ -48,9 +48,8 @@ def choose_tile(
 
     num_rows: of the batch. itemsize: bytes of a state's element. tokens: most of a row.
     """
-    # Registers: with 32 rows of fp32, or outputs of more than 8 tokens, they do not suffice.
-    sizes = [16, 32] if itemsize == 2 and tokens <= 8 and dim % 32 == 0 else [16]
-    # Nor do they for the whole state of a single head with fp32 and as many tokens.
+    sizes = [16, 32] if itemsize == 2 and dim % 32 == 0 else [16]
+    # With more than 8 tokens there are no registers left for a whole tile of fp32.
     least = 2 if itemsize == 4 and tokens > 8 else 1
     runs = [run for run in RUNS if heads_per_group % run == 0 and run >= least] or [1]
 

@@ -178,7 +178,7 @@ def _replay_update_kernel(
             snapshot = tl.where(before + after > POSITIONS, 1, 0)
             snapshot = tl.where(kept >= 0, snapshot, -1)
             passes = 1 + apart.to(tl.int32) + tl.where(kept >= 0, 1, 0)
-            # Of two passes the first has all outputs, from a state that is not rounded yet.
+            # Of two passes the first has all outputs: the second reads a state that was rounded.
             certain_before = tl.where(apart, 0, own - 1)
             lacks = before
             done = 0

@@ -111,3 +111,33 @@ def test_one_kind_of_memory_by_itself(poison: Any) -> None:
     assert not windows.any()
     assert not engine.guesses.any()
     assert states.sum(1).tolist() == [0, 0, 0, 21, 0]
+
+
+def test_prompts_come_last_however_few_their_tokens(poison: Any) -> None:
+    """The order is vLLM's, by tokens, among the rows that decode and among the prompts."""
+    import numpy as np
+    import shipped
+
+    tokens = {"long prompt": 9, "decodes": 6, "short prompt": 2, "one token": 1, "resumed": 6}
+    prompts = ["short prompt", "resumed", "long prompt"]
+    index = {request: i for i, request in enumerate(tokens)}
+    seen: list[tuple[str, int]] = []
+
+    def prepare(step: Any, description: str) -> str:
+        given = step.num_scheduled_tokens
+        order = sorted(given, key=given.get)
+        counts = np.fromiter(map(given.get, order), np.int32)
+        seen.extend(zip(order, counts.tolist(), strict=True))
+        return description
+
+    states = SimpleNamespace(
+        req_id_to_index=index,
+        num_computed_prefill_tokens=np.array([4 if r in prompts else 5 for r in tokens]),
+        prefill_len=SimpleNamespace(np=np.full(len(tokens), 5)),
+    )
+    runner = SimpleNamespace(req_states=states, prepare_inputs=prepare)
+    shipped.sort_prompts_last(SimpleNamespace(model_runner=runner))
+    step = SimpleNamespace(num_scheduled_tokens=tokens)
+    assert runner.prepare_inputs(step, "mixed") == "mixed"
+    assert seen == [(r, tokens[r]) for r in ("one token", "decodes", *prompts)]
+    assert step.num_scheduled_tokens is tokens

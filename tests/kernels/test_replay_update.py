@@ -222,15 +222,15 @@ def test_queries_of_any_size(states: torch.dtype) -> None:
 
 @plain
 def test_tiles_are_those_measured_as_best() -> None:
-    """On an H200 with 128 heads in 8 groups, or within 2 % of it."""
+    """On an H200 with 128 heads in 8 groups, or near it."""
 
     def chosen(itemsize: int, tokens: int) -> list[tuple[int, int]]:
         return [choose_tile(n, 128, 16, 64, itemsize, tokens, 132) for n in (1, 4, 16, 64, 128)]
 
     assert chosen(4, 4) == chosen(4, 8) == [(16, 1), (16, 2), (16, 8), (16, 8), (16, 8)]
     assert chosen(4, 16) == [(16, 2), (16, 2), (16, 8), (16, 8), (16, 8)]
-    assert chosen(2, 4) == chosen(2, 8) == [(16, 1), (32, 1), (32, 2), (32, 4), (32, 4)]
-    assert chosen(2, 16) == [(16, 1), (16, 2), (16, 8), (16, 8), (16, 8)]
+    for tokens in (4, 8, 16):
+        assert chosen(2, tokens) == [(16, 1), (32, 1), (32, 2), (32, 4), (32, 4)]
 
 
 @plain
