@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from typing import Any
 
 from markdown import markdown
@@ -28,22 +29,21 @@ OPEN = (
 )
 
 
-def closed() -> str | None:
+def closed(device: str) -> str | None:
     """So many places, always taken: this engine beside vLLM."""
-    parts = []
-    for result in _results():
-        lines = []
-        pairs = [pair for pair in _pairs(result) if pair[0]["places"] is not None]
-        for ours, theirs in sorted(pairs, key=lambda pair: pair[0]["places"]):
-            line = [str(ours["places"])]
-            for figure, _, form in CLOSED:
-                line.append(f"{ours[figure]:{form}} : {theirs[figure]:{form}}")
-                line.append(f"{theirs['ours_to_this'][figure]:.2f}")
-            lines.append(line)
-        header = ["places", *(x for _, name, _ in CLOSED for x in (f"{name}, ours : vLLM", "÷"))]
-        if lines:
-            parts.append(f"{markdown(header, lines)}\n\n{_note(result, pairs)}")
-    return "\n\n".join(parts) or None
+    path = RESULTS / device / "serve-8b.json"
+    if not path.is_file():
+        return None
+    result, lines = json.loads(path.read_text()), []
+    pairs = [pair for pair in _pairs(result) if pair[0]["places"] is not None]
+    for ours, theirs in sorted(pairs, key=lambda pair: pair[0]["places"]):
+        line = [str(ours["places"])]
+        for figure, _, form in CLOSED:
+            line.append(f"{ours[figure]:{form}} : {theirs[figure]:{form}}")
+            line.append(f"{theirs['ours_to_this'][figure]:.2f}")
+        lines.append(line)
+    header = ["places", *(x for _, name, _ in CLOSED for x in (f"{name}, ours : vLLM", "÷"))]
+    return f"{markdown(header, lines)}\n\n{_note(result, pairs)}" if lines else None
 
 
 def arrivals() -> str | None:
@@ -79,7 +79,12 @@ def capture() -> str | None:
     return f"{markdown(['kernels', 'capture, s'], lines)}\n\n{said}"
 
 
-TABLES = {"serving": closed, "serving-arrivals": arrivals, "capture": capture}
+TABLES = {
+    "serving": partial(closed, "h200"),
+    "serving-h100": partial(closed, "h100"),
+    "serving-arrivals": arrivals,
+    "capture": capture,
+}
 
 
 def _results() -> list[Row]:

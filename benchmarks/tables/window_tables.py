@@ -59,13 +59,14 @@ def window_steps() -> str | None:
 
 def window_shapes() -> str | None:
     """Lockstep decode with the window: other shapes, numbers of drafts, and states."""
-    results = [load("h200", f.stem) for f in sorted((RESULTS / "h200").glob("itl-window-*.json"))]
     lines = []
-    for result in results:
+    for path in RESULTS.glob("*/itl-window-*.json"):
+        result = load(path.parent.name, path.stem)
         depth, whole = result["layers"]
         for row in result["rows"]:
             lines.append(
                 [
+                    path.parent.name.upper(),
                     result["name"],
                     "all" if depth == whole else f"{depth} of {whole}",
                     row["ssm_dtype"],
@@ -81,13 +82,12 @@ def window_shapes() -> str | None:
             )
     if not lines:
         return None
-    lines.sort(key=lambda line: (line[0], line[2], int(line[3]), int(line[5])))
+    lines.sort(key=lambda line: (*line[:2], line[3], int(line[4]), int(line[6])))
     header = [
-        "shape", "layers", "state", "drafts", "accepted", "rows", "step, ms", "ITL, ms", "tokens/s",
+        "GPU", "shape", "layers", "state", "drafts", "accepted", "rows", "step, ms", "ITL, ms", "tokens/s",
         "÷ floor", "commit",
     ]  # fmt: skip
-    env = results[0]["environment"]
-    return markdown(header, lines) + f"\n\n{env['device']}, {env['cpu']}."
+    return markdown(header, lines)
 
 
 TABLES = {"window": window, "window-steps": window_steps, "window-shapes": window_shapes}
