@@ -84,8 +84,8 @@ def window_shapes() -> str | None:
         return None
     lines.sort(key=lambda line: (*line[:2], line[3], int(line[4]), int(line[6])))
     header = [
-        "GPU", "shape", "layers", "state", "drafts", "accepted", "rows", "step, ms", "ITL, ms", "tokens/s",
-        "÷ floor", "commit",
+        "GPU", "shape", "layers", "state", "drafts", "accepted", "rows", "step, ms", "ITL, ms",
+        "tokens/s", "÷ floor", "commit",
     ]  # fmt: skip
     return markdown(header, lines)
 
