@@ -29,9 +29,9 @@ OPEN = (
 )
 
 
-def closed(device: str) -> str | None:
+def closed(name: str) -> str | None:
     """So many places, always taken: this engine beside vLLM."""
-    path = RESULTS / device / "serve-8b.json"
+    path = RESULTS / f"{name}.json"
     if not path.is_file():
         return None
     result, lines = json.loads(path.read_text()), []
@@ -80,8 +80,9 @@ def capture() -> str | None:
 
 
 TABLES = {
-    "serving": partial(closed, "h200"),
-    "serving-h100": partial(closed, "h100"),
+    "serving": partial(closed, "h200/serve-8b"),
+    "serving-again": partial(closed, "h200/serve-8b-again"),
+    "serving-smaller": partial(closed, "h100/serve-8b"),
     "serving-arrivals": arrivals,
     "capture": capture,
 }
