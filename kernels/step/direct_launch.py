@@ -8,9 +8,10 @@ from triton.compiler import CompiledKernel
 
 
 class DirectLaunch:
-    """A kernel that specialises on nothing but its constexprs, so that one handle serves all
-    launches with the same ones. Launching it directly skips the ordinary launcher's work on each
-    argument's type, most of the host time of a small launch.
+    """A kernel that specialises on no number, and whose tensors are aligned alike in all launches
+    or not specialised on either, so that one handle serves all launches with the same constexprs.
+    Launching it directly skips the ordinary launcher's work on each argument's type, most of the
+    host time of a small launch.
 
     kernel: its tensors and numbers come first, its constexprs last.
     """

@@ -144,6 +144,7 @@ def test_two_engines_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     found, arrivals = tables["serving"], tables["serving-arrivals"]
     assert found is not None
     assert arrivals is not None
+    assert {name for name, table in tables.items() if table} == {"serving", "serving-arrivals"}
     assert f"| 2 | {rows[0]['output_tok_s']:.0f} : {rows[1]['output_tok_s']:.0f} |" in found
     assert "medians of 2 repeats, vLLM 9.9" in found
     assert arrivals.count("| 80% |") == 2

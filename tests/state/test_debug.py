@@ -81,6 +81,9 @@ def test_a_chunk_that_loses_a_boundary_is_named_and_counted(kind: str) -> None:
             plain.release(slot)
             plain.admit(slot, 5, COLUMNS - 1 if kind == "replay" else 0)
     assert plain.stats().lost_boundaries == 4
+    padded = plain.begin_step(StepRows.exact([-1], [5], [13], [0]))
+    plain.end_step(padded, torch.ones(1, dtype=torch.int32))
+    assert plain.stats().lost_boundaries == 4
 
 
 @layouts
