@@ -32,7 +32,7 @@ from hybrid_runtime.kernels.replay.naive import fold_reference
 from hybrid_runtime.kernels.replay.rounding import Rounding
 from hybrid_runtime.kernels.replay.rows import ReplayRows
 from hybrid_runtime.kernels.replay.update import replay_update
-from hybrid_runtime.kernels.replay.window_cache import MAX_WINDOW, WindowCache
+from hybrid_runtime.kernels.replay.window_cache import SHORT_WINDOW, WindowCache
 from hybrid_runtime.kernels.step.advance_replay import ReplayPositions
 
 HEADS, DIM, GROUPS, STATE, DRAFTS = 8, 64, 2, 128, 3
@@ -92,7 +92,7 @@ class Track:
         # Narrow states lie beside bfloat16 in the model, and take another path of the kernel there.
         values = dtype if dtype.itemsize >= 4 else torch.bfloat16
         self.window_cache = WindowCache.allocate(
-            1, sequences, DRAFTS, MAX_WINDOW, shape, GROUPS, values, device
+            1, sequences, DRAFTS, SHORT_WINDOW, shape, GROUPS, values, device
         ).layer(0)
         self.pending, self.A_log = ints(0), torch.zeros(shape[0], device=device)
         self.worst = torch.zeros(sequences, shape[0], dtype=torch.float64, device=device)
@@ -130,7 +130,7 @@ class Track:
             pending=pending,
             cursor=self.written % self.window_cache.length,
             write_column=self.zero,
-            writes=(pending + DRAFTS + 1 > MAX_WINDOW).int(),
+            writes=(pending + DRAFTS + 1 > SHORT_WINDOW).int(),
             snapshot_column=self.none,
             snapshot_after=self.zero,
             certain=certain,

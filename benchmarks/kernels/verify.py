@@ -30,7 +30,7 @@ from hybrid_runtime.kernels.mamba.conv1d_update import conv1d_update
 from hybrid_runtime.kernels.mamba.selective_state_update import selective_state_update
 from hybrid_runtime.kernels.replay.rows import ReplayRows
 from hybrid_runtime.kernels.replay.update import replay_update
-from hybrid_runtime.kernels.replay.window_cache import MAX_WINDOW, WindowCache
+from hybrid_runtime.kernels.replay.window_cache import SHORT_WINDOW, WindowCache
 from hybrid_runtime.kernels.step.advance_replay import ReplayPositions
 from hybrid_runtime.state import StateLayout
 
@@ -99,8 +99,9 @@ class Bench:
     def replay(self) -> list[Callable[[], object]]:
         """Each column of the block tables is the live one in turn: as much state as `ssm` has."""
         num_rows, tokens = self.shape
+        shape = HEADS, DIM, STATE
         window_cache = WindowCache.allocate(
-            1, num_rows, tokens - 1, MAX_WINDOW, (HEADS, DIM, STATE), GROUPS, torch.bfloat16, "cuda"
+            1, num_rows, tokens - 1, SHORT_WINDOW, shape, GROUPS, torch.bfloat16, "cuda"
         ).layer(0)
         for part in window_cache:
             part.uniform_(0.001, 0.1)
@@ -116,7 +117,7 @@ class Bench:
                 pending=pending,
                 cursor=slot % window_cache.length,
                 write_column=zero + column,
-                writes=(pending + tokens > MAX_WINDOW).int(),
+                writes=(pending + tokens > SHORT_WINDOW).int(),
                 snapshot_column=zero - 1,
                 snapshot_after=zero,
                 certain=zero,

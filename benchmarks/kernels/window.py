@@ -34,7 +34,7 @@ from vllm_peer import vllm_side
 from hybrid_runtime.kernels.replay.naive import advance_state
 from hybrid_runtime.kernels.replay.rows import ReplayRows
 from hybrid_runtime.kernels.replay.update import replay_update
-from hybrid_runtime.kernels.replay.window_cache import MAX_WINDOW, WindowCache
+from hybrid_runtime.kernels.replay.window_cache import WindowCache, default_window
 from hybrid_runtime.kernels.step.advance_replay import ReplayPositions
 
 HEADS, DIM, GROUPS, STATE = 128, 64, 8, 128
@@ -134,16 +134,17 @@ class Case:
 
 
 class Ours:
-    """`replay_update`.
+    """`replay_update`, with the window that so many tokens get by default.
 
     window, late: see `walk`. written: states that a row writes, if it does.
     blocks: of a launch's states; `live` finds those in them that rows read first.
     """
 
-    window, late, written = MAX_WINDOW, 1, 1
+    late, written = 1, 1
 
     def __init__(self, case: Case) -> None:
         self.case, self.blocks = case, case.rows
+        self.window = default_window(case.tokens - 1)
 
     def live(self, states: Tensor) -> Tensor:
         return states
@@ -152,7 +153,7 @@ class Ours:
         case = self.case
         shape = HEADS, DIM, STATE
         return WindowCache.allocate(
-            1, case.rows, case.tokens - 1, MAX_WINDOW, shape, GROUPS, torch.bfloat16, case.device
+            1, case.rows, case.tokens - 1, self.window, shape, GROUPS, torch.bfloat16, case.device
         ).layer(0)
 
     def positions(self, places: Places) -> ReplayRows:
@@ -163,7 +164,7 @@ class Ours:
             read_column=zero,
             offset=zero,
             pending=places.pending.to(**ints),
-            cursor=(places.start % (MAX_WINDOW + case.tokens)).to(**ints),
+            cursor=(places.start % (self.window + case.tokens)).to(**ints),
             write_column=zero,
             writes=places.writes.to(**ints),
             snapshot_column=zero - 1,
@@ -272,7 +273,8 @@ def measure(args: Any) -> list[dict[str, Any]]:
                 precise[name] = errors(side(case), case)
             for rows in args.rows:
                 row: dict[str, Any] = {
-                    "state": str(dtype).removeprefix("torch."), "rows": rows, "tokens": tokens
+                    "state": str(dtype).removeprefix("torch."), "rows": rows, "tokens": tokens,
+                    "window": default_window(tokens - 1),
                 }  # fmt: skip
                 for name, side in sides.items():
                     case = Case(rows, tokens, dtype)
@@ -294,7 +296,6 @@ def result(args: Any, rows: list[dict[str, Any]], bandwidth: float) -> dict[str,
     return {
         "shape": [HEADS, DIM, STATE],
         "groups": GROUPS,
-        "window": MAX_WINDOW,
         "accepted tokens a step": args.accept,
         "unit": "us",
         "bandwidth": bandwidth,

@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from hybrid_runtime.engine.scheduler import overshoot
-from hybrid_runtime.kernels.replay.window_cache import MAX_WINDOW
+from hybrid_runtime.kernels.replay.window_cache import default_window
 from hybrid_runtime.models.config import NemotronHConfig
 from hybrid_runtime.state.checks import Strategy
 from hybrid_runtime.state.layout import LayoutKind, StateLayout
@@ -53,7 +53,7 @@ class Load:
     max_tokens_per_step: int = 8192
     graphs: bool | None = None
     state_layout: LayoutKind = "replay"
-    window: int = MAX_WINDOW
+    window: int | None = None
     nvtx: bool = False
     seed: int = 0
 
@@ -99,7 +99,7 @@ class Load:
             "osl": self.osl,
             "ssm_dtype": self.ssm_dtype,
             "state_layout": self.state_layout if self.drafts else "columns",
-            "window": self.window,
+            "window": default_window(self.drafts) if self.window is None else self.window,
             "acceptance": "real" if pretended is None else pretended,
         }
 

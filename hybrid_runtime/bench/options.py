@@ -12,7 +12,6 @@ from hybrid_runtime.bench.floor import Head
 from hybrid_runtime.bench.load import SSM_DTYPES, Lengths, Load, sweep
 from hybrid_runtime.bench.measure import Row, measure
 from hybrid_runtime.bench.progress import RunProgress
-from hybrid_runtime.kernels.replay.window_cache import MAX_WINDOW
 from hybrid_runtime.models.nemotron_h import NemotronH
 from hybrid_runtime.state.checks import Strategy
 from hybrid_runtime.state.layout import LayoutKind
@@ -28,9 +27,7 @@ def add_options(parser: argparse.ArgumentParser, repeats: int) -> None:
     add("--lengths", type=_words(Lengths), default=("equal",), help="equal, staggered")
     add("--strategies", type=_words(Strategy), default=("auto",), help="or all, interleaved")
     add("--layouts", type=_words(LayoutKind), default=("replay",), help="columns, replay")
-    add(
-        "--window", type=int, default=MAX_WINDOW, help="replay: tokens kept before a write; 0: none"
-    )
+    add("--window", type=int, help="replay: tokens kept before a write; 0: none")
     add("--ssm-dtype", type=lambda s: s.split(","), default=["float32"], help=", ".join(SSM_DTYPES))
     add(
         "--acceptance",

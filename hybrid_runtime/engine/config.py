@@ -18,7 +18,6 @@ from hybrid_runtime.engine.checks import (
     check_number,
     resolve_dtype,
 )
-from hybrid_runtime.kernels.replay.window_cache import MAX_WINDOW
 from hybrid_runtime.models.config import NemotronHConfig
 from hybrid_runtime.models.mtp import MTPHead
 from hybrid_runtime.specdecode.drafter import DrafterName
@@ -31,9 +30,8 @@ _LEAST = {
     "max_model_len": 2,
     "max_tokens_per_step": 2,
     "max_prompt_tokens": 1,
-    "window": 0,
 }
-_LEAST_IF_SET = {"max_waiting": 1, "block_size": 1, "num_speculative_tokens": 0}
+_LEAST_IF_SET = {"max_waiting": 1, "block_size": 1, "num_speculative_tokens": 0, "window": 0}
 
 
 class EngineOptions(TypedDict, total=False):
@@ -52,7 +50,7 @@ class EngineOptions(TypedDict, total=False):
     graphs: bool | None
     strategy: Strategy
     state_layout: LayoutKind
-    window: int
+    window: int | None
     ssm_dtype: torch.dtype | DTypeName
     stochastic_rounding: bool
     conv_layout: ConvLayout
@@ -115,9 +113,10 @@ class EngineConfig:
     """What a request holds: one state, into which later steps fold what was accepted ("replay"), or
     one for every guess ("columns"). Without drafts there are no guesses: "columns"."""
 
-    window: int = MAX_WINDOW
-    """Replay layout: tokens whose inputs are kept before a state is written, K + 1 to 16; 0: every
-    step writes the states. A longer window saves memory traffic and costs memory."""
+    window: int | None = None
+    """Replay layout: tokens whose inputs are kept before a state is written, K + 1 to 15, or 31; 0:
+    every step writes the states. A longer window saves memory traffic and costs memory. None: 15
+    with up to 7 drafts, 31 with more."""
 
     ssm_dtype: torch.dtype | DTypeName = "auto"
     """Of the SSM states: float32, bfloat16 or float16, or such a name. "auto": the checkpoint's own

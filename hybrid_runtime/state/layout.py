@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 
 from hybrid_runtime.kernels.replay.window_cache import (
+    LONG_WINDOW,
     MAX_TOKENS,
-    MAX_WINDOW,
+    SHORT_WINDOW,
     WindowCache,
+    default_window,
     ring_length,
 )
 
@@ -97,8 +99,8 @@ class StateLayout:
     kind: "columns" keeps a state for every guess that may be accepted, each in a column of its own.
         "replay" keeps one live state in the last column of the block table, and the inputs of the
         last tokens in a `WindowCache`; the columns below hold snapshots.
-    window: replay layout: tokens whose inputs are kept before a state is written, K + 1 to 15; 0:
-        every step writes. Without guesses every step does.
+    window: replay layout: tokens whose inputs are kept before a state is written, K + 1 to 15, or
+        31; 0: every step writes. Without guesses every step does.
     """
 
     conv_channels: int
@@ -110,7 +112,7 @@ class StateLayout:
     ssm_dtype: torch.dtype = torch.float32
     conv_layout: ConvLayout = "SD"
     kind: LayoutKind = "columns"
-    window: int = MAX_WINDOW
+    window: int = SHORT_WINDOW
 
     def __post_init__(self) -> None:
         if self.kind not in ("columns", "replay"):
@@ -134,12 +136,13 @@ class StateLayout:
                 f"block_size is {self.block_size}; it must be larger than num_speculative_tokens "
                 f"({self.num_speculative_tokens}), or one step could cross two boundaries"
             )
-        least = min(self.num_speculative_tokens + 1, MAX_WINDOW)
-        if self.replays and least > 1 and self.window and not least <= self.window <= MAX_WINDOW:
+        least = min(self.num_speculative_tokens + 1, SHORT_WINDOW)
+        known = (0, *range(least, SHORT_WINDOW + 1), LONG_WINDOW)
+        if self.replays and least > 1 and self.window not in known:
             raise ValueError(
                 f"window is {self.window} with num_speculative_tokens="
-                f"{self.num_speculative_tokens}; it must be 0 or {least}..{MAX_WINDOW}, so that "
-                "the tokens of a step fit"
+                f"{self.num_speculative_tokens}; it must be 0, {least}..{SHORT_WINDOW} or "
+                f"{LONG_WINDOW}, so that the tokens of a step fit"
             )
 
     @classmethod
@@ -153,13 +156,14 @@ class StateLayout:
         kv_dtype: torch.dtype | None = None,
         block_size: int | None = None,
         kind: LayoutKind = "columns",
-        window: int = MAX_WINDOW,
+        window: int | None = None,
     ) -> StateLayout:
         """Layout for a model config with Hugging Face's Nemotron-H field names.
 
         Attention and state blocks share one page size, so unless `block_size` is given it is the
         bytes of one Mamba layer's block over the KV bytes per token of one attention layer
-        (`kv_dtype`, default `conv_dtype`), rounded up to the attention kernel's 16 tokens.
+        (`kv_dtype`, default `conv_dtype`), rounded up to the attention kernel's 16 tokens. A window
+        of None: `default_window`.
         """
         inner = config.mamba_num_heads * config.mamba_head_dim
         shape = (config.mamba_num_heads, config.mamba_head_dim, config.ssm_state_size)
@@ -183,7 +187,7 @@ class StateLayout:
             ssm_dtype=ssm_dtype,
             conv_layout=conv_layout,
             kind=kind,
-            window=window,
+            window=default_window(num_speculative_tokens) if window is None else window,
         )
 
     @property

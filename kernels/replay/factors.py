@@ -30,7 +30,7 @@ class RawSteps(NamedTuple):
 class Group(NamedTuple):
     """What the heads of a group have in common.
 
-    overlaps: C_i B_j of tokens i and positions j `[POSITIONS, QUERIES]`.
+    overlaps: C_i B_j of tokens i and positions j `[positions, QUERIES]`.
     diagonal: 1 where position j is token i, else 0.
     unit: what undoes the scaling of C `[QUERIES]`.
     """
@@ -83,21 +83,21 @@ def first(vector, COUNT: tl.constexpr):
 
 @triton.jit
 def output_factors(raw, steps, group, lane, j, i, base, dot_type: tl.constexpr):
-    """Weights of x in the outputs of a head `[POSITIONS, QUERIES]`, as operands, and the decay of
+    """Weights of x in the outputs of a head `[positions, QUERIES]`, as operands, and the decay of
     the state in them `[QUERIES]`.
 
-    steps: as `time_steps`; 0 at tokens that the state has. lane, j, i: positions `[32]` and
-    `[POSITIONS]`, tokens `[QUERIES]`. base: position of token 0.
+    steps: as `time_steps`; 0 at tokens that the state has. lane, j, i: positions `[32]`, the
+    first of them again, tokens `[QUERIES]`. base: position of token 0.
     """
-    POSITIONS: tl.constexpr = j.shape[0]
+    COUNT: tl.constexpr = j.shape[0]
     passed = logarithms(raw, steps)
     # Sums from the row's own first token on and back, so that none is a difference of large ones.
     before = tl.where(lane < base, passed, 0.0)
     sums = tl.cumsum(passed - before, axis=0)
     sums += before - tl.cumsum(before, axis=0, reverse=True)
-    sums = first(tl.where(lane < POSITIONS, sums, 0.0), POSITIONS)
-    passed = first(passed, POSITIONS)
-    steps = first(steps, POSITIONS)
+    sums = first(tl.where(lane < COUNT, sums, 0.0), COUNT)
+    passed = first(passed, COUNT)
+    steps = first(steps, COUNT)
     until = j[:, None] <= i[None, :] + base
     in_own = until & (j >= base)[:, None]
     reached = tl.sum(tl.where(in_own, passed[:, None], 0.0), axis=0)

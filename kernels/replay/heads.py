@@ -8,11 +8,11 @@ S of step times rate up to a position, and h the state that is read,
     h'  = exp(S_c) h + sum over j <= c of exp(S_c - S_j) step_j x_j B_j
 
 where c is the last position that is folded. A row that writes takes its outputs from h', which has
-all tokens up to its last certain one, so that both sums run over 16 positions at most. All sums
-over tokens or columns are matrix products. x, B and C are exact operands; what is fp32 goes in as a
-sum of bfloat16 (`split`). States of 16 bits go in as they are, h' too: rounded to the nearest, as
-the next step reads it. What is added to a state is summed up by itself first, because the matrix
-units' own additions round down.
+all tokens up to its last certain one, so that the outputs' sum runs over the row's own tokens only.
+All sums over tokens or columns are matrix products. x, B and C are exact operands; what is fp32
+goes in as a sum of bfloat16 (`split`). States of 16 bits go in as they are, h' too: rounded to the
+nearest, as the next step reads it. What is added to a state is summed up by itself first, because
+the matrix units' own additions round down.
 
 Guesses have no part in h', so that one that is not finite leaves it alone; it spoils the row's
 outputs.
@@ -42,8 +42,8 @@ from hybrid_runtime.kernels.replay.products import (
 )
 from hybrid_runtime.kernels.replay.rounding import round_state
 
-POSITIONS = tl.constexpr(16)
-"""Tokens that a product sums over: most that are pending and outstanding, or that are folded."""
+OWN_POSITIONS = tl.constexpr(16)
+"""Of a row's own tokens: the least number that a product sums over."""
 
 
 @triton.jit
@@ -57,7 +57,7 @@ def ring_index(position, base, row, shape):
 
 @triton.jit
 def load_B(inputs, cache, live, j, ring, base, n, strides, shape):
-    """Parts of B at the positions that are `live`, `[POSITIONS, PART]` each."""
+    """Parts of B at the positions that are `live`, `[positions, PART]` each."""
     parts = ()
     for s in tl.static_range(shape.PARTS):
         part = n + s * shape.PART
@@ -93,7 +93,7 @@ def keep_B(Bs, cache, kept, ring, n, shape):
 
 @triton.jit
 def point_x(inputs, cache, head, j, ring, base, p, strides, shape):
-    """Where x lies at positions j of a head, `[POSITIONS, ROWS]`, and the distance `[POSITIONS, 1]`
+    """Where x lies at positions j of a head, `[positions, ROWS]`, and the distance `[positions, 1]`
     to the next head's."""
     p_x = tl.where(
         (j < base)[:, None],
@@ -164,7 +164,8 @@ def update_heads(
     # What two leave out would show in fp32, and change some bits of what is rounded stochastically.
     PIECES: tl.constexpr = 3 if WIDE or place is not None else 2
     n = tl.arange(0, PART)
-    j = tl.arange(0, POSITIONS)
+    j = tl.arange(0, OWN_POSITIONS if WRITES else shape.POSITIONS)
+    f_j = tl.arange(0, shape.POSITIONS)
     i = tl.arange(0, shape.QUERIES)
     p = share.p + tl.arange(0, shape.ROWS)
     # One position per lane, even if there are fewer: a load of fewer would be repeated by lane.
@@ -194,14 +195,14 @@ def update_heads(
             early += (tl.load(p_source + s * PART, mask=inside, other=0.0),)
     ahead = load_steps(inputs, cache, share.head, lane, lane_ring, base, row, strides, shape)
     if WRITES:
-        f_ring = ring_index(j, row.lacks, row, shape)
+        f_ring = ring_index(f_j, row.lacks, row, shape)
         f_lane_ring = ring_index(lane, row.lacks, row, shape)
-        f_x, f_next = point_x(inputs, cache, share.head, j, f_ring, row.lacks, p, strides, shape)
+        f_x, f_next = point_x(inputs, cache, share.head, f_j, f_ring, row.lacks, p, strides, shape)
         f_ahead = load_steps(
             inputs, cache, share.head, lane, f_lane_ring, row.lacks, row, strides, shape
         )
-        folds = j < row.folds
-        f_Bs = load_B(inputs, cache, folds, j, f_ring, row.lacks, n, strides, shape)
+        folds = f_j < row.folds
+        f_Bs = load_B(inputs, cache, folds, f_j, f_ring, row.lacks, n, strides, shape)
     # All loads come first. No load passes a store, which waits for what it stores, nor a barrier,
     # so that in between they would come one after another.
     Bs = load_B(inputs, cache, live, j, ring, base, n, strides, shape)
@@ -236,7 +237,7 @@ def update_heads(
             )
             f_steps = time_steps(f_raw, lane, row.lacks, row, clamp)
             f_steps = tl.where(lane < row.folds, f_steps, 0.0)
-            weights, decay = state_factors(f_raw, f_steps, POSITIONS)
+            weights, decay = state_factors(f_raw, f_steps, shape.POSITIONS)
             b_f = tl.trans(load_apart(f_x + r * f_next, folds[:, None] & in_dim[None, :]))
             inflows = split(b_f.to(tl.float32) * weights[None, :], PIECES, dot_type)
         # Two sums, since each product waits for the sum before it.

@@ -8,6 +8,8 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
+from hybrid_runtime.kernels.replay.window_cache import MAX_TOKENS, SHORT_WINDOW
+
 Strides = tuple[int, ...]
 
 STAGES = 2
@@ -71,6 +73,7 @@ class UpdateShape(NamedTuple):
     DIM: P.
     STATE: N.
     RING: tokens of a slot's ring in the window cache.
+    POSITIONS: most tokens that are pending and a row's own, or that are folded.
     QUERIES: most tokens of a row, padded.
     RUN: heads per program.
     ROWS: rows of P per program.
@@ -84,6 +87,7 @@ class UpdateShape(NamedTuple):
     DIM: tl.constexpr
     STATE: tl.constexpr
     RING: tl.constexpr
+    POSITIONS: tl.constexpr
     QUERIES: tl.constexpr
     RUN: tl.constexpr
     ROWS: tl.constexpr
@@ -108,6 +112,7 @@ def update_shape(
         DIM=tl.constexpr(dim),
         STATE=tl.constexpr(state),
         RING=tl.constexpr(ring),
+        POSITIONS=tl.constexpr(16 if ring <= SHORT_WINDOW + MAX_TOKENS else 32),
         QUERIES=tl.constexpr(8 if tokens <= 8 else 16),
         RUN=tl.constexpr(tile.run),
         ROWS=tl.constexpr(tile.rows),

@@ -17,13 +17,14 @@ from hybrid_runtime.kernels.common.backend import num_programs, runs_triton
 from hybrid_runtime.kernels.common.outputs import check_out
 from hybrid_runtime.kernels.common.pdl import pdl, pdl_wait
 from hybrid_runtime.kernels.common.types import operand_type
-from hybrid_runtime.kernels.replay.heads import POSITIONS, update_heads
+from hybrid_runtime.kernels.replay.heads import update_heads
 from hybrid_runtime.kernels.replay.launch import choose_tile, input_strides, update_shape
 from hybrid_runtime.kernels.replay.naive import replay_update_reference
 from hybrid_runtime.kernels.replay.program import Cache, Clamp, Inputs, Row, Share
 from hybrid_runtime.kernels.replay.rounding import LAST_PLACE, Rounding, last_place, rounding_key
 from hybrid_runtime.kernels.replay.rows import ReplayRows
 from hybrid_runtime.kernels.replay.window_cache import (
+    LONG_WINDOW,
     MAX_TOKENS,
     WindowCache,
     check_contiguous,
@@ -154,12 +155,12 @@ def _replay_update_kernel(
         )
         clamp = Clamp(low=dt_min, high=dt_max)
         # What is too much at once is folded in two passes: the pending tokens first.
-        apart = before + own > POSITIONS
+        apart = before + own > shape.POSITIONS
         # Outputs of certain tokens before the last come from a state that is not written. The
         # others, perhaps more than there are positions, follow below.
         if (stores == 0) | ((own > 1) & (apart == 0)):
             row = Row(
-                scheduled=scheduled - tl.maximum(before + scheduled - POSITIONS, 0),
+                scheduled=scheduled - tl.maximum(before + scheduled - shape.POSITIONS, 0),
                 pending=before,
                 cursor=ring_start,
                 lacks=before,
@@ -175,7 +176,7 @@ def _replay_update_kernel(
             )  # fmt: skip
         if stores != 0:
             # First the snapshot, if there is one: the state is read from where it is written next.
-            snapshot = tl.where(before + after > POSITIONS, 1, 0)
+            snapshot = tl.where(before + after > shape.POSITIONS, 1, 0)
             snapshot = tl.where(kept >= 0, snapshot, -1)
             passes = 1 + apart.to(tl.int32) + tl.where(kept >= 0, 1, 0)
             # Of two passes the first has all outputs: the second reads a state that was rounded.
@@ -237,19 +238,19 @@ def replay_update(
 
     Each block of `states` and the window cache must be contiguous, the cache's x and B of x's
     dtype, and no row may read or write a block that another row of the same call writes. Rows of
-    more than `MAX_TOKENS` tokens, rings of more than twice as many, and fp64 go to the reference.
-    Inputs other than bfloat16 are multiplied in fp32, without matrix units.
+    more than `MAX_TOKENS` tokens, rings for more than `LONG_WINDOW` pending ones, and fp64 go to
+    the reference. Inputs other than bfloat16 are multiplied in fp32, without matrix units.
 
-    At most `POSITIONS` tokens are folded at once, and outputs are sums over as many. So a row that
-    does not write has no more tokens than that, pending and own. One that writes, and has more that
-    are certain, is folded in two passes; a state of 16 bits is rounded after each.
+    At most `UpdateShape.POSITIONS` tokens are folded at once, and outputs are sums over as many. So
+    a row that does not write has no more tokens than that, pending and own. One that writes, and
+    has more that are certain, is folded in two passes; a state of 16 bits is rounded after each.
 
     Raises:
         ValueError: as the reference, or a tensor is not contiguous or has another dtype.
     """
     check_out(out, x)
     ring = window_cache.length
-    small = max_scheduled <= MAX_TOKENS and ring <= 2 * MAX_TOKENS
+    small = max_scheduled <= MAX_TOKENS and ring <= LONG_WINDOW + MAX_TOKENS
     if not runs_triton(x) or not small or torch.float64 in (x.dtype, states.dtype):
         y = replay_update_reference(
             x, dt, A_log, B, C, D, dt_bias, states, window_cache, rows, max_scheduled, rounding,

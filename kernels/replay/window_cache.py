@@ -12,9 +12,14 @@ from hybrid_runtime.kernels.mamba.naive import check_ssm_shapes
 MAX_TOKENS = 16
 """Most tokens of a row that the kernels take."""
 
-MAX_WINDOW = MAX_TOKENS - 1
-"""Longest window, in tokens: the kernels fold as many tokens as a row may have, and a step that
-writes folds one of its own besides the pending ones."""
+SHORT_WINDOW, LONG_WINDOW = 15, 31
+"""Longest windows, in tokens: a product of the kernels sums over 16 tokens or over 32, and a step
+that writes folds one of its own besides the pending ones."""
+
+
+def default_window(num_speculative_tokens: int) -> int:
+    """The short one has no room for a step of more than 8 tokens beside as many pending ones."""
+    return SHORT_WINDOW if num_speculative_tokens <= 7 else LONG_WINDOW
 
 
 def ring_length(num_speculative_tokens: int, window: int) -> int:

@@ -108,7 +108,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"num_blocks": (10,)}, r"num_blocks is \(10,\); it must be \(KV blocks, state blocks\)"),
     ({"num_blocks": (4, 0)}, "a size in num_blocks is 0"),
     ({"host_blocks": (0, 4)}, "a size in host_blocks is 0"),
-    ({"window": None}, "window is None; it must be an integer of at least 0"),
+    ({"window": "15"}, "window is '15'; it must be an integer of at least 0"),
     ({"graphs": "no"}, "graphs is 'no'; it must be one of None, False, True"),
     ({"prefix_caching": 1}, "prefix_caching is 1; it must be True or False"),
     ({"steps_ahead": True}, "steps_ahead is True"),
@@ -136,8 +136,8 @@ BAD: list[tuple[dict[str, Any], str]] = [
     # These need the model's config.
     ({"block_size": 3}, "block_size is 3; it must be larger than num_speculative_tokens"),
     ({"num_speculative_tokens": 16}, r"num_speculative_tokens is 16; it must be in 0\.\.15"),
-    ({"window": 3}, r"window is 3 with num_speculative_tokens=3; it must be 0 or 4\.\.15"),
-    ({"window": 16}, r"window is 16 .*; it must be 0 or 4\.\.15"),
+    ({"window": 3}, r"window is 3 with num_speculative_tokens=3; it must be 0, 4\.\.15 or 31"),
+    ({"window": 16}, r"window is 16 .*; it must be 0, 4\.\.15 or 31"),
     (
         {"max_requests": 10**8, "drafter": "mtp"},
         "max_requests is 100000000: needs .* fits",

@@ -29,7 +29,7 @@ options = st.fixed_dictionaries(
         "max_tokens_per_step": st.sampled_from([4, 8, 17, 64]),
         "max_prompt_tokens": st.sampled_from([3, 8, 2048]),
         "graphs": st.sampled_from([None, True]),
-        "window": st.sampled_from([15, 15, 0, 4]),
+        "window": st.sampled_from([15, 15, 0, 4, 31]),
         "num_draft": st.sampled_from([3, 3, 1, 0]),
         "conv_layout": st.sampled_from(["SD", "DS"]),
         "strategy": st.sampled_from(["auto", "auto", "blocking", "defer", "always"]),

@@ -12,7 +12,7 @@ from helpers.replay_cases import ROUNDS, History, Ssm, plain
 
 from hybrid_runtime.kernels.replay.naive import replay_update_reference
 from hybrid_runtime.kernels.replay.update import replay_update
-from hybrid_runtime.kernels.replay.window_cache import MAX_WINDOW
+from hybrid_runtime.kernels.replay.window_cache import SHORT_WINDOW
 
 
 @pytest.mark.slow
@@ -22,13 +22,13 @@ def test_kernels_in_the_interpreter() -> None:
 
 
 @plain
-@pytest.mark.parametrize("window", ["0", "tightest", "longest"])
+@pytest.mark.parametrize("window", ["0", "tightest", "15", "31"])
 @pytest.mark.parametrize("drafts", [0, 1, 2, 3, 5, 15])
 def test_reference_follows_the_columns_layout(drafts: int, window: str) -> None:
     """With the states in memory as old as the window allows."""
-    longest = {"0": 0, "tightest": drafts + 1, "longest": 15}[window]
+    most = drafts + 1 if window == "tightest" else int(window)
     shape = Ssm(
-        x=torch.float64, states=torch.float64, drafts=drafts, tokens=drafts + 1, window=longest
+        x=torch.float64, states=torch.float64, drafts=drafts, tokens=drafts + 1, window=most
     )
     snapshots = 0
     for seed in range(3):
@@ -49,7 +49,7 @@ def test_the_longest_window_is_used_whole() -> None:
         y, wide = history.step(replay_update_reference)
         torch.testing.assert_close(y, wide, rtol=1e-11, atol=1e-11)
         lacks.append(history.certain[0] + history.fold[0] - history.written[0])
-    assert max(lacks) == MAX_WINDOW
+    assert max(lacks) == SHORT_WINDOW
 
 
 def histories(update: Any, shape: Ssm, windows: list[int], steps: int, tolerance: float) -> None:
@@ -76,14 +76,14 @@ def test_the_window_changes_nothing(states: torch.dtype) -> None:
     """Not a bit, as far as states are not rounded when they are written."""
     shape = Ssm(x=torch.float32, states=states)
     tolerance = 0.0 if states == torch.float32 else 4 * ROUNDS[states]
-    histories(replay_update_reference, shape, [0, 4, 9, 16], 60, tolerance)
+    histories(replay_update_reference, shape, [0, 4, 9, 16, 31], 60, tolerance)
 
 
 @kernels
 @pytest.mark.parametrize("states", [torch.float32, torch.float16], ids=str)
 def test_the_window_changes_nothing_in_the_kernel(states: torch.dtype) -> None:
     shape = Ssm(x=torch.float32, states=states, heads=1, groups=1)
-    histories(replay_update, shape, [0, 4, 16], 40 if CUDA else 12, 4 * ROUNDS[states])
+    histories(replay_update, shape, [0, 4, 16, 31], 40 if CUDA else 12, 4 * ROUNDS[states])
 
 
 @plain
@@ -98,7 +98,8 @@ def test_error_of_fp32_stays_small_over_many_tokens() -> None:
 
 @kernels
 @pytest.mark.parametrize(
-    ("drafts", "window"), [(0, 15), (1, 15), (3, 0), (3, 4), (3, 15), (5, 15), (15, 0), (15, 15)]
+    ("drafts", "window"),
+    [(0, 15), (1, 15), (3, 0), (3, 4), (3, 15), (3, 31), (5, 15), (15, 0), (15, 15), (15, 31)],
 )
 def test_kernel_follows_the_columns_layout(drafts: int, window: int) -> None:
     shape = Ssm(x=torch.float32, drafts=drafts, tokens=drafts + 1, heads=1, groups=1, window=window)

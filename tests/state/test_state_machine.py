@@ -32,7 +32,7 @@ class Histories(RuleBasedStateMachine):
 
     @initialize(
         num_draft=st.integers(0, 4),
-        window=st.sampled_from([0, 5, 15]),
+        window=st.sampled_from([0, 5, 15, 31]),
         in_place=st.booleans(),
         depth=st.integers(0, 2),
         conv_layout=st.sampled_from(["SD", "DS"]),
