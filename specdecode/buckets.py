@@ -11,6 +11,9 @@ from hybrid_runtime.state.rows import StepRows
 
 PROMPT_ROWS = 16
 """Most prompts that share a step."""
+ALONE_TOKENS = 128
+"""Steps of so few prompt tokens, padded, have sizes without decoding rows. Padded rows would cost
+such a step much, as when a prompt of which little is left to run comes to an idle engine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,15 +71,21 @@ class Buckets:
             raise ValueError(
                 f"{prompt_rows} rows run prompts; at most {self._prompt_rows} may share a step"
             )
-        rows = mixed_size(update_rows, self._max_requests)
-        return Bucket(rows, self._prompt_rows, self._token_size(prompt_tokens))
+        tokens = self._token_size(prompt_tokens)
+        return Bucket(self._row_size(update_rows, tokens), self._prompt_rows, tokens)
 
     def all(self) -> Iterator[Bucket]:
         """The largest first, so that the graphs of smaller ones fit into the memory of theirs."""
-        rows = sorted({mixed_size(n, self._max_requests) for n in range(self._max_requests)})
         for tokens in reversed(self._sizes(self._max_prompt_tokens)):
-            for n in reversed(rows):
+            rows = {self._row_size(n, tokens) for n in range(self._max_requests)}
+            for n in sorted(rows, reverse=True):
                 yield Bucket(n, self._prompt_rows, tokens)
+
+    def _row_size(self, update_rows: int, tokens: int) -> int:
+        """Decoding rows, padded, beside so many prompt tokens, padded."""
+        if update_rows == 0 and tokens <= ALONE_TOKENS:
+            return 0
+        return mixed_size(update_rows, self._max_requests)
 
     def _token_size(self, tokens: int) -> int:
         size = token_size(tokens)

@@ -125,7 +125,7 @@ class CapturedSteps:
     def _compile(self, buckets: list[Bucket], accepts: Sequence[Acceptance]) -> None:
         """Compile side by side what all sizes launch: kernels depend on how many rows decode and on
         how many prompt tokens there are, but not on both."""
-        rows = min(bucket.update_rows for bucket in buckets)
+        rows = max(bucket.update_rows for bucket in buckets)  # there for all numbers of tokens
         tokens = min(bucket.prompt_tokens for bucket in buckets)
         chosen = [b for b in buckets if b.update_rows == rows or b.prompt_tokens == tokens]
         frames = [self._decoding_frame(size, accepts[0]) for size in self._decoding_sizes()]

@@ -43,7 +43,7 @@ def test_sizes_hold_what_they_are_for(rows: int, most: int) -> None:
     assert token_size(rows) >= rows
 
 
-@pytest.mark.parametrize(("max_requests", "count"), [(8, 18), (64, 72), (256, 126)])
+@pytest.mark.parametrize(("max_requests", "count"), [(8, 20), (64, 74), (256, 128)])
 def test_sizes_are_few_and_the_largest_comes_first(max_requests: int, count: int) -> None:
     found = list(Buckets(max_requests, 4, 8192, 2048, 1056).all())
     assert len(found) == len(set(found)) == count
