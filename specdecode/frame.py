@@ -117,7 +117,10 @@ class StepBuffers:
         )
 
     def clear(self) -> None:
-        """Make all rows padding, and every index one that is there."""
+        """Make all rows padding, and every index one that is there. Rows have no tokens then;
+        before a frame is run, `Phases.prepare` must give its decoding rows theirs, because the
+        prompts' kernels count from behind them and would write in front of their memory."""
+        self._manager.positions.clear()
         for part in (*self.inputs, *self.draft_inputs, self.emitted):
             part.zero_()
         self.inputs.slot.fill_(-1)

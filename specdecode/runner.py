@@ -189,6 +189,9 @@ class SpecDecodeRunner:
             torch.OutOfMemoryError: a size does not fit; it says which.
         """
         if self._captured is not None:
+            # The last step's snapshots would be looked for in padded rows.
+            self._wait_for_copies()
+            self._buffers.clear()
             self._captured.capture(accepts, progress)
             self.manager.compile_flush()
 

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hybrid_runtime.kernels.common.varlen import Cuts
-from hybrid_runtime.kernels.step.advance_replay import ReplayPositions
+from hybrid_runtime.kernels.step.advance_replay import IDLE, ReplayPositions
 from hybrid_runtime.state.align import RetentionRule
 from hybrid_runtime.state.rows import StepRows
 
@@ -51,6 +51,17 @@ class StepPositions(NamedTuple):
     write_column: Tensor
     replay: ReplayPositions | None = None
     cuts: Cuts | None = None
+
+    def clear(self) -> None:
+        """Let no row run, as before the first step."""
+        self.read_column.fill_(-1)
+        self.read_offset.zero_()
+        self.write_column.fill_(-1)
+        if self.cuts is not None:
+            self.cuts.after.zero_()
+        if self.replay is not None:
+            for part, idle in zip(self.replay, IDLE, strict=True):
+                part.fill_(idle)
 
     def first(self, rows: int) -> StepPositions:
         """Views of the first `rows` rows."""

@@ -48,6 +48,7 @@ class Cuts(NamedTuple):
 
     Attributes:
         after: tokens of the row that are in the snapshot, less than it has; 0 = it leaves none.
+            0 in padded rows too, because kernels share tokens out by it.
         column: column that gets the snapshot, another one than `write_column`; not read
             where `after` is 0.
     """

@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import NemotronHForCausalLM
 
 from hybrid_runtime.engine import Engine, Request, SamplingParams
+from hybrid_runtime.kernels.step.advance_replay import IDLE
 from hybrid_runtime.specdecode.frame import Frame
 from hybrid_runtime.specdecode.phases import Phases
 
@@ -149,6 +150,37 @@ def test_nothing_is_captured_under_load(
         frozenset({"verify_and_accept", "draft"}), frozenset({"verify", "accept", "draft"}),
     }  # fmt: skip
     assert set(captured._graphs._captured) == known
+
+
+@pytest.mark.parametrize("layout", ["replay", "columns"])
+def test_nothing_of_an_earlier_step_is_left_in_passes_that_are_captured(
+    hf: NemotronHForCausalLM, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, layout: str
+) -> None:
+    """Its snapshots would make kernels share out tokens that padded rows do not have."""
+    runs = engine(hf, tokenizer, **SIZES | MTP, state_layout=layout, graphs=True)
+    ended = runs.submit(text(18, seed=2), SamplingParams(max_tokens=1, ignore_eos=True))
+    while not runs.idle:
+        runs.step()
+    cuts = runs.manager.positions.cuts
+    assert ended.error is None
+    assert cuts is not None
+    assert cuts.after.any()
+    passes = 0
+    verify = Phases.verify
+
+    def checked(phases: Phases, frame: Frame) -> None:
+        nonlocal passes
+        passes += 1
+        positions = runs.manager.positions
+        assert not torch.stack([cuts.after, positions.read_offset]).any()
+        assert (torch.stack([positions.read_column, positions.write_column]) == -1).all()
+        for part, idle in zip(positions.replay or (), IDLE, strict=False):
+            assert (part == idle).all()
+        verify(phases, frame)
+
+    monkeypatch.setattr(Phases, "verify", checked)
+    runs.capture()
+    assert passes
 
 
 def test_a_size_that_does_not_fit_is_named(
