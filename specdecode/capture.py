@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 
@@ -15,7 +16,7 @@ from hybrid_runtime.kernels.step.entry import ENTRY_FIELDS, SCHEDULED, SLOT
 from hybrid_runtime.specdecode.acceptance import Acceptance
 from hybrid_runtime.specdecode.buckets import Bucket, Buckets, graph_size
 from hybrid_runtime.specdecode.frame import Frame
-from hybrid_runtime.specdecode.phases import Phases
+from hybrid_runtime.specdecode.phases import LayeredTarget, Phases
 
 Work = tuple[str, Callable[[], object]]
 """A size, and what captures it."""
@@ -48,6 +49,7 @@ class CapturedSteps:
         self._decoding: dict[tuple[int, Acceptance], Frame] = {}
         self._mixed: dict[tuple[Bucket, Acceptance | None], Frame] = {}
         self._hidden: Tensor | None = None
+        self._ran_whole = False
 
     def decoding(self, rows: int, accept: Acceptance) -> Frame:
         """The frame of a step of `rows` rows that all decode, of any context; it is captured now if
@@ -133,7 +135,7 @@ class CapturedSteps:
         with compiling():
             self._phases.manager.compile_flush()
             for frame in frames:
-                self._run_once(frame)
+                self._compile_frame(frame)
                 for accept in accepts[1:]:
                     self._phases.accept(replace(frame, accept=accept))
 
@@ -151,7 +153,7 @@ class CapturedSteps:
         first = self._uncaptured(bucket, accepts[0])
         self._prepare(first)
         if self._hidden is None:
-            self._phases.verify(first)
+            self._warm_up(self._phases.verify, first)
             assert first.verify_output is not None
             like = first.verify_output.hidden
             self._hidden = like.new_empty((most_tokens, *like.shape[1:]))
@@ -178,14 +180,28 @@ class CapturedSteps:
         self, name: str, key: Hashable, phase: Callable[[Frame], None], frame: Frame
     ) -> None:
         """Capture one phase of a frame; `launch` replays it from then on."""
-        self._graphs.capture((name, key), partial(phase, frame))
+        warm_up = partial(self._warm_up, phase, frame)
+        self._graphs.capture((name, key), partial(phase, frame), warm_up)
         frame.graphs[name] = name, key
 
-    def _run_once(self, frame: Frame) -> None:
-        """All phases over rows that are all padding, also where kernels are not launched."""
+    def _warm_up(self, phase: Callable[[Frame], None], frame: Frame) -> None:
+        """Launch every kernel of a phase over rows that are all padding. The target runs as a whole
+        the first time, for the sake of what a layer makes at its first use, then in few layers."""
+        runs_target = phase in (self._phases.verify, self._phases.verify_and_accept)
+        with self._few_layers() if runs_target and self._ran_whole else nullcontext():
+            phase(frame)
+        self._ran_whole |= runs_target
+
+    def _few_layers(self) -> AbstractContextManager[None]:
+        target = self._phases.target
+        return target.few_layers() if isinstance(target, LayeredTarget) else nullcontext()
+
+    def _compile_frame(self, frame: Frame) -> None:
+        """All phases over rows that are all padding, where launches only compile."""
         self._phases.buffers.clear()
         self._prepare(frame)
-        self._phases.verify_and_accept(frame)
+        with self._few_layers():
+            self._phases.verify_and_accept(frame)
         if self._phases.drafter is not None:
             self._phases.draft(frame)
 

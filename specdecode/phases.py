@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from contextlib import AbstractContextManager
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -24,6 +25,16 @@ class TargetModel(Protocol):
     ) -> Tensor: ...
 
     def logits(self, hidden: Tensor) -> Tensor: ...
+
+
+@runtime_checkable
+class LayeredTarget(Protocol):
+    """A target that can launch each of its kernels once, instead of once per layer. Passes that
+    only warm up are short then; any other target runs as a whole in them."""
+
+    def few_layers(self) -> AbstractContextManager[None]:
+        """Within it a call of the target launches every kernel that it launches otherwise, over
+        the same numbers of rows and tokens, and returns a tensor of the same shape."""
 
 
 class Phases:

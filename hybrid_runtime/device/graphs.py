@@ -21,14 +21,15 @@ class Graphs:
     def __contains__(self, key: Hashable) -> bool:
         return key in self._captured
 
-    def capture(self, key: Hashable, act: Callable[[], None]) -> None:
-        """Call `act` once, so that what it needs is compiled, and once more to capture it.
+    def capture(self, key: Hashable, act: Callable[[], None], warm_up: Callable[[], None]) -> None:
+        """Capture `act`, after `warm_up` has launched each kernel that it launches: nothing can be
+        compiled or loaded while capturing.
 
-        The call must do no harm: results of the two lie at different addresses, and only a replay
-        fills those of the second. They must stay referenced: the pool would give their memory to
-        the next capture.
+        Neither may do harm: results of the two lie at different addresses, and only a replay fills
+        those of `act`. They must stay referenced: the pool would give their memory to the next
+        capture.
         """
-        act()
+        warm_up()
         if self._stream is None:
             self._captured[key] = act
             return

@@ -1,5 +1,8 @@
 """Nemotron-H: a stack of Mamba-2, attention, MLP and expert layers."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -7,6 +10,7 @@ from torch import Tensor, nn
 from hybrid_runtime.kernels.layers.embedding import embedding
 from hybrid_runtime.models.attention import join_projections
 from hybrid_runtime.models.config import NemotronHConfig
+from hybrid_runtime.models.few_layers import few_layers
 from hybrid_runtime.models.forward_batch import Caches, RowBatch, StatePositions
 from hybrid_runtime.models.layers import Layer
 from hybrid_runtime.models.mamba import Mamba2Mixer
@@ -44,6 +48,7 @@ class NemotronH(nn.Module):
         self.kv_layers = tuple(i for i, kind in enumerate(config.pattern) if kind == "*")
         self.state_layers = tuple(i for i, kind in enumerate(config.pattern) if kind == "M")
         self.kv_shape = (config.num_key_value_heads, config.head_dim)
+        self._running: list[nn.Module] | None = None
         # Built without storage: filling large matrices only to overwrite them takes minutes.
         self.backbone = Backbone(config, "meta", dtype)
         self.lm_head: nn.Linear | None = None
@@ -80,6 +85,18 @@ class NemotronH(nn.Module):
         """int [T] to [T, hidden_size]."""
         return embedding(tokens, self.backbone.embeddings.weight)
 
+    @contextmanager
+    def few_layers(self) -> Iterator[None]:
+        """Within it `forward` runs few layers, which together launch every kernel that all of them
+        launch over as many rows and tokens. What it returns has the shape of hidden states, but
+        means nothing."""
+        layers = self.backbone.layers
+        self._running = [layers[index] for index in few_layers(layers)]
+        try:
+            yield
+        finally:
+            self._running = None
+
     def forward(
         self, tokens: Tensor, batch: RowBatch, positions: StatePositions, caches: Caches
     ) -> Tensor:
@@ -99,7 +116,7 @@ class NemotronH(nn.Module):
             x = x.to(torch.promote_types(x.dtype, torch.float32))
         parts = mamba_parts(batch, positions, caches, x.shape[0], self.config)
         delta: Tensor | None = None
-        for layer in self.backbone.layers:
+        for layer in self._running or self.backbone.layers:
             x, delta = layer(x, delta, batch, parts, caches)
         return self.backbone.norm_f.add(x, delta)[0]
 

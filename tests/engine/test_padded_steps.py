@@ -7,13 +7,17 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.oracle import random_config, randomise
 from helpers.small_engine import engine, hf, prompts, same_text, text, tokenizer, wanted
 from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import NemotronHForCausalLM
 
-from hybrid_runtime.engine import Engine, Request, SamplingParams
+from hybrid_runtime.engine import Engine, EngineConfig, Request, SamplingParams
 from hybrid_runtime.kernels.step.advance_replay import IDLE
+from hybrid_runtime.models.config import NemotronHConfig
+from hybrid_runtime.models.forward_batch import Caches, RowBatch, StatePositions
+from hybrid_runtime.models.nemotron_h import NemotronH
 from hybrid_runtime.specdecode.frame import Frame
 from hybrid_runtime.specdecode.phases import Phases
 
@@ -198,3 +202,43 @@ def test_a_size_that_does_not_fit_is_named(
     monkeypatch.setattr(runs.model, "forward", small)
     with pytest.raises(torch.OutOfMemoryError, match="5 decoding rows and 640 prompt tokens"):
         runs.capture()
+
+
+class Plugged:
+    """A target that cannot run few layers."""
+
+    def __init__(self, model: NemotronH) -> None:
+        self._model = model
+
+    def __call__(
+        self, tokens: Tensor, batch: RowBatch, positions: StatePositions, caches: Caches
+    ) -> Tensor:
+        hidden: Tensor = self._model(tokens, batch, positions, caches)
+        return hidden
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self._model.logits(hidden)
+
+
+@pytest.mark.parametrize("plugged", [False, True])
+def test_only_passes_that_warm_up_run_few_layers(plugged: bool) -> None:
+    """And those only behind a whole pass, of a target that can."""
+    config = NemotronHConfig.from_dict(random_config("M-M-M-M*-M-"))
+    model = NemotronH(config, "cpu", torch.float32)
+    randomise(model, seed=2)
+    options: dict[str, Any] = SIZES | {"max_model_len": 128, "block_size": 16, "graphs": True}
+    runs = Engine(model, EngineConfig(drafter="ngram", num_speculative_tokens=3, **options))
+    if plugged:
+        runs.runner._phases.target = Plugged(model)
+    passes: list[int] = []
+    model.register_forward_pre_hook(lambda *_: passes.append(0))
+    for layer in model.backbone.layers:
+        layer.register_forward_pre_hook(lambda *_: passes.append(passes.pop() + 1))
+    runs.capture()
+    whole, few = len(config.pattern), len("M-M*-")
+    assert passes[0] == whole
+    assert len(passes) > 10
+    assert set(passes[1:]) == {whole if plugged else few}
+    passes.clear()
+    runs.generate([[1, 2, 3]] * 2, SamplingParams(max_tokens=4, ignore_eos=True))
+    assert set(passes) == {whole}
