@@ -29,7 +29,6 @@ TEXTS = (
 COUNTED = ("prefix_cache_hits", "spec_decode_num_accepted_tokens", "num_preemptions")
 STEPS = (
     ("vllm_replay_steps", "Nemotron-H-8B"),
-    ("vllm_replay_steps-earlier", "Nemotron-H-8B"),
     ("vllm_replay_steps-k5", "Nemotron-H-8B"),
     ("vllm_replay_steps-nano", "Nemotron-3-Nano-30B"),
 )
@@ -73,9 +72,9 @@ def steps() -> str:
                     result["environment"]["commit"],
                 ]
             )
-        if "fit" in result:
-            notes.append(_fit(result))
         notes.append(_machine(result))
+    if requests := _found("vllm_replay_requests"):
+        notes.insert(0, _fit(requests))
     header = [
         "shape", "drafts", "rows", "replay, ms", "vLLM V2, ms", "÷ V2", "of neighbours", "runs",
         "commit",
@@ -136,18 +135,15 @@ def served() -> str | None:
 
 
 def gained() -> str:
-    """The first of these steps, short: what a user of vLLM gains. Rows and requests that were only
-    measured earlier are taken from there."""
-    results = [found for name, _ in STEPS[:2] if (found := _found(name))]
-    newest = {rows: result for result in reversed(results) for rows in result["batches"]}
+    """The first of these steps, short: what a user of vLLM gains."""
+    result = load("h200", STEPS[0][0])
     lines = []
-    for rows, result in sorted(newest.items(), key=lambda item: int(item[0])):
-        found = result["batches"][rows]
+    for rows, found in sorted(result["batches"].items(), key=lambda item: int(item[0])):
         spread = f"{min(found['ratios']):.2f} to {max(found['ratios']):.2f}"
-        lines.append([rows, f"{found['ratio']:.2f}", spread, result["environment"]["commit"]])
-    header = ["requests that decode", "step ÷ vLLM's own", "of neighbouring runs", "commit"]
-    fit = next(_fit(result) for result in results if "fit" in result)
-    return f"{markdown(header, lines)}\n\n{fit} {_machine(results[0])}"
+        lines.append([rows, f"{found['ratio']:.2f}", spread])
+    header = ["requests that decode", "step ÷ vLLM's own", "of neighbouring runs"]
+    fit = _fit(load("h200", "vllm_replay_requests"))
+    return f"{markdown(header, lines)}\n\n{fit} {_where(result)}"
 
 
 def logprobs() -> str | None:
@@ -179,11 +175,12 @@ def poisoned() -> str | None:
         setting = f"{given['drafts']} drafts, {'graphs' if given['graphs'] else 'eager'}"
         for run, what in POISONED.items():
             if run in result["runs"]:
-                lines.append([setting, what, *_survived(result["runs"][run])])
-        where = _where(result)
+                cells = _survived(result["runs"][run])
+                lines.append([setting, what, *cells, result["environment"]["commit"]])
+        where = _machine(result)
     header = [
         "engine", "between steps", "texts that differ", "hits, acceptance, preemptions",
-        "values not finite", "steps", "dummy runs", "graphs captured", "bytes changed",
+        "values not finite", "steps", "dummy runs", "graphs captured", "bytes changed", "commit",
     ]  # fmt: skip
     return f"{markdown(header, lines)}\n\n{where}" if lines else None
 
