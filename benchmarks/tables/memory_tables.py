@@ -81,7 +81,7 @@ def prefix(name: str = "prefix") -> str:
         cases.setdefault(key, {})["host" if row["host_tier"] else "device"] = row
     lines = []
     for (block, retention, layout), found in cases.items():
-        here, host = found["device"], found["host"]
+        here, host = found["device"], found.get("host")
         lines.append(
             [
                 str(block),
@@ -90,8 +90,8 @@ def prefix(name: str = "prefix") -> str:
                 str(here["run_tokens"]),
                 *(f"{here['ttft_ms'][name]:.1f}" for name in ("remainder", "miss", "hit")),
                 f"{here['ratio']:.3f}",
-                f"{host['ttft_ms']['host hit']:.1f}",
-                f"{host['ratio']:.3f}",
+                f"{host['ttft_ms']['host hit']:.1f}" if host else "-",
+                f"{host['ratio']:.3f}" if host else "-",
             ]
         )
     header = [

@@ -1,4 +1,4 @@
-"""Tables of the serving load, from `serve-8b.json` of each GPU; None while there are no results."""
+"""Tables of the serving load, from `serve-8b*.json` of a GPU; None while there are no results."""
 
 from __future__ import annotations
 
@@ -29,13 +29,12 @@ OPEN = (
 )
 
 
-def closed(name: str) -> str | None:
-    """So many places, always taken: this engine beside vLLM."""
-    path = RESULTS / f"{name}.json"
-    if not path.is_file():
-        return None
-    result, lines = json.loads(path.read_text()), []
-    pairs = [pair for pair in _pairs(result) if pair[0]["places"] is not None]
+def closed(*names: str) -> str | None:
+    """So many places, always taken: this engine beside vLLM; of calls with the same options."""
+    paths = [path for name in names if (path := RESULTS / f"{name}.json").is_file()]
+    results, lines = [json.loads(path.read_text()) for path in paths], []
+    every = [pair for result in results for pair in _pairs(result)]
+    pairs = [pair for pair in every if pair[0]["places"] is not None]
     for ours, theirs in sorted(pairs, key=lambda pair: pair[0]["places"]):
         line = [str(ours["places"])]
         for figure, _, form in CLOSED:
@@ -43,7 +42,7 @@ def closed(name: str) -> str | None:
             line.append(f"{theirs['ours_to_this'][figure]:.2f}")
         lines.append(line)
     header = ["places", *(x for _, name, _ in CLOSED for x in (f"{name}, ours : vLLM", "÷"))]
-    return f"{markdown(header, lines)}\n\n{_note(result, pairs)}" if lines else None
+    return f"{markdown(header, lines)}\n\n{_note(results[0], pairs)}" if lines else None
 
 
 def arrivals() -> str | None:
@@ -82,7 +81,7 @@ def capture() -> str | None:
 TABLES = {
     "serving": partial(closed, "h200/serve-8b"),
     "serving-again": partial(closed, "h200/serve-8b-again"),
-    "serving-smaller": partial(closed, "h100/serve-8b"),
+    "serving-smaller": partial(closed, "h100/serve-8b", "h100/serve-8b-few"),
     "serving-arrivals": arrivals,
     "capture": capture,
 }

@@ -23,7 +23,13 @@ def machine(result: dict[str, Any]) -> str:
 def environment(result: dict[str, Any]) -> str:
     """Device, processor, versions and commit, and what was changed on the device besides."""
     env = result["environment"]
+    return f"{versions(result)}, commit {env['commit']}{env.get('changed', '')}."
+
+
+def versions(result: dict[str, Any]) -> str:
+    """Device, processor and versions."""
+    env = result["environment"]
     return (
         f"{env['device']}, {env['cpu']}, torch {env['torch']}, Triton {env['triton']}, "
-        f"NumPy {env['numpy']}, commit {env['commit']}{env.get('changed', '')}."
+        f"NumPy {env['numpy']}"
     )

@@ -5,17 +5,25 @@ from __future__ import annotations
 import operator
 
 from markdown import markdown
-from source import RESULTS, environment, load
+from source import RESULTS, environment, load, versions
 from state_tables import us
 
 ORDER = operator.itemgetter("state", "tokens", "rows")
 
 
+BESIDE_FLASHINFER = ("window-short", "window-long", "window")
+"""Calls, the newest last: what is in several of them is taken from that one."""
+
+
 def window() -> str:
     """GPU time of one layer's update beside FlashInfer's, and errors."""
-    result = load("h200", "window")
+    newest = {}
+    for name in BESIDE_FLASHINFER:
+        result = load("h200", name)
+        for row in result["gpu"]:
+            newest[ORDER(row)] = row, result["environment"]["commit"]
     lines = []
-    for row in sorted(result["gpu"], key=ORDER):
+    for _, (row, commit) in sorted(newest.items()):
         lines.append(
             [
                 row["state"],
@@ -24,13 +32,14 @@ def window() -> str:
                 *(us(row[name]) for name in ("ours", "ours floor", "flashinfer")),
                 f"{row['ours ÷ flashinfer']:.2f}",
                 *(f"{row[f'{side} state error']:.1e}" for side in ("ours", "flashinfer")),
+                commit,
             ]
         )
     header = [
         "state", "tokens", "rows", "`replay`", "floor", "FlashInfer", "÷ FlashInfer",
-        "error of states", "FlashInfer's",
+        "error of states", "FlashInfer's", "commit",
     ]  # fmt: skip
-    return markdown(header, lines) + "\n\n" + environment(result)
+    return f"{markdown(header, lines)}\n\n{versions(result)}."
 
 
 def window_vllm() -> str:
