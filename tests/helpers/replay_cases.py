@@ -147,6 +147,8 @@ class Rows:
         spec.append(Case(draft + 1, draft, read=-1))
         spec.append(Case(tokens, draft, read=-1, snapshot=2, after=1))
         spec.append(Case(tokens, 0, min(1, most), snapshot=2, after=tokens))
+        room = min(tokens, self.ring - most)
+        spec.append(Case(room, 0, most, snapshot=2, after=room))
         spec.append(Case(1, 0, most, offset=min(drafts, most)))
         near = MAX_TOKENS - 3 if window <= SHORT_WINDOW else most - 2
         if near <= most and tokens >= 4 and draft >= 2:  # the guesses are too much, not the others
