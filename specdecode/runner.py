@@ -152,16 +152,17 @@ class SpecDecodeRunner:
         """What a step emitted, `[rows, K + 2]`: up to K + 1 tokens (tail -1) and their count, 0
         where the row is in the middle of its prompt. Waits if it must, for that `reason`."""
         n = len(step.rows)
+        settle = None if self.manager.readback else self.manager.foresee(step)
         values = self._results.read(step.number, reason)
         if len(values):
             emitted = values.reshape(n, self.width + 1)
         else:
             emitted = np.full((n, self.width + 1), -1, np.int32)
             emitted[:, -1] = 0
-        if self.manager.readback:
+        if settle is None:
             self.manager.accepted(step)
         else:
-            self.manager.resolve(step, emitted[:, -1])
+            settle(emitted[:, -1])
         return self._without_padding(step, emitted)
 
     def read_logprobs(self, step: Step, reason: str) -> NDArray[np.int32]:

@@ -2,16 +2,38 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
 from hybrid_runtime.device.transfer import Readback
-from hybrid_runtime.state.align import Bools, Ints
+from hybrid_runtime.state.align import Bools, Ints, prompt_cut
 from hybrid_runtime.state.checks import check_resolved
-from hybrid_runtime.state.layouts.base import LayoutPolicy
+from hybrid_runtime.state.layouts.base import LayoutPolicy, Outcome
 from hybrid_runtime.state.slot_table import SlotTable
 from hybrid_runtime.state.step import Snapshot, Step
+
+Book = Callable[[NDArray[np.int32]], None]
+"""Takes the accepted counts of one step, int32 `[rows]`."""
+
+
+class Foreseen(NamedTuple):
+    """What is known of the oldest step before its counts are.
+
+    current: bool `[rows]`, whose requests still hold their slots. version: of the slot table then.
+    certain: tokens certain after the step, exactly, `[rows]`.
+    outcome: what the layout leaves behind, from the counts.
+    inside: snapshots that it leaves inside rows.
+    """
+
+    current: Bools
+    version: int
+    certain: Ints
+    outcome: Callable[[NDArray[np.int32]], Outcome]
+    inside: list[Snapshot]
 
 
 class InFlightSteps:
@@ -116,14 +138,16 @@ class InFlightSteps:
             step.ended = False
             raise
 
-    def resolve(self, step: Step, accepted: NDArray[np.int32]) -> None:
-        """Settle `step` by counts that the runner fetched itself."""
+    def foresee(self, step: Step) -> Book:
+        """All of settling `step` that needs no counts; what settles it by counts that the runner
+        fetched itself."""
         if self._readback is not None:
             raise ValueError("readback is True; it must be False if counts come through resolve()")
         if self.has_settled(step):
-            return  # abandoned, or resolved before
+            return lambda accepted: None  # abandoned, or resolved before
         self.require(step)
-        self.settle(step, check_resolved(accepted, len(step.rows)))
+        foreseen, rows = self._foresee(step), len(step.rows)
+        return lambda accepted: self._book(step, foreseen, check_resolved(accepted, rows))
 
     def settle_until(self, step: Step, reason: str) -> None:
         """Settle everything up to `step`, waiting if it must."""
@@ -135,14 +159,30 @@ class InFlightSteps:
                 raise ValueError(
                     f"step {oldest.number} has not ended; results settle in step order"
                 )
-            self.settle(oldest, self._readback.read(oldest.number, reason))
+            foreseen = self._foresee(oldest)
+            self._book(oldest, foreseen, self._readback.read(oldest.number, reason))
 
-    def settle(self, step: Step, accepted: NDArray[np.int32]) -> None:
-        """Book the counts of the oldest step: exact positions, copies made, snapshots published."""
+    def _foresee(self, step: Step) -> Foreseen:
+        """What is known of the oldest step; changes nothing."""
         if not self._open or self._open[0] is not step or not step.ended:
             raise ValueError(f"step is {step.number}; counts must be handed in in step order")
-        slot_table, rows = self._slot_table, step.rows
+        slot_table, rows, policy = self._slot_table, step.rows, self._policy
         current = step.current(slot_table.generation, slot_table.live)
+        computed = np.where(current, slot_table.computed[rows.slot], 0).astype(np.int64)
+        certain = computed + rows.certain
+        inside: list[Snapshot] = []
+        if policy.cuts and rows.chunked:
+            cut = prompt_cut(computed, certain, rows.draft, self._block_size, step.kept)
+            inside = self._snapshots(step, cut, current & (cut > 0))
+        outcome = policy.foresee(step, computed, certain, current)
+        return Foreseen(current, slot_table.version, certain, outcome, inside)
+
+    def _book(self, step: Step, foreseen: Foreseen, accepted: NDArray[np.int32]) -> None:
+        """Book the counts of the oldest step: exact positions, copies made, snapshots published."""
+        slot_table, rows = self._slot_table, step.rows
+        current, version, certain, outcome, inside = foreseen
+        if self._open[:1] != [step] or slot_table.version != version:
+            raise ValueError(f"step is {step.number}; no other call may come before its counts")
         bad = current & ((accepted < 0) | (accepted > rows.draft + 1))
         if bad.any():
             i = int(bad.argmax())
@@ -150,23 +190,15 @@ class InFlightSteps:
                 f"num_accepted[{i}] is {accepted[i]} in step {step.number}; it must be in "
                 f"0..{rows.draft[i] + 1}, drafts plus the bonus token"
             )
-        computed = np.where(current, slot_table.computed[rows.slot], 0).astype(np.int64)
-        certain = computed + rows.scheduled - rows.draft
-        boundary, complete, copied, cut = self._policy.outcome(
-            step, computed, certain, accepted, current
-        )
-        final = certain + np.maximum(accepted, 1) - 1
+        boundary, complete, copied = outcome(accepted)
         dead = current & (accepted == 0) & (rows.draft > 0)
-        complete = complete & current
-        step.copied = np.flatnonzero(copied & current)
+        step.copied = np.flatnonzero(copied & current & ~dead)
         self.rows_copied += len(step.copied)
-        step.published = self._snapshots(step, boundary, complete)
-        if cut is not None:
-            cuts = current & (cut > 0)
-            step.published = self._snapshots(step, cut, cuts) + step.published
-            slot_table.stored[rows.slot[cuts]] = cut[cuts]
+        step.published = inside + self._snapshots(step, boundary, complete & current)
+        for snapshot in step.published:
+            slot_table.stored[snapshot.slot] = snapshot.boundary
+        final = certain + np.maximum(accepted, 1) - 1
         slot_table.computed[rows.slot[current]] = final[current]
-        slot_table.stored[rows.slot[complete]] = boundary[complete]
         self._open.pop(0)
         self._shed()
         step.accepted = accepted

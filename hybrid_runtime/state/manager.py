@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -14,7 +14,7 @@ from hybrid_runtime.device.transfer import Readback, Staging
 from hybrid_runtime.kernels.step import entry as fields
 from hybrid_runtime.kernels.step.block_fill import fill_blocks
 from hybrid_runtime.kernels.step.state_table import StateTable
-from hybrid_runtime.state.align import Ints, lost_boundaries, prompt_cut
+from hybrid_runtime.state.align import Ints
 from hybrid_runtime.state.checks import (
     Strategy,
     check_blocks,
@@ -308,7 +308,12 @@ class HybridStateManager:
 
         accepted: integers `[rows]` or more. Raises `ValueError` unless `readback=False`.
         """
-        self._in_flight.resolve(step, accepted)
+        self.foresee(step)(accepted)
+
+    def foresee(self, step: Step) -> Callable[[NDArray[np.int32]], None]:
+        """What `resolve` needs no counts for, to be done before a wait for them; the call that
+        takes them, with no other call of the manager in between."""
+        return self._in_flight.foresee(step)
 
     def published(self, step: Step) -> list[Snapshot]:
         """Snapshots that this step left in retained columns, their bytes ordered before any launch
@@ -377,12 +382,8 @@ class HybridStateManager:
 
     def _count_lost(self) -> None:
         """Count boundaries that chunks have lost; their forward pass need not wait for it."""
-        for step in self._chunked:
-            start, draft, kept = step.rows.computed_min, step.rows.draft, step.kept
-            end, block = start + step.rows.certain, self.layout.block_size
-            cut = prompt_cut(start, end, draft, block, kept) if self._policy.cuts else 0
-            lost = lost_boundaries(start, end, kept, cut) * (step.rows.slot >= 0)
-            self._stats.lost_boundaries += int(np.count_nonzero(lost))
+        block, cuts = self.layout.block_size, self._policy.cuts
+        self._stats.lost_boundaries += sum(s.count_lost(block, cuts) for s in self._chunked)
         self._chunked.clear()
 
     def _check(self, rows: StepRows, lines: Tensor) -> None:

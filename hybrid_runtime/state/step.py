@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hybrid_runtime.kernels.common.varlen import Cuts
 from hybrid_runtime.kernels.step.advance_replay import IDLE, ReplayPositions
-from hybrid_runtime.state.align import RetentionRule
+from hybrid_runtime.state.align import RetentionRule, lost_boundaries, prompt_cut
 from hybrid_runtime.state.rows import StepRows
 
 
@@ -140,3 +140,11 @@ class Step:
         """Rows `[rows]` whose request still holds its slot."""
         slot = self.rows.slot
         return (slot >= 0) & live[slot] & (generation[slot] == self.generation)
+
+    def count_lost(self, block_size: int, cuts: bool) -> int:
+        """Rows that pass a retained boundary without leaving a snapshot of it. cuts: rows without
+        guesses leave one inside, see `align.prompt_cut`."""
+        start, end = self.rows.computed_min, self.rows.certain_min
+        cut = prompt_cut(start, end, self.rows.draft, block_size, self.kept) if cuts else 0
+        lost = lost_boundaries(start, end, self.kept, cut) * (self.rows.slot >= 0)
+        return int(np.count_nonzero(lost))

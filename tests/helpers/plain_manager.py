@@ -1,4 +1,5 @@
-"""A bound manager of four slots in the columns layout, and steps of it: to test the interface."""
+"""A bound manager of four slots, by default in the columns layout, and steps of it: to test the
+interface."""
 
 from __future__ import annotations
 
@@ -14,9 +15,9 @@ K, SLOTS, COLUMNS, BLOCK = 3, 4, 12, 8
 LAYOUT = StateLayout(2, 4, (1, 1, 4), K, BLOCK)
 
 
-def manager(**options: Any) -> HybridStateManager:
-    made = HybridStateManager(LAYOUT, SLOTS, K, "cpu", **options)
-    made.bind({0: LAYOUT.allocate(SLOTS * COLUMNS, "cpu")}, tables())
+def manager(layout: StateLayout = LAYOUT, **options: Any) -> HybridStateManager:
+    made = HybridStateManager(layout, SLOTS, K, "cpu", **options)
+    made.bind({0: layout.allocate(SLOTS * COLUMNS, "cpu")}, tables())
     return made
 
 
@@ -44,10 +45,9 @@ def snapshot(made: HybridStateManager) -> list[Any]:
     slot_table, stats = made._slot_table, made.stats()
     device = [t.clone() for t in (*made._policy.slots, *made._policy.outputs)]
     host: list[NDArray[Any]] = [
-        slot_table.live.copy(),
-        slot_table.known.copy(),
-        slot_table.computed.copy(),
-    ]
+        slot_table.live, slot_table.known, slot_table.computed, slot_table.certain,
+        slot_table.written, slot_table.held, slot_table.stored,
+    ]  # fmt: skip
     return [*(t.tolist() for t in device), *(a.tolist() for a in host), stats.steps, stats.uploads]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ import pytest
 import torch
 from helpers.hash_model import HashRunner
 from helpers.hash_request import TOKENS
-from helpers.plain_manager import SLOTS, counts, rows, started
+from helpers.plain_manager import LAYOUT, SLOTS, counts, rows, snapshot, started
 from helpers.replay_model import RUNNERS
 
 from hybrid_runtime.state import HybridStateManager, StepRows
@@ -314,6 +315,27 @@ def test_counts_that_a_runner_fetched_are_checked(bad: Any) -> None:
         made.resolve(step, bad)
     made.resolve(step, np.array([1, 4], np.int64))
     assert [s.boundary for s in made.published(step)] == [8]
+
+
+@layouts
+def test_what_is_foreseen_changes_nothing_and_holds_until_another_call(kind: Any) -> None:
+    made = started(0, 1, prompt=8, layout=replace(LAYOUT, kind=kind), readback=False)
+    step, ones = made._in_flight._open[0], np.ones(2, np.int32)
+    before = snapshot(made)
+    settle = made.foresee(step)
+    with pytest.raises(ValueError, match=r"num_accepted\[1\] is 2"):
+        settle(np.array([1, 2], np.int32))
+    assert snapshot(made) == before
+    made.release(0)
+    before = snapshot(made)
+    with pytest.raises(ValueError, match=r"step is 0; no other call"):
+        settle(ones)
+    assert snapshot(made) == before
+    made.foresee(step)(ones)
+    assert made.published(step) == [Snapshot(1, 0, 8, 0)]
+    with pytest.raises(ValueError, match=r"step is 0; no other call"):
+        settle(ones)
+    made.foresee(step)(ones)  # it has settled: nothing happens
 
 
 @pytest.mark.parametrize("strategy", ["blocking", "defer", "always", "auto"])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -27,14 +27,12 @@ class Outcome(NamedTuple):
 
     boundary: the block boundary that it passed or ended on, in tokens.
     complete: the snapshot there is in its column.
-    copied: that took a copy of a state.
-    cut: see `align.prompt_cut`; None: in no row.
+    copied: that took a copy of a state, unless the row is dead.
     """
 
     boundary: align.Ints
     complete: align.Bools
     copied: align.Bools
-    cut: align.Ints | None = None
 
 
 class LayoutPolicy(Protocol):
@@ -141,15 +139,14 @@ class LayoutPolicy(Protocol):
         every_row: launch for all rows, candidates or not.
         """
 
-    def outcome(
-        self,
-        step: Step,
-        computed: align.Ints,
-        certain: align.Ints,
-        accepted: NDArray[np.int32],
-        current: NDArray[np.bool_],
-    ) -> Outcome:
-        """What the step has left, from exact counts; meaningless in rows that are not `current`."""
+    def foresee(
+        self, step: Step, computed: align.Ints, certain: align.Ints, current: align.Bools
+    ) -> Callable[[NDArray[np.int32]], Outcome]:
+        """What the step leaves, as far as that needs no accepted counts; the call that takes them
+        and books. Meaningless in rows that are not `current`.
+
+        computed: tokens before it. certain: after it, guesses aside. Both exact, `[rows]`.
+        """
 
     def last_snapshot(self, slot: int, step: Step | None) -> Snapshot | None:
         """See `HybridStateManager.last_snapshot`; `step`: the oldest one outstanding that has a row

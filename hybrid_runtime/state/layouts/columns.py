@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -185,24 +185,18 @@ class ColumnsPolicy:
         postcopy(self._states, step.entries, step.placed, accepted, count, every_row, block)
         self._stats.copy_launches += 1
 
-    def outcome(
-        self,
-        step: Step,
-        computed: align.Ints,
-        certain: align.Ints,
-        accepted: NDArray[np.int32],
-        current: NDArray[np.bool_],
-    ) -> Outcome:
-        rows, block = step.rows, self.layout.block_size
-        kept = step.kept
-        column = align.running_column(computed + rows.scheduled, block)
-        move = align.postcopy(certain, rows.draft, accepted, column, block, kept)
-        boundary = (certain + np.maximum(accepted, 1) - 1) // block * block
-        complete = (boundary >= certain) & kept.keeps(boundary)
-        cut = None
-        if self.cuts and rows.chunked:
-            cut = align.prompt_cut(computed, certain, rows.draft, block, kept)
-        return Outcome(boundary, complete, move.acts, cut)
+    def foresee(
+        self, step: Step, computed: align.Ints, certain: align.Ints, current: align.Bools
+    ) -> Callable[[NDArray[np.int32]], Outcome]:
+        draft, kept, block = step.rows.draft, step.kept, self.layout.block_size
+        column = align.running_column(computed + step.rows.scheduled, block)
+
+        def outcome(accepted: NDArray[np.int32]) -> Outcome:
+            move = align.postcopy(certain, draft, accepted, column, block, kept)
+            boundary = (certain + np.maximum(accepted, 1) - 1) // block * block
+            return Outcome(boundary, (boundary >= certain) & kept.keeps(boundary), move.acts)
+
+        return outcome
 
     def last_snapshot(self, slot: int, step: Step | None) -> Snapshot | None:
         return None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -224,14 +224,9 @@ class ReplayPolicy:
     ) -> None:
         """Nothing: the next steps fold what was accepted."""
 
-    def outcome(
-        self,
-        step: Step,
-        computed: align.Ints,
-        certain: align.Ints,
-        accepted: NDArray[np.int32],
-        current: NDArray[np.bool_],
-    ) -> Outcome:
+    def foresee(
+        self, step: Step, computed: align.Ints, certain: align.Ints, current: align.Bools
+    ) -> Callable[[NDArray[np.int32]], Outcome]:
         table, slot, draft = self._slot_table, step.rows.slot, step.rows.draft
         kept, block = step.kept, self.layout.block_size
         stored = align.replay_snapshot(table.certain[slot], computed, certain, draft, block, kept)
@@ -240,14 +235,16 @@ class ReplayPolicy:
             table.held[slot] == self._live, self.layout.window,
         )  # fmt: skip
         column = np.where((draft == 0) & kept.keeps(certain), certain // block - 1, self._live)
-        table.certain[slot[current]] = certain[current]
-        table.written[slot[current & writes]] = certain[current & writes]
-        table.held[slot[current]] = column[current]
-        dead = (accepted == 0) & (draft > 0)
-        cut = None
-        if self.cuts and step.rows.chunked:
-            cut = align.prompt_cut(computed, certain, draft, block, kept)
-        return Outcome(stored.boundary, stored.boundary > 0, stored.extra & ~dead, cut)
+        outcome = Outcome(stored.boundary, stored.boundary > 0, stored.extra)
+        writes = current & writes
+
+        def book(_: NDArray[np.int32]) -> Outcome:
+            table.certain[slot[current]] = certain[current]
+            table.written[slot[writes]] = certain[writes]
+            table.held[slot[current]] = column[current]
+            return outcome
+
+        return book
 
     def last_snapshot(self, slot: int, step: Step | None) -> Snapshot | None:
         return None if self._flusher is None else self._flusher.find(slot, step)
