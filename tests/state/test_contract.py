@@ -331,7 +331,8 @@ def test_what_is_foreseen_changes_nothing_and_holds_until_another_call(kind: Any
     with pytest.raises(ValueError, match=r"step is 0; no other call"):
         settle(ones)
     assert snapshot(made) == before
-    made.foresee(step)(ones)
+    settle = made.foresee(step)
+    settle(ones)
     assert made.published(step) == [Snapshot(1, 0, 8, 0)]
     with pytest.raises(ValueError, match=r"step is 0; no other call"):
         settle(ones)
