@@ -118,7 +118,7 @@ class CapturedSteps:
         buckets = self.buckets
         if self._phases.manager.device.type == "cuda":
             compile_all = partial(self._compile, list(buckets.all()), accepts)
-            work.append(("few rows or prompt tokens", compile_all))
+            work.append(("the kernels of all sizes", compile_all))
         for bucket in buckets.all():
             act = partial(self._capture_mixed, bucket, accepts, buckets.most_tokens)
             work.append((_name(bucket), act))
@@ -127,9 +127,9 @@ class CapturedSteps:
     def _compile(self, buckets: list[Bucket], accepts: Sequence[Acceptance]) -> None:
         """Compile side by side what all sizes launch: kernels depend on how many rows decode and on
         how many prompt tokens there are, but not on both."""
-        rows = max(bucket.update_rows for bucket in buckets)  # there for all numbers of tokens
         tokens = min(bucket.prompt_tokens for bucket in buckets)
-        chosen = [b for b in buckets if b.update_rows == rows or b.prompt_tokens == tokens]
+        one_each = {bucket.prompt_tokens: bucket for bucket in buckets}
+        chosen = {*one_each.values(), *(b for b in buckets if b.prompt_tokens == tokens)}
         frames = [self._decoding_frame(size, accepts[0]) for size in self._decoding_sizes()]
         frames += [self._uncaptured(bucket, accepts[0]) for bucket in chosen]
         with compiling():

@@ -273,7 +273,8 @@ def _fit(result: dict[str, Any]) -> str:
     return (
         f"In the same {cache} GiB of cache {ours['running']} requests ran at once with replay, "
         f"{theirs['running']} without: {ours['tokens_per_s']:.0f} and "
-        f"{theirs['tokens_per_s']:.0f} tokens/s, prompts included."
+        f"{theirs['tokens_per_s']:.0f} tokens/s, prompts included (commit "
+        f"{result['environment']['commit']})."
     )
 
 

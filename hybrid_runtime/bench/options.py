@@ -27,7 +27,11 @@ def add_options(parser: argparse.ArgumentParser, repeats: int) -> None:
     add("--lengths", type=_words(Lengths), default=("equal",), help="equal, staggered")
     add("--strategies", type=_words(Strategy), default=("auto",), help="or all, interleaved")
     add("--layouts", type=_words(LayoutKind), default=("replay",), help="columns, replay")
-    add("--window", type=int, help="replay: tokens kept before a write; 0: none")
+    add(
+        "--window",
+        type=int,
+        help="replay: tokens kept before a write, 0: none; default: by the number of drafts",
+    )
     add("--ssm-dtype", type=lambda s: s.split(","), default=["float32"], help=", ".join(SSM_DTYPES))
     add(
         "--acceptance",

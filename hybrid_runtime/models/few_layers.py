@@ -12,9 +12,10 @@ def few_layers(layers: Iterable[nn.Module]) -> list[int]:
     """Indices, ascending, of layers that do for all of them.
 
     A layer's launches follow from its kind, from what the layer before left for its norm to add
-    (nothing before the first one), and from the numbers of rows and tokens. So whatever layer
-    follows whatever other one among all, does so among these; the first and the last kind are the
-    same, and so is what the final norm adds.
+    (nothing before the first one), and from the numbers of rows and tokens. Every pair of kinds
+    that are neighbours in the model are neighbours here; the first and the last kind are the same,
+    and so is what the final norm adds. Not seen: slices of stacked caches that are aligned
+    differently from layer to layer, which takes state or head sizes that 8 does not divide.
     """
     kinds = [layer_kind(layer) for layer in layers]
     chosen = [0] if kinds else []

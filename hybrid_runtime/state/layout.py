@@ -23,7 +23,7 @@ LayoutKind = Literal["columns", "replay"]
 KERNEL_GRANULARITY = 16
 """Attention kernels address KV in units of this many tokens, so block sizes are multiples of it."""
 MAX_DRAFTS = MAX_TOKENS - 1
-"""Most guesses of a step: kernels take steps of as many tokens as a window has."""
+"""Most guesses of a step: its certain token is one of the `MAX_TOKENS`."""
 ALIGNMENT = 16
 """Bytes: every component starts on this boundary, so that copies may use 16-byte accesses."""
 
@@ -100,7 +100,8 @@ class StateLayout:
         "replay" keeps one live state in the last column of the block table, and the inputs of the
         last tokens in a `WindowCache`; the columns below hold snapshots.
     window: replay layout: tokens whose inputs are kept before a state is written, K + 1 to 15, or
-        31; 0: every step writes. Without guesses every step does.
+        31, which is better with more than 7 guesses (`from_config` knows, see `default_window`);
+        0: every step writes. Without guesses every step does.
     """
 
     conv_channels: int
@@ -142,7 +143,7 @@ class StateLayout:
             raise ValueError(
                 f"window is {self.window} with num_speculative_tokens="
                 f"{self.num_speculative_tokens}; it must be 0, {least}..{SHORT_WINDOW} or "
-                f"{LONG_WINDOW}, so that the tokens of a step fit"
+                f"{LONG_WINDOW}"
             )
 
     @classmethod

@@ -18,6 +18,7 @@ import torch
 import hybrid_runtime
 from hybrid_runtime.demo import SHIPPED
 from hybrid_runtime.engine import Engine, EngineConfig, config
+from hybrid_runtime.models.config import NemotronHConfig
 
 ROOT = Path(hybrid_runtime.__file__).parents[1]
 
@@ -181,6 +182,21 @@ def test_drafts_of_a_head_that_the_checkpoint_lacks_are_refused_before_its_weigh
         Engine.from_pretrained(no_weights, drafter="eagle")
     with pytest.raises(ValueError, match="has no weights"):
         Engine.from_pretrained(no_weights, drafter="ngram")
+
+
+def test_a_model_without_states_is_refused_before_its_weights_are_read(no_weights: Path) -> None:
+    change(no_weights, hybrid_override_pattern="*-", num_hidden_layers=2)
+    with pytest.raises(ValueError, match=r"pattern is '\*-'; it must have a Mamba layer"):
+        Engine.from_pretrained(no_weights, drafter="ngram")
+
+
+@pytest.mark.parametrize(("drafts", "window"), [(1, 15), (7, 15), (8, 31), (15, 31)])
+def test_many_drafts_get_a_long_window(drafts: int, window: int) -> None:
+    model = NemotronHConfig.from_dict(json.loads((SHIPPED / "config.json").read_text()))
+    options = EngineConfig(drafter="ngram", num_speculative_tokens=drafts)
+    assert options.layout(model, torch.float32).window == window
+    shorter = EngineConfig(drafter="ngram", num_speculative_tokens=drafts, window=0)
+    assert shorter.layout(model, torch.float32).window == 0
 
 
 @pytest.mark.parametrize("path", [None, 5, ""])

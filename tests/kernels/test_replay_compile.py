@@ -44,15 +44,18 @@ STRIDES = launch.InputStrides(
 
 
 @pytest.mark.parametrize(
-    ("states", "values", "dot_type", "ring", "tokens", "rows", "spills"),
+    ("states", "values", "dot_type", "ring", "tokens", "rows", "spills", "local"),
     [
-        ("*fp32", "*bf16", tl.bfloat16, 19, 4, 16, 0),
-        ("*fp32", "*bf16", tl.bfloat16, 31, 16, 16, 0),
-        ("*fp16", "*bf16", tl.bfloat16, 31, 16, 16, 0),
-        ("*fp16", "*bf16", tl.bfloat16, 31, 16, 32, 1),
-        ("*fp16", "*bf16", tl.bfloat16, 19, 4, 32, 0),
-        ("*bf16", "*bf16", tl.bfloat16, 7, 4, 32, 0),
-        ("*fp16", "*fp16", tl.float32, 19, 4, 32, 0),
+        ("*fp32", "*bf16", tl.bfloat16, 19, 4, 16, 0, 400),
+        ("*fp32", "*bf16", tl.bfloat16, 31, 16, 16, 0, 400),
+        ("*fp16", "*bf16", tl.bfloat16, 31, 16, 16, 0, 400),
+        ("*fp16", "*bf16", tl.bfloat16, 31, 16, 32, 1, 400),
+        ("*fp32", "*bf16", tl.bfloat16, 47, 16, 16, 0, 400),
+        ("*fp16", "*bf16", tl.bfloat16, 47, 16, 32, 1, 560),
+        ("*fp16", "*bf16", tl.bfloat16, 39, 8, 32, 0, 560),
+        ("*fp16", "*bf16", tl.bfloat16, 19, 4, 32, 0, 400),
+        ("*bf16", "*bf16", tl.bfloat16, 7, 4, 32, 0, 400),
+        ("*fp16", "*fp16", tl.float32, 19, 4, 32, 0, 400),
     ],
 )
 def test_update_compiles(
@@ -63,6 +66,7 @@ def test_update_compiles(
     tokens: int,
     rows: int,
     spills: int,
+    local: int,
     tmp_path: Path,
 ) -> None:
     kernel = update._replay_update_kernel
@@ -85,7 +89,7 @@ def test_update_compiles(
         assert set(copies) == {"0x10"}
         assert "mma.sync" in text
         # Few registers go to local memory, bytes a thread: hardly one that the loop needs.
-        assert spilled(code, tmp_path) <= 400
+        assert spilled(code, tmp_path) <= local
         assert spilled_in_copying_loop(code, tmp_path) <= spills
 
 

@@ -71,6 +71,8 @@ FLUSHED = [
     Ssm(states=torch.bfloat16, dim=5, state=12),
     Ssm(drafts=0),
     Ssm(window=0),
+    Ssm(window=31),
+    Ssm(drafts=15, tokens=16, window=31, heads=1, groups=1, states=torch.float16, rounding=True),
     Ssm(drafts=15, heads=1, groups=1, dim=40),
     Ssm(states=torch.float16, rounding=True),
 ]

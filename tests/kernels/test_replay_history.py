@@ -76,14 +76,14 @@ def test_the_window_changes_nothing(states: torch.dtype) -> None:
     """Not a bit, as far as states are not rounded when they are written."""
     shape = Ssm(x=torch.float32, states=states)
     tolerance = 0.0 if states == torch.float32 else 4 * ROUNDS[states]
-    histories(replay_update_reference, shape, [0, 4, 9, 16, 31], 60, tolerance)
+    histories(replay_update_reference, shape, [0, 4, 9, 15, 31], 60, tolerance)
 
 
 @kernels
 @pytest.mark.parametrize("states", [torch.float32, torch.float16], ids=str)
 def test_the_window_changes_nothing_in_the_kernel(states: torch.dtype) -> None:
     shape = Ssm(x=torch.float32, states=states, heads=1, groups=1)
-    histories(replay_update, shape, [0, 4, 16, 31], 40 if CUDA else 12, 4 * ROUNDS[states])
+    histories(replay_update, shape, [0, 4, 15, 31], 40 if CUDA else 12, 4 * ROUNDS[states])
 
 
 @plain

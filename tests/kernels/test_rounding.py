@@ -57,7 +57,7 @@ def update(tenants: list[int], slots: list[int], dtype: torch.dtype) -> Tensor:
         states[slot] = values(tenant, HEADS, DIM, STATE).to(dtype)
         seed[slot] = 17 * tenant - 40
     n = len(tenants)
-    ring = ring_length(DRAFTS, 16)
+    ring = ring_length(DRAFTS, 15)
     shapes = ((HEADS, ring, DIM), (GROUPS, ring, STATE), (HEADS, ring))
     every = torch.ones(n, dtype=torch.int32, device=DEVICE)
     vectors = values(99, 3, HEADS)

@@ -161,7 +161,6 @@ def test_few_layers_launch_what_all_do(
         whole = launched(model, step, monkeypatch)
         with model.few_layers():
             assert launched(model, step, monkeypatch) == whole
-        assert launched(model, step, monkeypatch) == whole
 
 
 @given(st.lists(st.sampled_from([2, 3, 4]), min_size=1, max_size=12))
