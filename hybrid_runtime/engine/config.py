@@ -190,11 +190,7 @@ class EngineConfig:
 
     def layout(self, model: NemotronHConfig, dtype: torch.dtype) -> StateLayout:
         """State blocks for a model with weights of this dtype; `ValueError` names the option that
-        does not go with the model, or a model without states."""
-        if "M" not in model.pattern:
-            raise ValueError(
-                f"the model's pattern is {model.pattern!r}; it must have a Mamba layer (M)"
-            )
+        does not go with the model."""
         resolve_dtype("dtype", dtype, dtype)
         layout = StateLayout.from_config(
             model,

@@ -86,7 +86,11 @@ def units(
 
 
 class Planner:
-    """Plans for one engine, with more or fewer requests. weights: bytes still to be loaded."""
+    """Plans for one engine, with more or fewer requests. weights: bytes still to be loaded.
+
+    Raises:
+        ValueError: the model has no states.
+    """
 
     def __init__(
         self,
@@ -97,6 +101,8 @@ class Planner:
         device: torch.device,
         weights: int = 0,
     ) -> None:
+        if not model.state_layers:
+            raise ValueError("the model has no Mamba layer; it must have one, or more")
         self.config, self._layout, self._model = config, layout, model
         self._device, self._weights = device, weights
         self._units = units(config, layout, model, head, device)
