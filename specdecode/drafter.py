@@ -12,7 +12,7 @@ from hybrid_runtime.kernels.sampling.argmax import argmax
 from hybrid_runtime.kernels.sampling.probabilities import select_with_probabilities
 from hybrid_runtime.kernels.step.commit_tokens import DraftInputs
 from hybrid_runtime.kernels.step.prepare_inputs import StepInputs
-from hybrid_runtime.models.forward_batch import Caches, RowBatch
+from hybrid_runtime.models.forward_batch import Caches, RowBatch, WantedTokens
 from hybrid_runtime.specdecode import ngram
 from hybrid_runtime.specdecode.buckets import most_rows
 from hybrid_runtime.specdecode.sampling import DRAFT
@@ -25,7 +25,12 @@ class DraftHead(Protocol):
     """A small network that continues the target's hidden states (MTP, EAGLE)."""
 
     def __call__(
-        self, tokens: Tensor, hidden: Tensor, batch: RowBatch, caches: Caches
+        self,
+        tokens: Tensor,
+        hidden: Tensor,
+        batch: RowBatch,
+        caches: Caches,
+        wanted: WantedTokens | None = None,
     ) -> Tensor: ...
 
     def logits(self, hidden: Tensor) -> Tensor: ...
@@ -65,9 +70,10 @@ class HeadDrafter:
     """K passes of a draft head (MTP or EAGLE); each after the first takes its own hidden state.
 
     The head's attention has a cache of its own, in which position p sees token p + 1: the first
-    pass covers the rows of the target's pass, with tokens shifted by one. What it stores for
-    rejected positions is overwritten by the next step's first pass. A head has no Mamba layer, so
-    there is no state to roll back.
+    pass covers the rows of the target's pass, with tokens shifted by one, but only their keys and
+    values: the result is wanted of one token per row, the last accepted one. What the pass stores
+    for rejected positions is overwritten by the next step's first pass. A head has no Mamba layer,
+    so there is no state to roll back.
 
     sampled: draw drafts from the head's distribution at the row's temperature instead of taking the
         most likely token. More of them are accepted at high temperature, but the text of a seed
@@ -84,20 +90,22 @@ class HeadDrafter:
     def propose(self, output: VerifyOutput) -> tuple[Tensor, Tensor | None]:
         inputs, sequences, batch = output.draft_inputs, output.sequences, output.batch
         rows = inputs.slot.shape[0]
-        hidden = self.head(inputs.tokens, output.hidden, batch, self.caches)
-        hidden = hidden.index_select(0, inputs.last)
+        hidden = output.hidden
         drafts = torch.empty((rows, self.num_draft), dtype=torch.int32, device=hidden.device)
         probs: list[Tensor] = []
         for ahead in range(self.num_draft):
-            if ahead:
-                step = RowBatch(
-                    slot=inputs.slot,
-                    cu_seqlens=self._one_each[: rows + 1],
-                    computed=inputs.computed[ahead - 1],
-                    max_scheduled=1,
-                    max_context=batch.max_context + ahead,
-                )
-                hidden = self.head(drafts[:, ahead - 1], hidden, step, self.caches)
+            one_each = RowBatch(
+                slot=inputs.slot,
+                cu_seqlens=self._one_each[: rows + 1],
+                computed=inputs.computed[ahead],
+                max_scheduled=1,
+                max_context=batch.max_context + ahead,
+            )
+            if ahead == 0:
+                wanted = WantedTokens(inputs.last, one_each)
+                hidden = self.head(inputs.tokens, hidden, batch, self.caches, wanted)
+            else:
+                hidden = self.head(drafts[:, ahead - 1], hidden, one_each, self.caches)
             logits = self.head.logits(hidden)
             if self.sampled:
                 # A draft's position is that of the token it guesses.

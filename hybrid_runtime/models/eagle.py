@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hybrid_runtime.kernels.layers.embedding import embedding
-from hybrid_runtime.models.attention import Attention, join_projections
-from hybrid_runtime.models.forward_batch import Caches, RowBatch
+from hybrid_runtime.models.attention import Attention, Rotation, join_projections
+from hybrid_runtime.models.forward_batch import Caches, RowBatch, WantedTokens
 from hybrid_runtime.models.nemotron_h import NemotronH
 from hybrid_runtime.models.norm import RMSNorm
 
@@ -164,38 +164,43 @@ class EagleHead(nn.Module):
         join_projections(self)
         self.requires_grad_(False)
 
-    def forward(self, tokens: Tensor, hidden: Tensor, batch: RowBatch, caches: Caches) -> Tensor:
+    def forward(
+        self,
+        tokens: Tensor,
+        hidden: Tensor,
+        batch: RowBatch,
+        caches: Caches,
+        wanted: WantedTokens | None = None,
+    ) -> Tensor:
         """Run one pass over all rows.
 
         Args:
             tokens: int [T], the token after each position.
             hidden: [T, hidden_size], the hidden state of each position.
             batch: the rows; computed is the position of a row's first token.
-            caches: keys and values of the head's layer.
+            caches: keys and values of the head's layer; those of all tokens are added.
+            wanted: whose results are wanted; None = of all tokens.
 
         Returns:
-            [T, hidden_size], the layer's output; feeds both `logits` and the next pass.
+            [T, hidden_size], or that of the wanted tokens: the layer's output, which feeds both
+            `logits` and the next pass.
         """
         target, layer = self._target[0], self.layers[0]
         assert isinstance(layer, EagleLayer)
         own = self.embed_tokens
         embedded = target.embed(tokens) if own is None else embedding(tokens, own.weight)
         x = self.fc(torch.cat([embedded, hidden], dim=-1))
-        cos, sin = self._rotation(batch, x.shape[0], x.dtype)
-
-        def rotate(heads: Tensor) -> Tensor:
-            low, high = heads.chunk(2, dim=-1)
-            return torch.cat([low * cos - high * sin, high * cos + low * sin], dim=-1)
-
-        x = x + layer.self_attn(x, batch, caches, self.kv_layers[0], rotate)
+        rotate = self._rotation(batch, x.shape[0], x.dtype)
+        attended = layer.self_attn(x, batch, caches, self.kv_layers[0], rotate, wanted=wanted)
+        x = attended + (x if wanted is None else wanted.of(x))
         return x + layer.mlp(layer.post_attention_layernorm(x))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[T, hidden_size] to [T, vocab_size] by the target's output head."""
         return self._target[0].logits(hidden)
 
-    def _rotation(self, batch: RowBatch, tokens: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """cos and sin [T, 1, head_dim / 2] of each token's position (RoFormer, Llama halves)."""
+    def _rotation(self, batch: RowBatch, tokens: int, dtype: torch.dtype) -> Rotation:
+        """That of each token's position."""
         start = batch.cu_seqlens.long()
         token = torch.arange(tokens, device=start.device)
         row = torch.searchsorted(start, token, right=True) - 1
@@ -205,4 +210,4 @@ class EagleHead(nn.Module):
         fine = torch.promote_types(dtype, torch.float32)
         exponent = torch.arange(half, device=start.device, dtype=fine) / half
         angle = position.to(fine)[:, None] * self.config.rope_theta**-exponent
-        return angle.cos().to(dtype)[:, None], angle.sin().to(dtype)[:, None]
+        return Rotation(angle.cos().to(dtype)[:, None], angle.sin().to(dtype)[:, None])

@@ -112,6 +112,24 @@ class BatchPart:
 
 
 @dataclass(frozen=True, slots=True)
+class WantedTokens:
+    """One token per row, when a pass's results are needed of these tokens only.
+
+    Attributes:
+        index: int32 [rows], the token's place in the flat token dimension; any in padded rows.
+        batch: the same tokens as rows of one token each; computed is the token's position. A row
+            whose result nobody needs may be padding here (slot -1) and none in the pass.
+    """
+
+    index: Tensor
+    batch: RowBatch
+
+    def of(self, values: Tensor) -> Tensor:
+        """[T, ...] to [rows, ...]."""
+        return values.index_select(0, self.index)
+
+
+@dataclass(frozen=True, slots=True)
 class StatePositions:
     """Where the Mamba state of each row is read and written.
 

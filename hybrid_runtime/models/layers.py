@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from hybrid_runtime.models.attention import Attention
 from hybrid_runtime.models.config import NemotronHConfig
-from hybrid_runtime.models.forward_batch import Caches, RowBatch
+from hybrid_runtime.models.forward_batch import Caches, RowBatch, WantedTokens
 from hybrid_runtime.models.mamba import Mamba2Mixer
 from hybrid_runtime.models.mamba_kernels import MambaPart
 from hybrid_runtime.models.moe import MLP, MoE
@@ -61,6 +61,7 @@ class Layer(nn.Module):
         batch: RowBatch,
         parts: Sequence[MambaPart] | None,
         caches: Caches,
+        wanted: WantedTokens | None = None,
     ) -> tuple[Tensor, Tensor]:
         """[T, hidden_size] to the residual stream and what this layer adds to it: of the same
         shape, or parts [2, T, hidden_size] of it.
@@ -73,6 +74,8 @@ class Layer(nn.Module):
             batch: the rows.
             parts: the rows with the kernels of Mamba layers; may be None in other layers.
             caches: addressed by the layer's index.
+            wanted: both results are those of these tokens, [rows, hidden_size]; None = all tokens.
+                Only for attention layers.
 
         Raises:
             ValueError: a Mamba layer without parts.
@@ -83,7 +86,8 @@ class Layer(nn.Module):
                 raise ValueError("parts is None, must be given for a Mamba layer")
             return x, self.mixer(normed, parts, caches)
         if isinstance(self.mixer, Attention):
-            return x, self.mixer(normed, batch, caches, self.index, halves=True)
+            delta = self.mixer(normed, batch, caches, self.index, halves=True, wanted=wanted)
+            return x if wanted is None else wanted.of(x), delta
         if isinstance(self.mixer, MLP):
             return x, self.mixer(normed, halves=True)
         return x, self.mixer(normed)

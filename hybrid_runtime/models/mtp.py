@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from hybrid_runtime.models.attention import join_projections
-from hybrid_runtime.models.forward_batch import Caches, RowBatch
+from hybrid_runtime.models.forward_batch import Caches, RowBatch, WantedTokens
 from hybrid_runtime.models.layers import Layer
 from hybrid_runtime.models.nemotron_h import NemotronH
 from hybrid_runtime.models.norm import RMSNorm
@@ -67,18 +67,31 @@ class MTPHead(nn.Module):
         join_projections(self)
         self.requires_grad_(False)
 
-    def forward(self, tokens: Tensor, hidden: Tensor, batch: RowBatch, caches: Caches) -> Tensor:
+    def forward(
+        self,
+        tokens: Tensor,
+        hidden: Tensor,
+        batch: RowBatch,
+        caches: Caches,
+        wanted: WantedTokens | None = None,
+    ) -> Tensor:
         """Run one pass over all rows.
 
         Args:
             tokens: int [T], the token after each position.
             hidden: [T, hidden_size], the hidden state of each position.
             batch: the rows; computed is the position of a row's first token.
-            caches: keys and values of the head's layers.
+            caches: keys and values of the head's layers; those of all tokens are added.
+            wanted: whose results are wanted; None = of all tokens. The others need none from the
+                queries of the last attention layer on.
 
         Returns:
-            [T, hidden_size] after final_layernorm; feeds both `logits` and the next pass.
+            [T, hidden_size], or that of the wanted tokens, after final_layernorm; feeds both
+            `logits` and the next pass.
         """
+        last_attention = max(self.kv_layers, default=None)
+        if wanted is not None and last_attention is None:
+            tokens, hidden = wanted.of(tokens), wanted.of(hidden)
         first, last = self._layers[0], self._layers[-1]
         assert first.enorm is not None
         assert first.hnorm is not None
@@ -88,7 +101,8 @@ class MTPHead(nn.Module):
         x = first.eh_proj(torch.cat([embedded, first.hnorm(hidden)], dim=-1))
         delta: Tensor | None = None
         for layer in self._layers:
-            x, delta = layer(x, delta, batch, None, caches)
+            only = wanted if layer.index == last_attention else None
+            x, delta = layer(x, delta, batch, None, caches, only)
         return last.final_layernorm.add(x, delta)[0]
 
     def logits(self, hidden: Tensor) -> Tensor:

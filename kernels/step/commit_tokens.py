@@ -24,7 +24,8 @@ class DraftInputs(NamedTuple):
     last: `[rows]`, index of the row's last accepted token; 0 in padded rows.
     slot: `[rows]`, -1 in rows that emitted nothing: those in the middle of their prompt have no
         token to go on from.
-    computed: `[passes, rows]`, position of the one token that a row runs in pass 1, 2, ...
+    computed: `[K, rows]`, position of the one token per row that pass 0, 1, ... drafts from: `last`
+        in pass 0, then the token that the row runs.
     """
 
     tokens: Tensor
@@ -35,7 +36,7 @@ class DraftInputs(NamedTuple):
     @classmethod
     def empty(cls, rows: int, tokens: int, num_draft: int, device: torch.device) -> DraftInputs:
         """Buffers for so many rows, tokens and drafts."""
-        size = (tokens,), (rows,), (rows,), (max(num_draft - 1, 0), rows)
+        size = (tokens,), (rows,), (rows,), (num_draft, rows)
         return cls(*(torch.zeros(s, dtype=torch.int32, device=device) for s in size))
 
     def first(self, rows: int, tokens: int) -> DraftInputs:
@@ -95,7 +96,7 @@ def commit_tokens_reference(
     out.last.copy_(torch.where(inputs.slot >= 0, last, 0).clamp(min=0))
     out.slot.copy_(torch.where(emits, inputs.slot, -1))
     ahead = torch.arange(out.computed.shape[0], device=tokens.device)
-    out.computed.copy_(torch.where(inputs.slot >= 0, final + ahead[:, None], 0))
+    out.computed.copy_(torch.where(inputs.slot >= 0, final - 1 + ahead[:, None], 0))
 
 
 @triton.jit(
@@ -153,10 +154,10 @@ def _commit_tokens_kernel(
         tl.store(p_emitted + o_out, b_emitted, mask=o_out < NUM_DRAFT + 2)
         tl.store(last + i_row, tl.where(live, tl.maximum(start + end - 1 - n, 0), 0))
         tl.store(draft_slot + i_row, tl.where(samples, i_slot, -1))
-        if NUM_DRAFT > 1:
-            position = tl.where(live, end + o_out, 0)
+        if NUM_DRAFT > 0:
+            position = tl.where(live, end - 1 + o_out, 0)
             p_computed = draft_computed + o_out * draft_stride + i_row
-            tl.store(p_computed, position, mask=o_out < NUM_DRAFT - 1)
+            tl.store(p_computed, position, mask=o_out < NUM_DRAFT)
 
     # What this launch appends is taken from `accepted`: other programs of the row may not have
     # stored it yet.

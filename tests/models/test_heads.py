@@ -1,5 +1,6 @@
 """MTP and EAGLE heads against dense re-implementations made of transformers' own pieces."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,8 +18,9 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHRMSNorm
 
+from hybrid_runtime.models.attention import FEW_TOKENS
 from hybrid_runtime.models.eagle import EagleConfig, EagleHead
-from hybrid_runtime.models.forward_batch import Caches
+from hybrid_runtime.models.forward_batch import Caches, WantedTokens
 from hybrid_runtime.models.mtp import MTPHead
 from hybrid_runtime.models.nemotron_h import NemotronH
 
@@ -167,6 +169,60 @@ def test_eagle(own_embedding: bool, fc_bias: bool) -> None:
     assert head.kv_shape == (2, 16)
     caches = make_caches(target, 3, BLOCK_SIZE, 40, heads=[head])
     check_passes(head, DenseEagle(head, target), target, caches, 6)
+
+
+def check_wanted(head: MTPHead | EagleHead, target: NemotronH, prompt: int) -> None:
+    """A first pass over rows that decode and a padded one, then two prompts, the second of which
+    goes on after it: what is wanted is that of a pass over all tokens, and so are keys and values.
+
+    prompt: tokens of either.
+    """
+    context, decoding, last = 9, 4, (0, 1, 2, 3, 0, prompt - 1, prompt - 1)
+    rows = [*((slot, context + slot, decoding) for slot in range(4)), (-1, 0, decoding)]
+    rows += [(4, 0, prompt), (5, 5, prompt)]
+    batch = row_batch(rows, num_update_rows=5)
+    full = make_caches(target, 6, BLOCK_SIZE, prompt + 16, heads=[head])
+    generator = torch.Generator().manual_seed(7)
+
+    def inputs(count: int) -> tuple[Tensor, Tensor]:
+        tokens = torch.randint(0, 96, (count,), generator=generator, dtype=torch.int32)
+        return tokens, torch.randn(count, HIDDEN, generator=generator)
+
+    earlier = [(slot, 0, computed) for slot, computed, _ in rows if slot >= 0 and computed]
+    head(*inputs(sum(count for _, _, count in earlier)), row_batch(earlier), full)
+    kv = {i: (k.clone(), v.clone()) for i, (k, v) in full.kv.items()}
+    narrow = replace(full, kv=kv)
+
+    given = inputs(sum(count for _, _, count in rows))
+    at = batch.cu_seqlens[:-1] + torch.tensor(last, dtype=torch.int32)
+    at[4] = 0  # of a padded row, anything
+    drafts = [(s, n + i, 1) for (s, n, _), i in zip(rows, last, strict=True)]
+    drafts[-1] = (-1, *drafts[-1][1:])
+    found = head(*given, batch, narrow, WantedTokens(at, row_batch(drafts)))
+    everything = head(*given, batch, full)[at]
+    live = [i for i, (slot, _, _) in enumerate(drafts) if slot >= 0]
+    torch.testing.assert_close(found[live], everything[live], rtol=1e-5, atol=1e-5)
+    assert found.isfinite().all()
+    for i in head.kv_layers:
+        for mine, all_of_them in zip(narrow.kv[i], full.kv[i], strict=True):
+            torch.testing.assert_close(mine, all_of_them, rtol=1e-6, atol=1e-6, equal_nan=True)
+
+
+@pytest.mark.parametrize("prompt", [7, FEW_TOKENS])
+@pytest.mark.parametrize("pattern", ["*", "*E", "*-*E", "E*", "-E"])
+@torch.inference_mode()
+def test_wanted_tokens_of_mtp(pattern: str, prompt: int) -> None:
+    target, head, _ = mtp_pair(pattern, 8)
+    check_wanted(head, target, prompt)
+
+
+@pytest.mark.parametrize("prompt", [7, FEW_TOKENS])
+@torch.inference_mode()
+def test_wanted_tokens_of_eagle(prompt: int) -> None:
+    target = target_model()
+    head = EagleHead(EagleConfig.from_dict(EAGLE), target)
+    randomise(head, 9)
+    check_wanted(head, target, prompt)
 
 
 def test_heads_own_only_their_own_parameters() -> None:
