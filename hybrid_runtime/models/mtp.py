@@ -1,6 +1,5 @@
 """The multi-token-prediction head of a Nemotron-H checkpoint."""
 
-import torch
 from torch import Tensor, nn
 
 from hybrid_runtime.models.attention import join_projections
@@ -97,8 +96,12 @@ class MTPHead(nn.Module):
         assert first.hnorm is not None
         assert first.eh_proj is not None
         assert last.final_layernorm is not None
-        embedded = first.enorm(self._target[0].embed(tokens))
-        x = first.eh_proj(torch.cat([embedded, first.hnorm(hidden)], dim=-1))
+        weight = first.eh_proj.weight
+        joined = weight.new_empty((len(tokens), weight.shape[1]))
+        left, right = joined.chunk(2, dim=-1)
+        first.enorm(self._target[0].embed(tokens), out=left)
+        first.hnorm(hidden, out=right)
+        x = first.eh_proj(joined)
         delta: Tensor | None = None
         for layer in self._layers:
             only = wanted if layer.index == last_attention else None

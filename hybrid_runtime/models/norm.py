@@ -14,9 +14,10 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.empty(size, device=device, dtype=dtype))
         self.eps = eps
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[..., size] to the same shape, in the weight's dtype."""
-        return rms_norm(x, self.weight, self.eps)
+    def forward(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """[..., size] to the same shape, in the weight's dtype; it goes to `out`, if given, as
+        `rms_norm_reference` says."""
+        return rms_norm(x, self.weight, self.eps, out)
 
     def add(self, x: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
         """The norm of ``x + delta`` (None: nothing to add), and that sum in x's dtype or wider;

@@ -13,18 +13,24 @@ from hybrid_runtime.kernels.common.backend import runs_triton
 from hybrid_runtime.kernels.common.pdl import CACHE_LINE, pdl, pdl_wait, prefetch
 
 
-def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def rms_norm_reference(x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension, in fp32 (fp64 for fp64).
 
     Args:
         x: [..., size].
         weight: [size].
         eps: added to the mean square.
+        out: where the norm goes, perhaps columns of something wider; None = allocated here.
 
     Returns:
         x's shape in the weight's dtype.
+
+    Raises:
+        ValueError: out has another shape or dtype, or lines that are not dense.
     """
-    return gated_rms_norm_reference(x, None, weight, 1, eps)
+    _check_out(out, x, weight)
+    y = gated_rms_norm_reference(x, None, weight, 1, eps)
+    return y if out is None else out.copy_(y)
 
 
 def add_rms_norm_reference(
@@ -84,6 +90,7 @@ def _norm_kernel(
     part_stride,
     x_stride,
     other_stride,
+    out_stride,
     PARTS: tl.constexpr,
     RESIDUAL: tl.constexpr,
     GATED: tl.constexpr,
@@ -112,29 +119,36 @@ def _norm_kernel(
         p_part = x + i_part * part_stride + i_token * x_stride + o_d
         b_y += tl.load(p_part, mask=m_i, other=0.0).to(tl.float32)
     p_other = other + i_token * other_stride + o_d
-    o_out = i_token * (GROUPS * SIZE) + o_d
     if RESIDUAL:
         b_y += tl.load(p_other, mask=m_i, other=0.0).to(tl.float32)
         b_total = b_y.to(total.dtype.element_ty)
-        tl.store(total + o_out, b_total, mask=m_i)
+        tl.store(total + i_token * (GROUPS * SIZE) + o_d, b_total, mask=m_i)
         b_y = b_total.to(tl.float32)
     if GATED:
         b_gate = tl.load(p_other, mask=m_i, other=0.0).to(tl.float32)
         b_y = b_y * (b_gate / (1 + tl.exp(-b_gate)))
     b_y = b_y * (1 / tl.sqrt(tl.sum(b_y * b_y, axis=0) / SIZE + eps))
     b_y = b_weight.to(tl.float32) * b_y
-    tl.store(out + o_out, b_y.to(out.dtype.element_ty), mask=m_i)
+    tl.store(out + i_token * out_stride + o_d, b_y.to(out.dtype.element_ty), mask=m_i)
 
 
 def _launch(
-    x: Tensor, residual: Tensor | None, gate: Tensor | None, weight: Tensor, groups: int, eps: float
+    x: Tensor,
+    residual: Tensor | None,
+    gate: Tensor | None,
+    weight: Tensor,
+    groups: int,
+    eps: float,
+    out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The norm, and the sum with the residual (the norm again where there is none)."""
     parts = x if residual is not None and x.dim() > residual.dim() else x[None]
     _check(parts.shape[1:], residual, gate, weight, groups)
     shape, size = parts.shape[1:], x.shape[-1]
     flat = _lines(parts)
-    out = total = torch.empty(shape, dtype=weight.dtype, device=x.device)
+    if out is None:
+        out = torch.empty(shape, dtype=weight.dtype, device=x.device)
+    total = out
     other = flat
     if residual is not None:
         dtype = torch.promote_types(x.dtype, residual.dtype)
@@ -154,6 +168,7 @@ def _launch(
             part_stride=flat.stride(0),
             x_stride=flat.stride(1),
             other_stride=other.stride(1),
+            out_stride=_lines(out[None]).stride(1),
             PARTS=len(parts),
             RESIDUAL=residual is not None,
             GATED=gate is not None,
@@ -180,17 +195,28 @@ def _check(
         )
 
 
+def _check_out(out: Tensor | None, x: Tensor, weight: Tensor) -> None:
+    if out is None:
+        return
+    if out.shape != x.shape or out.dtype != weight.dtype or out.dim() > 2 or out.stride(-1) != 1:
+        raise ValueError(
+            f"out is {out.dtype} {list(out.shape)} with strides {out.stride()}, must be "
+            f"{weight.dtype} {list(x.shape)} of at most 2 dimensions, with dense lines"
+        )
+
+
 def _lines(parts: Tensor) -> Tensor:
     """[parts, lines, size] with dense lines, of the same memory where it can be."""
     lines = parts.reshape(len(parts), -1, parts.shape[-1])
     return lines if lines.stride(2) == 1 else lines.contiguous()
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
     """`rms_norm_reference` by one launch where Triton runs (and not in fp64)."""
     if _runs_triton(x, weight):
-        return _launch(x, None, None, weight, 1, eps)[0]
-    return rms_norm_reference(x, weight, eps)
+        _check_out(out, x, weight)
+        return _launch(x, None, None, weight, 1, eps, out)[0]
+    return rms_norm_reference(x, weight, eps, out)
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:

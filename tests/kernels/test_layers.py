@@ -130,6 +130,23 @@ def test_norms(case: Case) -> None:
 
 
 @kernels
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_norms_side_by_side(dtype: torch.dtype) -> None:
+    x, other, weight = inputs(replace(BASE, dtype=dtype, strided=True))
+    both = torch.full((5, 2 * 96), -7.0, dtype=dtype, device=DEVICE)
+    left, right = both.chunk(2, -1)
+    assert rms_norm(x, weight, EPS, out=left) is left
+    assert (right == -7).all()
+    rms_norm(other, weight, EPS, out=right)
+    assert torch.equal(both, torch.cat([rms_norm(y, weight, EPS) for y in (x, other)], -1))
+    rms_norm_reference(x, weight, EPS, out=right)
+    assert torch.equal(right, rms_norm_reference(x, weight, EPS))
+    for wrong in (both, left[:4], left.to(torch.float16), both.T.contiguous().T[:, :96]):
+        with pytest.raises(ValueError, match="out is"):
+            rms_norm(x, weight, EPS, out=wrong)
+
+
+@kernels
 def test_extreme_gates_and_zeros() -> None:
     gate = torch.tensor([[-200.0, -90.0, 0.0, 90.0, 3e4, -3e4, 1.0, 0.0]], device=DEVICE)
     weight = torch.ones(8, device=DEVICE)
