@@ -57,9 +57,10 @@ def step_bytes(
     body = _weights(model, tokens) - model.backbone.embeddings.weight.nbytes
     if model.lm_head is None:
         body += head_bytes
-    # The first draft pass runs over the tokens of the verify pass, the others over one per row.
+    # Each draft pass computes one token per row; the first one stores keys and values of all tokens
+    # of the verify pass. Experts stand behind the last attention layer in all published heads.
     passes = [tokens, *[rows] * (drafts - 1)] if head is not None and drafts else []
-    draft = sum(_weights(head, n) + head_bytes for n in passes if head is not None)
+    draft = sum(_weights(head, rows) + head_bytes for _ in passes if head is not None)
     window, ssm = layout.components
     channel = layout.conv_channels * window.dtype.itemsize
     read = layout.conv_width - 1

@@ -96,8 +96,7 @@ class MTPHead(nn.Module):
         assert first.hnorm is not None
         assert first.eh_proj is not None
         assert last.final_layernorm is not None
-        weight = first.eh_proj.weight
-        joined = weight.new_empty((len(tokens), weight.shape[1]))
+        joined = hidden.new_empty((len(tokens), 2 * hidden.shape[1]), dtype=self._target[0].dtype)
         left, right = joined.chunk(2, dim=-1)
         first.enorm(self._target[0].embed(tokens), out=left)
         first.hnorm(hidden, out=right)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -83,6 +84,12 @@ def test_floor_counts_what_must_move() -> None:
     assert moved.total == pytest.approx(
         moved.weights + moved.draft + moved.state + moved.window + moved.kv
     )
+
+    drafter = MTPHead(NemotronH(replace(config, mtp_pattern="*E"), "cpu", torch.bfloat16))
+    moved = step_bytes(model, drafter, layout, rows=3, context=100, accepted=2)
+    touched = 1 - (3 / 4) ** 3
+    expert_layer = 4 * (4 * 8 + 4) + 2 * 2 * 8 * 10 + touched * 4 * 2 * 2 * 8 * 6 + 2 * 8
+    assert moved.draft == pytest.approx(2 * (head + expert_layer + output_head))
 
     plain = StateLayout.from_config(config, 0, torch.float32, block_size=16)
     assert step_bytes(model, None, plain, rows=1, context=1, accepted=1).draft == 0
