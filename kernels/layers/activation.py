@@ -44,7 +44,7 @@ def relu2(x: Tensor) -> Tensor:
     if x.numel():
         flat = x.reshape(1, -1) if x.is_contiguous() else x.reshape(-1, x.shape[-1])
         lines, size = flat.shape
-        block = min(triton.next_power_of_2(size), 1024)
+        block = min(triton.next_power_of_2(size), 4096)
         tiles = triton.cdiv(size, block)
         _relu2_kernel[(lines * tiles,)](
             x=flat,
@@ -54,7 +54,7 @@ def relu2(x: Tensor) -> Tensor:
             x_line=flat.stride(0),
             x_dim=flat.stride(1),
             BLOCK=block,
-            num_warps=max(block // 256, 1),
+            num_warps=max(block // 512, 1),
             **pdl(x),
         )
     return out

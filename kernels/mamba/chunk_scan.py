@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hybrid_runtime.kernels.common.backend import runs_triton
+from hybrid_runtime.kernels.common.backend import num_programs, runs_triton
 from hybrid_runtime.kernels.common.outputs import check_out
 from hybrid_runtime.kernels.common.types import operand_type
 from hybrid_runtime.kernels.common.varlen import Cuts, StateRows
@@ -43,7 +43,7 @@ class ScanTiling(NamedTuple):
         chunk: tokens between two states that are stored.
         tile: columns of a head's state that one program carries.
         tokens: tokens of a chunk whose outputs one program computes; a part of `chunk`.
-        each: heads that it does so for, at most; a quarter of them with few chunks.
+        each: heads that it does so for, at most; fewer where programs would not fill the GPU.
         piece: how much of a state's columns the outputs multiply at once, at most.
         carry_warps, carry_stages, output_warps, output_stages: of the two kernels.
     """
@@ -108,9 +108,7 @@ def scan_tiling(dim: int, state: int, dtype: torch.dtype) -> ScanTiling:
         return ScanTiling(128, 64, 32, 8)
     if state > 128:
         return ScanTiling(64, 64, 64, 4, 256, 8, 2, 8, 1)
-    if dim > 64:
-        return ScanTiling(128, 64, 64, 4, 256, 8, 2, 8, 2)
-    return ScanTiling(128, 64, 64, 8)
+    return ScanTiling(64, 64, 64, 8)
 
 
 def chunk_scan(
@@ -178,8 +176,8 @@ def chunk_scan(
     return out
 
 
-FEW_CHUNKS = 4
-"""Up to so many chunks, outputs are spread over more programs with fewer heads each."""
+PROGRAMS = 2
+"""Programs per multiprocessor that the outputs are spread over, if heads allow."""
 STEP_HEADS = 16
 """Heads per program of the first launch."""
 
@@ -270,6 +268,15 @@ def _carry_states(
     )
 
 
+def _heads_each(x: Tensor, tiling: ScanTiling) -> int:
+    """Heads of a program of the last launch: as many as leave enough programs, but at least a
+    quarter of `tiling.each`, so that it is compiled in few forms."""
+    each, heads_chunks = tiling.each, x.shape[1] * triton.cdiv(x.shape[0], tiling.tokens)
+    while each > max(tiling.each // 4, 1) and heads_chunks // each < num_programs(x, PROGRAMS):
+        each //= 2
+    return each
+
+
 def _compute_outputs(
     x: Tensor,
     B: Tensor,
@@ -286,8 +293,7 @@ def _compute_outputs(
     """Fill `out` for all tokens of rows."""
     steps, totals, rests = sums[0], sums[1], sums[-1]
     heads, groups = x.shape[1], B.shape[1]
-    few = x.shape[0] <= FEW_CHUNKS * tiling.chunk
-    each = math.gcd(max(tiling.each // 4, 1) if few else tiling.each, heads // groups)
+    each = math.gcd(_heads_each(x, tiling), heads // groups)
     block_n = max(triton.next_power_of_2(B.shape[2]), 16)
     outputs_kernel[(heads // each * (tiling.chunk // tiling.tokens), sums.shape[2])](
         x=x,
