@@ -159,15 +159,17 @@ def attention_tiling(
 ) -> AttentionTiling:
     """Launch shape for `group` query heads per key head; swept on an H200."""
     exact = dtype == torch.float32  # products without matrix units: small tiles
-    most = max(32 if exact else 128, triton.next_power_of_2(group))
+    most = max(32 if exact else 64, triton.next_power_of_2(group))
     block_m = min(max(triton.next_power_of_2(group * max_scheduled), 16), most)
     tokens = block_m // group
     small = exact or block_m <= 32
     block_n = min(max((4096 if small else 8192) // triton.next_power_of_2(head_dim), 16), 64)
     warps, stages = (4, 2) if exact else (2, 5) if block_m <= 32 else (4, 5)
+    query_tiles = triton.cdiv(max_scheduled, tokens)
+    if query_tiles > 1 and not exact:
+        stages = 3  # of keys that many programs share, so that two of them fit a multiprocessor
     if block_m > 64:
         warps, stages = 8, 3
-    query_tiles = triton.cdiv(max_scheduled, tokens)
     return AttentionTiling(block_m, tokens, query_tiles, block_n, warps, stages)
 
 

@@ -29,6 +29,7 @@ from hybrid_runtime.kernels.attention.launch import (
     attention_tiling,
 )
 from hybrid_runtime.kernels.attention.reduce import divide_context, reduce_splits
+from hybrid_runtime.kernels.attention.tile import attend
 from hybrid_runtime.kernels.common.backend import runs_triton
 from hybrid_runtime.kernels.common.outputs import check_out
 from hybrid_runtime.kernels.common.pdl import pdl, pdl_wait
@@ -139,14 +140,14 @@ def _attention_kernel(
     HEADS: tl.constexpr = shape.HEADS
     KV_HEADS: tl.constexpr = shape.KV_HEADS
     D: tl.constexpr = shape.D
-    BLOCK_SIZE: tl.constexpr = shape.BLOCK_SIZE
     TOKENS: tl.constexpr = shape.TOKENS
     BLOCK_M: tl.constexpr = shape.BLOCK_M
     BLOCK_N: tl.constexpr = shape.BLOCK_N
     BLOCK_D: tl.constexpr = shape.BLOCK_D
     GROUP: tl.constexpr = HEADS // KV_HEADS
     i_kv = tl.program_id(0) % KV_HEADS
-    first = tl.program_id(0) // KV_HEADS * TOKENS
+    # The last tokens of a prompt see most: their programs start first, and none of them ends late.
+    first = (tl.num_programs(0) - 1 - tl.program_id(0)) // KV_HEADS * TOKENS
     i_row = tl.program_id(1)
     i_split = tl.program_id(2)
     i_slot = tl.load(slot + i_row)
@@ -181,44 +182,26 @@ def _attention_kernel(
     p_table = block_table + i_slot.to(tl.int64) * table_stride
     p_k = k_cache + tl.cast(i_kv, tl.int64) * k_stride.head
     p_v = v_cache + tl.cast(i_kv, tl.int64) * v_stride.head
-    o_n = tl.arange(0, BLOCK_N)
+    o_seen = start + o_t
     origin = i_split * share * BLOCK_N
     bound = tl.minimum(context, origin + share * BLOCK_N)
+    whole = tl.maximum(tl.minimum(start + first + 1, bound) - origin, 0) // BLOCK_N
     b_max = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     b_sum = tl.zeros((BLOCK_M,), tl.float32)
     b_acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
-    # Triton 3.6's interpreter has no loops of run-time length; there TRIPS bounds them.
-    for i_tile in range(TRIPS if TRIPS > 0 else tl.cdiv(bound - origin, BLOCK_N)):
-        low = origin + i_tile * BLOCK_N
-        o_pos = low + o_n
-        m_pos = o_pos < bound
-        if BLOCK_SIZE % BLOCK_N == 0:  # the tile lies in one block
-            i_block = tl.load(p_table + low // BLOCK_SIZE, mask=low < bound, other=0).to(tl.int64)
-            within = (low % BLOCK_SIZE).to(tl.int64)
-            o_k = i_block * k_stride.block + within * k_stride.position + o_n * k_stride.position
-            o_v = i_block * v_stride.block + within * v_stride.position + o_n * v_stride.position
-        else:
-            o_block = tl.load(p_table + o_pos // BLOCK_SIZE, mask=m_pos, other=0).to(tl.int64)
-            o_within = (o_pos % BLOCK_SIZE).to(tl.int64)
-            o_k = o_block * k_stride.block + o_within * k_stride.position
-            o_v = o_block * v_stride.block + o_within * v_stride.position
-        m_kv = m_pos[:, None]
-        if D < BLOCK_D:
-            m_kv = m_kv & (o_d < D)[None, :]
-        b_k = tl.load(p_k + o_k[:, None] + o_d[None, :] * k_stride.dim, mask=m_kv, other=0.0)
-        b_v = tl.load(p_v + o_v[:, None] + o_d[None, :] * v_stride.dim, mask=m_kv, other=0.0)
-        b_s = tl.dot(b_q, tl.trans(b_k.to(dot_type)), input_precision="ieee") * scale
-        visible = (o_pos[None, :] <= (start + o_t)[:, None]) & m_pos[None, :]
-        b_s = tl.where(visible, b_s, float("-inf"))
-        b_higher = tl.maximum(b_max, tl.max(b_s, axis=1))
-        # While no position is visible to a token its maximum is -inf and its sums stay 0.
-        b_finite = tl.where(b_higher == float("-inf"), 0.0, b_higher)
-        b_weight = tl.exp2(b_s - b_finite[:, None])
-        b_decay = tl.exp2(b_max - b_finite)
-        b_sum = b_sum * b_decay + tl.sum(b_weight, axis=1)
-        b_acc = b_acc * b_decay[:, None]
-        b_acc = tl.dot(b_weight.to(dot_type), b_v.to(dot_type), b_acc, input_precision="ieee")
-        b_max = b_higher
+    # Tiles that every token sees whole need no masks. Triton 3.6's interpreter has no loops of
+    # run-time length; there TRIPS bounds them.
+    for i_tile in range(TRIPS if TRIPS > 0 else whole):
+        if TRIPS == 0 or i_tile < whole:
+            b_max, b_sum, b_acc = attend(
+                b_q, b_max, b_sum, b_acc, origin + i_tile * BLOCK_N, bound, o_seen, scale, p_table,
+                p_k, p_v, k_stride, v_stride, dot_type, shape, False,
+            )  # fmt: skip
+    for i_tile in range(TRIPS if TRIPS > 0 else tl.cdiv(bound - origin, BLOCK_N) - whole):
+        b_max, b_sum, b_acc = attend(
+            b_q, b_max, b_sum, b_acc, origin + (whole + i_tile) * BLOCK_N, bound, o_seen, scale,
+            p_table, p_k, p_v, k_stride, v_stride, dot_type, shape, True,
+        )  # fmt: skip
 
     b_acc = b_acc / tl.where(b_sum > 0, b_sum, 1.0)[:, None]
     line = o_token * HEADS + o_h

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -39,34 +41,42 @@ def _reduce_kernel(
     shape,
     SPLITS: tl.constexpr,
     BLOCK_S: tl.constexpr,
+    EACH: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program per query head, step of a row, and row."""
+    """One program per query head, EACH steps of a row, and row."""
     pdl_wait(PDL)
     D: tl.constexpr = shape.D
     i_h = tl.program_id(0)
-    i_t = tl.program_id(1)
+    low = tl.program_id(1) * EACH  # a query tile's steps are a multiple of EACH
     i_row = tl.program_id(2)
     begin = tl.load(cu_seqlens + i_row)
     scheduled = tl.load(cu_seqlens + i_row + 1) - begin
     start = tl.load(computed + i_row)
-    first = i_t // shape.TOKENS * shape.TOKENS
+    first = low // shape.TOKENS * shape.TOKENS
     _, _, used = divide_context(
         start, scheduled, first, limit, least, SPLITS, shape.TOKENS, shape.BLOCK_N
     )
-    if (tl.load(slot + i_row) < 0) | (i_t >= scheduled) | (used <= 1):
+    if (tl.load(slot + i_row) < 0) | (low >= scheduled) | (used <= 1):
         return
     o_s = tl.arange(0, BLOCK_S)
     o_d = tl.arange(0, shape.BLOCK_D)
-    line = (begin + i_t).to(tl.int64) * shape.HEADS + i_h
-    lines = o_s.to(tl.int64) * tokens * shape.HEADS + line
-    b_lse = tl.load(partial_lse + lines, mask=o_s < used, other=float("-inf"))
-    b_weight = tl.exp2(b_lse - tl.max(b_lse, axis=0))
-    b_weight = b_weight / tl.sum(b_weight, axis=0)
-    m_part = (o_s < used)[:, None] & (o_d < D)[None, :]
-    b_part = tl.load(partial + lines[:, None] * D + o_d[None, :], mask=m_part, other=0.0)
-    b_out = tl.sum(b_part * b_weight[:, None], axis=0).to(out.dtype.element_ty)
-    tl.store(out + line * D + o_d, b_out, mask=o_d < D)
+    for i in tl.static_range(EACH):
+        if low + i < scheduled:
+            line = (begin + low + i).to(tl.int64) * shape.HEADS + i_h
+            lines = o_s.to(tl.int64) * tokens * shape.HEADS + line
+            b_lse = tl.load(partial_lse + lines, mask=o_s < used, other=float("-inf"))
+            b_weight = tl.exp2(b_lse - tl.max(b_lse, axis=0))
+            b_weight = b_weight / tl.sum(b_weight, axis=0)
+            m_part = (o_s < used)[:, None] & (o_d < D)[None, :]
+            b_part = tl.load(partial + lines[:, None] * D + o_d[None, :], mask=m_part, other=0.0)
+            b_out = tl.sum(b_part * b_weight[:, None], axis=0).to(out.dtype.element_ty)
+            tl.store(out + line * D + o_d, b_out, mask=o_d < D)
+
+
+FEW_PROGRAMS = 4096
+"""Up to so many programs each sums one step. More of them, of which most find nothing to sum, take
+longer to start than four steps in turn."""
 
 
 def reduce_splits(
@@ -93,7 +103,10 @@ def reduce_splits(
     """
     tokens, heads, _ = out.shape
     block_s = triton.next_power_of_2(splits.programs)
-    _reduce_kernel[(heads, max_scheduled, rows.slot.shape[0])](
+    num_rows = rows.slot.shape[0]
+    many = heads * max_scheduled * num_rows > FEW_PROGRAMS
+    each = math.gcd(shape.TOKENS.value, 4) if many else 1
+    _reduce_kernel[(heads, triton.cdiv(max_scheduled, each), num_rows)](
         partial=partial,
         partial_lse=partial_lse,
         slot=rows.slot,
@@ -106,6 +119,7 @@ def reduce_splits(
         shape=shape,
         SPLITS=splits.programs,
         BLOCK_S=block_s,
+        EACH=each,
         # At most 64 values a thread.
         num_warps=min(max(block_s * shape.BLOCK_D.value // 2048, 1), 8),
         **pdl(out),

@@ -11,6 +11,7 @@ from helpers.interpreter import elsewhere, kernels, run_in_interpreter
 from helpers.tensors import DEVICE, frame_is_whole, framed, same_bytes
 from torch import Tensor
 
+from hybrid_runtime.kernels.attention import reduce
 from hybrid_runtime.kernels.attention.launch import (
     AttentionRows,
     KVCache,
@@ -76,6 +77,7 @@ SMALL = {
     "8 splits of blocks of 128": replace(BASE, block_size=128, splits=Splits(8)),
     "all padded": replace(BASE, rows=(None, None)),
     "prefill": replace(BASE, rows=((0, 20), (33, 13)), heads=8, kv_heads=1),
+    "prefill of several tiles": replace(BASE, rows=((0, 70), (33, 13)), heads=8, kv_heads=1),
     "lengths 1..8": replace(BASE, rows=tuple((i * 9, i) for i in range(1, 9))),
     "context 1": replace(BASE, rows=((0, 1),)),
     "context 300": replace(BASE, rows=((296, 4), (31, 1), (32, 1), (255, 1))),
@@ -203,6 +205,22 @@ def test_writes_and_attends(case: Case) -> None:
     torch.testing.assert_close(y, reference, rtol=4 * tolerance, atol=4 * tolerance)
     nobody = want.abs().sum((1, 2)) == 0
     assert bool((y[nobody] == 0).all())
+
+
+@kernels
+@pytest.mark.parametrize("rows", [BASE.rows, ((69, 3), (296, 5), (0, 9))], ids=["base", "uneven"])
+def test_many_programs_sum_several_steps_each(
+    rows: tuple[tuple[int, int] | None, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    setup = Setup(replace(BASE, rows=rows))
+    store_kv(setup.k, setup.v, setup.cache, setup.rows)
+    arguments = (setup.q, setup.cache, setup.rows, *setup.bounds, Splits(4))
+    few = paged_attention(*arguments)
+    monkeypatch.setattr(reduce, "FEW_PROGRAMS", 0)
+    many = framed(setup.q)
+    paged_attention(*arguments, out=many)
+    assert frame_is_whole(many)
+    assert torch.equal(many, few)
 
 
 @kernels

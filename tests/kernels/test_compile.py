@@ -152,8 +152,9 @@ EXACT = {"dot_type": tl.float32}
 HEADS = AttentionShape(
     HEADS=32, KV_HEADS=8, D=128, BLOCK_SIZE=1056, TOKENS=4, BLOCK_M=16, BLOCK_N=32, BLOCK_D=128
 )  # fmt: skip
+PROMPTS = HEADS._replace(TOKENS=16, BLOCK_M=64, BLOCK_N=64)
 UNALIGNED = HEADS._replace(HEADS=10, KV_HEADS=2, D=80, BLOCK_SIZE=48, BLOCK_N=64)
-REDUCE: dict[str, Any] = {"SPLITS": 8, "BLOCK_S": 8}
+REDUCE: dict[str, Any] = {"SPLITS": 8, "BLOCK_S": 8, "EACH": 1}
 STORE_KV: dict[str, Any] = {
     "KV_HEADS": 8, "D": 128, "BLOCK_SIZE": 1056, "ROWS": 128, "BLOCK_H": 8, "BLOCK_D": 128,
 }  # fmt: skip
@@ -188,7 +189,12 @@ VALUES = ("q", "k", "v", "k_cache", "v_cache", "out", "x", "other", "weight", "t
             paged._attention_kernel, ATTENTION | EXACT,
             STRIDES | {"shape": HEADS._replace(BLOCK_M=32)}, "*fp32", "cp.async.cg",
         ),
+        (
+            paged._attention_kernel, ATTENTION | {"SPLIT": False}, STRIDES | {"shape": PROMPTS},
+            "*bf16", "cp.async.cg.shared.global",
+        ),
         (reduce._reduce_kernel, REDUCE, {"shape": HEADS}, "*bf16", "ld.global.v4"),
+        (reduce._reduce_kernel, REDUCE | {"EACH": 4}, {"shape": HEADS}, "*bf16", "ld.global.v4"),
         (store_kv._store_kv_kernel, STORE_KV, STORE_STRIDES, "*bf16", "ld.global.v4"),
         (norm._norm_kernel, NORM, {}, "*bf16", "ld.global.v4"),
         (norm._norm_kernel, NORM | GATED_NORM, {}, "*fp32", "ld.global.v4"),
@@ -312,7 +318,7 @@ TOPK_MANY = {
 }  # fmt: skip
 ALIGN: dict[str, Any] = {"BLOCK_SIZE": 16, "BINS": 128, "COUNTED": 128, "RANKED": 128, "LINES": 32}
 SUM: dict[str, Any] = {"SIZE": 2688, "TOP_K": 6, "BLOCK": 512}
-RELU2: dict[str, Any] = {"BLOCK": 1024, "x_dim": 1}
+RELU2: dict[str, Any] = {"BLOCK": 4096, "x_dim": 1}
 
 
 @pytest.mark.parametrize(
@@ -329,7 +335,7 @@ RELU2: dict[str, Any] = {"BLOCK": 1024, "x_dim": 1}
             "ld.global",
         ),
         (fused_moe._moe_sum_kernel, SUM, 4, "ld.global.v4"),
-        (activation._relu2_kernel, RELU2, 4, "ld.global.v4"),
+        (activation._relu2_kernel, RELU2, 8, "ld.global.v4"),
     ],
 )
 def test_what_surrounds_the_experts(
