@@ -12,8 +12,8 @@ from hybrid_runtime.state.rows import StepRows
 PROMPT_ROWS = 16
 """Most prompts that share a step."""
 ALONE_TOKENS = 128
-"""Steps of so few prompt tokens, padded, have sizes without decoding rows. Padded rows would cost
-such a step much, as when a prompt of which little is left to run comes to an idle engine."""
+"""Steps of so few prompt tokens, padded, have sizes without decoding rows: where nobody decodes,
+padded rows would be up to half as many tokens more."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -90,7 +90,7 @@ class EngineConfig:
     max_tokens_per_step: int = 4096
     """Most tokens of one step, those of requests that decode among them."""
 
-    max_prompt_tokens: int = 3072
+    max_prompt_tokens: int = 2560
     """Most prompt tokens of a step. More make requests that decode wait longer for their next
     tokens, and prompts that share a step end together, later than the first could. With fewer all
     take more steps."""

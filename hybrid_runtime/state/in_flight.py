@@ -23,7 +23,8 @@ Book = Callable[[NDArray[np.int32]], None]
 class Foreseen(NamedTuple):
     """What is known of the oldest step before its counts are.
 
-    current: bool `[rows]`, whose requests still hold their slots. version: of the slot table then.
+    current: bool `[rows]`, whose requests still hold their slots.
+    version: of the slot table then.
     certain: tokens certain after the step, exactly, `[rows]`.
     outcome: what the layout leaves behind, from the counts.
     inside: snapshots that it leaves inside rows.
