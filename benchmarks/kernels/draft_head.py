@@ -138,8 +138,10 @@ def tilings(lines: int) -> list[HeadTiling]:
               (256, 128, 8, 4), (256, 64, 8, 4), (128, 128, 4, 3)],
     }  # fmt: skip
     return [
-        HeadTiling(v, block_m, k, promote, warps, stages)
-        for (v, k, warps, stages), promote in itertools.product(shapes[block_m], (True, False))
+        HeadTiling(v, block_m, k, promote, warps, stages, ahead)
+        for (v, k, warps, stages), (promote, ahead) in itertools.product(
+            shapes[block_m], ((True, 4), (False, 4), (False, 0))
+        )
     ]
 
 

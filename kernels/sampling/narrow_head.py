@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hybrid_runtime.kernels.common.backend import runs_triton
-from hybrid_runtime.kernels.common.pdl import pdl, pdl_wait
+from hybrid_runtime.kernels.common.pdl import CACHE_LINE, pdl, pdl_wait, prefetch
 
 FORMAT = torch.float8_e4m3fn
 LARGEST = 448.0
@@ -31,6 +31,7 @@ _AT_ONCE = 4096
 _LOWEST = tl.constexpr(-(2**31))
 _HIGHEST = tl.constexpr(2**31 - 1)
 _PART = tl.constexpr(PART)
+_CACHE_LINE = tl.constexpr(CACHE_LINE)
 _LARGEST = tl.constexpr(LARGEST)
 
 
@@ -58,9 +59,9 @@ def narrow(weight: Tensor) -> NarrowWeight:
 def _rounded(x: Tensor) -> tuple[Tensor, Tensor]:
     """Each line of x in e4m3, and its scale float32 `[lines]`."""
     x = x.float()
-    scale = x.abs().amax(-1) / LARGEST
-    scale = torch.where(scale > 0, scale, 1.0)
-    return (x / scale[:, None]).to(FORMAT), scale
+    largest = x.abs().amax(-1)
+    factor = torch.where(largest > 0, LARGEST / largest, 1.0)
+    return (x * factor[:, None]).to(FORMAT), 1 / factor
 
 
 def narrow_argmax_reference(
@@ -127,6 +128,7 @@ def _part_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
     PROMOTE: tl.constexpr,
+    AHEAD: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """The two best tokens of each part, by 8 bits; one program per BLOCK_M lines and BLOCK_V
@@ -136,14 +138,18 @@ def _part_kernel(
 
     PROMOTE: add up the tiles' products in float32; otherwise all are added up by the tensor cores,
     whose sums of 8-bit products have fewer bits.
+    AHEAD: cache lines of each token that are fetched while the launch ahead ends.
     """
-    pdl_wait(PDL, RELEASE=False)
     i_v = tl.program_id(1)
     o_v = i_v * BLOCK_V + tl.arange(0, BLOCK_V)
     o_row = tl.minimum(o_v, V - 1) - i_v * BLOCK_V
+    values += i_v.to(tl.int64) * BLOCK_V * H
+    if AHEAD:
+        prefetch(values + o_row[:, None] * H + tl.arange(0, AHEAD)[None, :] * _CACHE_LINE, PDL)
+    pdl_wait(PDL, RELEASE=False)
     o_line = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     o_k = tl.arange(0, BLOCK_K)
-    p_w = values + i_v.to(tl.int64) * BLOCK_V * H + o_row[:, None] * H + o_k[None, :]
+    p_w = values + o_row[:, None] * H + o_k[None, :]
     p_x = hidden + o_line[None, :] * H + o_k[:, None]
     m_line = o_line < lines
     b_sum = tl.zeros((BLOCK_V, BLOCK_M), tl.float32)
@@ -226,7 +232,7 @@ def _best_kernel(
 
 class HeadTiling(NamedTuple):
     """Launch shape of the product: tokens, lines and hidden channels of a tile, whether tiles are
-    added up in float32, warps, pipeline stages."""
+    added up in float32, warps, pipeline stages, cache lines of a token fetched ahead."""
 
     block_v: int
     block_m: int
@@ -234,6 +240,7 @@ class HeadTiling(NamedTuple):
     promote: bool
     warps: int
     stages: int
+    ahead: int = 4
 
 
 def head_tiling(lines: int) -> HeadTiling:
@@ -276,6 +283,7 @@ def proposals(hidden: Tensor, narrowed: NarrowWeight, tiling: HeadTiling | None 
         BLOCK_M=tiling.block_m,
         BLOCK_K=tiling.block_k,
         PROMOTE=tiling.promote,
+        AHEAD=tiling.ahead,
         num_warps=tiling.warps,
         num_stages=tiling.stages,
         **pdl(hidden),

@@ -1,0 +1,31 @@
+"""Triton's interpreter with floats rounded to the nearest, as GPUs do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton.language as tl
+from triton.runtime import interpreter
+
+
+def round_to_nearest() -> None:
+    """For the rest of a process in which kernels are interpreted: the interpreter cuts the bits off
+    that bfloat16 lacks, and loses the carry where it rounds to 8 bits."""
+    builder = interpreter.InterpreterBuilder
+
+    def rounding(plainly: Any, type_: tl.dtype, rounded: torch.dtype, bits: torch.dtype) -> Any:
+        def convert(self: Any, src: Any, to: Any, *mode: Any) -> Any:
+            if to.scalar != type_ or src.dtype.scalar != tl.float32:
+                return plainly(self, src, to, *mode)
+            data = torch.from_numpy(src.data).to(rounded).view(bits).numpy()
+            return interpreter.TensorHandle(data, type_)
+
+        return convert
+
+    builder.create_fp_to_fp = rounding(
+        builder.create_fp_to_fp, tl.float8e4nv, torch.float8_e4m3fn, torch.uint8
+    )
+    builder.create_fp_trunc = rounding(
+        builder.create_fp_trunc, tl.bfloat16, torch.bfloat16, torch.uint16
+    )
