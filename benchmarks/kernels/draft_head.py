@@ -54,7 +54,7 @@ class Bench:
         self.device = torch.device("cuda" if self.on_gpu else "cpu")
         self.generator = torch.Generator(self.device).manual_seed(0)
         self.weight = self._normal(shape.vocab_size, shape.hidden_size).mul_(0.02)
-        self.narrowed = narrow(self.weight)
+        self.head = narrow(self.weight)
 
     def _normal(self, *sizes: int) -> Tensor:
         return torch.randn(
@@ -71,7 +71,7 @@ class Bench:
 
     def tokens(self, x: Tensor, tiling: HeadTiling | None = None) -> Tensor:
         out = torch.empty(len(x), dtype=torch.int32, device=self.device)
-        return narrow_argmax(x, self.weight, self.narrowed, out, tiling)
+        return narrow_argmax(x, self.head, out, tiling)
 
     def full_us(self, x: Tensor) -> list[float]:
         return self._us(lambda: argmax(F.linear(x, self.weight)))
@@ -80,7 +80,7 @@ class Bench:
         return self._us(lambda: self.tokens(x, tiling))
 
     def proposals_us(self, x: Tensor, tiling: HeadTiling) -> list[float]:
-        return self._us(lambda: proposals(x, self.narrowed, tiling))
+        return self._us(lambda: proposals(x, self.head, tiling))
 
     def _us(self, call: Callable[[], object]) -> list[float]:
         if not self.on_gpu:

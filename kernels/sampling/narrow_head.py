@@ -25,6 +25,8 @@ PART = 128
 may stand beside one that only looks better in 8 bits."""
 CANDIDATES = 8
 """Proposed tokens that are scored in full."""
+_FEWEST = CANDIDATES * PART
+"""Tokens; with fewer there are too few parts to propose from."""
 _AT_ONCE = 4096
 """Tokens that are rounded at a time: no temporary of the weight's size."""
 
@@ -35,25 +37,42 @@ _CACHE_LINE = tl.constexpr(CACHE_LINE)
 _LARGEST = tl.constexpr(LARGEST)
 
 
-class NarrowWeight(NamedTuple):
-    """An output weight in 8 bits.
+class NarrowHead(NamedTuple):
+    """An output weight, and its copy in 8 bits.
 
+    weight: float16 or bfloat16 `[V, hidden_size]`, contiguous.
     values: e4m3 `[V, hidden_size]`.
-    scale: float32 `[V]`; a token's weights are its values times this.
+    scale: float32 `[V]`; a token's weights are about its values times this.
     """
 
+    weight: Tensor
     values: Tensor
     scale: Tensor
 
 
-def narrow(weight: Tensor) -> NarrowWeight:
-    """A copy of `weight`, float `[V, hidden_size]`, in 8 bits."""
+def can_narrow(weight: Tensor, device: torch.device) -> bool:
+    """Whether there is a narrow head of `weight` once it is on that device."""
+    if weight.dtype.itemsize != 2 or not weight.is_contiguous() or len(weight) < _FEWEST:
+        return False
+    if device.type != "cuda" or torch.version.hip is not None:
+        return False
+    # Where there is no GPU, plans are made for one elsewhere.
+    return not torch.cuda.is_available() or torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+def narrow_bytes(weight: Tensor) -> int:
+    """Of the copy."""
+    return weight.numel() * FORMAT.itemsize + len(weight) * torch.float32.itemsize
+
+
+def narrow(weight: Tensor) -> NarrowHead:
+    """`weight` with its copy in 8 bits."""
     values = torch.empty(weight.shape, dtype=FORMAT, device=weight.device)
     scale = torch.empty(weight.shape[0], dtype=torch.float32, device=weight.device)
     for start in range(0, weight.shape[0], _AT_ONCE):
         rows = slice(start, start + _AT_ONCE)
         values[rows], scale[rows] = _rounded(weight[rows])
-    return NarrowWeight(values, scale)
+    return NarrowHead(weight, values, scale)
 
 
 def _rounded(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -64,19 +83,16 @@ def _rounded(x: Tensor) -> tuple[Tensor, Tensor]:
     return (x * factor[:, None]).to(FORMAT), 1 / factor
 
 
-def narrow_argmax_reference(
-    hidden: Tensor, weight: Tensor, narrowed: NarrowWeight, out: Tensor
-) -> Tensor:
+def narrow_argmax_reference(hidden: Tensor, head: NarrowHead, out: Tensor) -> Tensor:
     """Index of the largest logit of each line, as far as 8 bits propose it; the lowest at ties.
 
     Args:
-        hidden: float16 or bfloat16 `[lines, hidden_size]`.
-        weight: `[V, hidden_size]` in the same dtype; logits are rounded to it.
-        narrowed: of `weight`.
+        hidden: `[lines, hidden_size]` in the weight's dtype, to which logits are rounded too.
+        head: the output weight.
         out: int32 `[lines]`, any stride; written and returned. A line of NaN gets any token.
     """
+    weight, values, scale = head
     lines, vocabulary = hidden.shape[0], weight.shape[0]
-    values, scale = narrowed
     logits = _rounded(hidden)[0].float() @ values.float().T * scale
     logits = logits.nan_to_num(nan=float("-inf"))
     parts = -(-vocabulary // PART)
@@ -254,10 +270,10 @@ def head_tiling(lines: int) -> HeadTiling:
     return HeadTiling(128, 128, 128, True, 8, 4)
 
 
-def proposals(hidden: Tensor, narrowed: NarrowWeight, tiling: HeadTiling | None = None) -> Tensor:
+def proposals(hidden: Tensor, head: NarrowHead, tiling: HeadTiling | None = None) -> Tensor:
     """Keys of the two best tokens of each part, int32 `[lines, 2 * parts]`, by two launches."""
     lines, size = hidden.shape
-    vocabulary, tiling = narrowed.values.shape[0], tiling or head_tiling(lines)
+    vocabulary, tiling = head.values.shape[0], tiling or head_tiling(lines)
     parts = triton.cdiv(vocabulary, PART)
     rounded = torch.empty((lines, size), dtype=FORMAT, device=hidden.device)
     keys = torch.empty((lines, 2 * parts), dtype=torch.int32, device=hidden.device)
@@ -272,8 +288,8 @@ def proposals(hidden: Tensor, narrowed: NarrowWeight, tiling: HeadTiling | None 
     )
     _part_kernel[(triton.cdiv(lines, tiling.block_m), triton.cdiv(vocabulary, tiling.block_v))](
         hidden=rounded,
-        values=narrowed.values,
-        scale=narrowed.scale,
+        values=head.values,
+        scale=head.scale,
         keys=keys,
         lines=lines,
         V=vocabulary,
@@ -292,27 +308,23 @@ def proposals(hidden: Tensor, narrowed: NarrowWeight, tiling: HeadTiling | None 
 
 
 def narrow_argmax(
-    hidden: Tensor,
-    weight: Tensor,
-    narrowed: NarrowWeight,
-    out: Tensor,
-    tiling: HeadTiling | None = None,
+    hidden: Tensor, head: NarrowHead, out: Tensor, tiling: HeadTiling | None = None
 ) -> Tensor:
     """`narrow_argmax_reference` by three launches where Triton runs."""
     if not runs_triton(hidden):
-        return narrow_argmax_reference(hidden, weight, narrowed, out)
+        return narrow_argmax_reference(hidden, head, out)
     lines, size = hidden.shape
     if not lines:
         return out
-    keys = proposals(hidden, narrowed, tiling)
+    keys = proposals(hidden, head, tiling)
     _best_kernel[(lines,)](
         hidden=hidden,
-        weight=weight,
+        weight=head.weight,
         keys=keys,
         out=out,
         stride=hidden.stride(0),
         out_stride=out.stride(0),
-        V=weight.shape[0],
+        V=head.weight.shape[0],
         H=size,
         PARTS=keys.shape[1] // 2,
         WIDTH=triton.next_power_of_2(keys.shape[1]),
