@@ -9,6 +9,12 @@ import torch
 from torch import Tensor
 
 from hybrid_runtime.kernels.sampling.argmax import argmax
+from hybrid_runtime.kernels.sampling.narrow_head import (
+    NarrowHead,
+    can_narrow,
+    narrow,
+    narrow_argmax,
+)
 from hybrid_runtime.kernels.sampling.probabilities import select_with_probabilities
 from hybrid_runtime.kernels.step.commit_tokens import DraftInputs
 from hybrid_runtime.kernels.step.prepare_inputs import StepInputs
@@ -22,7 +28,11 @@ DrafterName = Literal["mtp", "eagle", "ngram"]
 
 
 class DraftHead(Protocol):
-    """A small network that continues the target's hidden states (MTP, EAGLE)."""
+    """A small network that continues the target's hidden states (MTP, EAGLE).
+
+    Its `output_weight`, if it has one, is the matrix `[V, hidden]` whose products with hidden
+    states are its logits.
+    """
 
     def __call__(
         self,
@@ -78,12 +88,20 @@ class HeadDrafter:
     sampled: draw drafts from the head's distribution at the row's temperature instead of taking the
         most likely token. More of them are accepted at high temperature, but the text of a seed
         then depends on the drafts.
+    narrow_head: the head's output weight with a copy in 8 bits, by which the most likely tokens are
+        found without logits; None = by logits.
     """
 
     def __init__(
-        self, head: DraftHead, caches: Caches, num_draft: int, sampled: bool = False
+        self,
+        head: DraftHead,
+        caches: Caches,
+        num_draft: int,
+        sampled: bool = False,
+        narrow_head: NarrowHead | None = None,
     ) -> None:
         self.head, self.caches, self.num_draft, self.sampled = head, caches, num_draft, sampled
+        self.narrow_head = narrow_head
         device, slots = caches.kv_block_table.device, caches.kv_block_table.shape[0]
         self._one_each = torch.arange(most_rows(slots) + 1, dtype=torch.int32, device=device)
 
@@ -106,17 +124,23 @@ class HeadDrafter:
                 hidden = self.head(inputs.tokens, hidden, batch, self.caches, wanted)
             else:
                 hidden = self.head(drafts[:, ahead - 1], hidden, one_each, self.caches)
-            logits = self.head.logits(hidden)
-            if self.sampled:
-                # A draft's position is that of the token it guesses.
-                position = sequences.length[inputs.slot.clamp(min=0)] + ahead
-                sampling = sequences.sampling.of(inputs.slot)
-                drawn, p = select_with_probabilities(logits[:, None], sampling, position, DRAFT)
-                drafts[:, ahead].copy_(drawn[:, 0])
-                probs.append(p[:, 0])
-            else:
-                argmax(logits, drafts[:, ahead])
+            if not self.sampled:
+                self._most_likely(hidden, drafts[:, ahead])
+                continue
+            # A draft's position is that of the token it guesses.
+            position = sequences.length[inputs.slot.clamp(min=0)] + ahead
+            sampling = sequences.sampling.of(inputs.slot)
+            logits = self.head.logits(hidden)[:, None]
+            drawn, p = select_with_probabilities(logits, sampling, position, DRAFT)
+            drafts[:, ahead].copy_(drawn[:, 0])
+            probs.append(p[:, 0])
         return drafts, torch.stack(probs, 1) if probs else None
+
+    def _most_likely(self, hidden: Tensor, out: Tensor) -> None:
+        if self.narrow_head is None:
+            argmax(self.head.logits(hidden), out)
+        else:
+            narrow_argmax(hidden, self.narrow_head, out)
 
 
 class NgramDrafter:
@@ -145,4 +169,14 @@ def make_drafter(
         return NgramDrafter(num_draft)
     if head is None:
         raise ValueError(f"head is None; drafter {name!r} needs one")
-    return HeadDrafter(head, caches, num_draft, sampled)
+    weight = narrowed_weight(head, sampled, caches.kv_block_table.device)
+    narrow_head = None if weight is None else narrow(weight)
+    return HeadDrafter(head, caches, num_draft, sampled, narrow_head)
+
+
+def narrowed_weight(head: DraftHead | None, sampled: bool, device: torch.device) -> Tensor | None:
+    """The output weight that a drafter on that device copies in 8 bits; None where it does not."""
+    weight = getattr(head, "output_weight", None)
+    if sampled or not isinstance(weight, Tensor) or not can_narrow(weight, device):
+        return None
+    return weight

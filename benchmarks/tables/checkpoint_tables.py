@@ -15,6 +15,7 @@ from shapes import SHAPES, Shape, config
 
 from hybrid_runtime.engine import EngineConfig
 from hybrid_runtime.engine.memory_plan import Planner
+from hybrid_runtime.kernels.sampling.narrow_head import narrow_bytes
 from hybrid_runtime.models.mtp import MTPHead
 from hybrid_runtime.models.nemotron_h import NemotronH
 
@@ -87,13 +88,14 @@ def checkpoints() -> str:
         head = MTPHead(model) if has_mtp else None
         parts = [model] if head is None else [model, head]
         weights = sum(p.nbytes for part in parts for p in part.parameters())
+        copied = 0 if head is None else narrow_bytes(model.output_weight)
         # As on a GPU, with room for every request at full length.
         options = EngineConfig(
             drafter="mtp" if has_mtp else "ngram", max_requests=1 << 12, max_model_len=LENGTH,
             steps_ahead=1, graphs=True,
         )  # fmt: skip
         layout = options.layout(sizes, torch.bfloat16)
-        planner = Planner(options, layout, model, head, torch.device("cpu"), weights)
+        planner = Planner(options, layout, model, head, torch.device("cpu"), weights + copied)
         room = {gpu: int(size * options.memory_fraction) for gpu, size in GPUS.items()}
         state = layout.bytes_per_request(len(model.state_layers), snapshots=1)
         heads, size = model.kv_shape

@@ -10,10 +10,12 @@ from dataclasses import asdict, dataclass
 
 from torch import nn
 
+from hybrid_runtime.kernels.sampling.narrow_head import narrow_bytes
 from hybrid_runtime.models.eagle import EagleHead
 from hybrid_runtime.models.moe import MoE
 from hybrid_runtime.models.mtp import MTPHead
 from hybrid_runtime.models.nemotron_h import NemotronH
+from hybrid_runtime.specdecode.drafter import narrowed_weight
 from hybrid_runtime.state.layout import StateLayout
 
 Head = MTPHead | EagleHead
@@ -60,7 +62,9 @@ def step_bytes(
     # Each draft pass computes one token per row; the first one stores keys and values of all tokens
     # of the verify pass. Experts stand behind the last attention layer in all published heads.
     passes = [tokens, *[rows] * (drafts - 1)] if head is not None and drafts else []
-    draft = sum(_weights(head, rows) + head_bytes for _ in passes if head is not None)
+    narrowed = narrowed_weight(head, False, model.device)
+    drafted_bytes = head_bytes if narrowed is None else narrow_bytes(narrowed)
+    draft = sum(_weights(head, rows) + drafted_bytes for _ in passes if head is not None)
     window, ssm = layout.components
     channel = layout.conv_channels * window.dtype.itemsize
     read = layout.conv_width - 1

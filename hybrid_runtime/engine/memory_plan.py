@@ -10,7 +10,9 @@ import torch
 from hybrid_runtime.device.free_memory import DeviceMemory, device_memory, host_memory
 from hybrid_runtime.engine.config import EngineConfig
 from hybrid_runtime.engine.scheduler import overshoot
+from hybrid_runtime.kernels.sampling.narrow_head import narrow_bytes
 from hybrid_runtime.models.nemotron_h import NemotronH
+from hybrid_runtime.specdecode.drafter import narrowed_weight
 from hybrid_runtime.state.layout import StateLayout
 
 _USABLE = 0.95
@@ -39,6 +41,7 @@ class MemoryPlan:
     slots: what the places of `max_requests` requests take besides.
     step: activations and logits of the largest step, an estimate.
     weights: of model and draft head; 0 once they are loaded.
+    draft_copy: the output weight in 8 bits, by which drafts are found.
     """
 
     num_blocks: tuple[int, int]
@@ -47,14 +50,16 @@ class MemoryPlan:
     slots: int
     step: int
     weights: int
+    draft_copy: int = 0
 
     @property
     def total(self) -> int:
-        return self.kv + self.state + self.slots + self.step + self.weights
+        return self.kv + self.state + self.slots + self.step + self.weights + self.draft_copy
 
     def __str__(self) -> str:
         parts = {
             "weights": self.weights,
+            "output weight in 8 bits": self.draft_copy,
             "keys and values": self.kv,
             "states": self.state,
             "buffers": self.slots + self.step,
@@ -105,6 +110,8 @@ class Planner:
             raise ValueError("the model has no Mamba layer; it must have one, or more")
         self.config, self._layout, self._model = config, layout, model
         self._device, self._weights = device, weights
+        narrowed = narrowed_weight(head, config.sampled_drafts, device)
+        self._draft_copy = 0 if narrowed is None else narrow_bytes(narrowed)
         self._units = units(config, layout, model, head, device)
         self._columns = -(-longest(config, device) // layout.block_size)
         self._budget = layout.block_budget(config.steps_ahead_on(device))
@@ -157,6 +164,7 @@ class Planner:
             step=tokens * _STEP_WIDTH * shape.hidden_size * itemsize
             + emitting * shape.vocab_size * (itemsize + 2 * torch.float32.itemsize),
             weights=self._weights,
+            draft_copy=self._draft_copy,
         )
 
     def _check_blocks(self) -> None:

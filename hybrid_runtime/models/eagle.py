@@ -195,6 +195,11 @@ class EagleHead(nn.Module):
         x = attended + (x if wanted is None else wanted.of(x))
         return x + layer.mlp(layer.post_attention_layernorm(x))
 
+    @property
+    def output_weight(self) -> Tensor:
+        """[vocab_size, hidden_size], the target's."""
+        return self._target[0].output_weight
+
     def logits(self, hidden: Tensor) -> Tensor:
         """[T, hidden_size] to [T, vocab_size] by the target's output head."""
         return self._target[0].logits(hidden)

@@ -107,6 +107,11 @@ class MTPHead(nn.Module):
             x, delta = layer(x, delta, batch, None, caches, only)
         return last.final_layernorm.add(x, delta)[0]
 
+    @property
+    def output_weight(self) -> Tensor:
+        """[vocab_size, hidden_size], the target's."""
+        return self._target[0].output_weight
+
     def logits(self, hidden: Tensor) -> Tensor:
         """[T, hidden_size] to [T, vocab_size] by the target's output head."""
         return self._target[0].logits(hidden)

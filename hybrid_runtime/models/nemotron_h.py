@@ -120,7 +120,12 @@ class NemotronH(nn.Module):
             x, delta = layer(x, delta, batch, parts, caches)
         return self.backbone.norm_f.add(x, delta)[0]
 
+    @property
+    def output_weight(self) -> Tensor:
+        """[vocab_size, hidden_size]: logits are products with it."""
+        head = self.backbone.embeddings if self.lm_head is None else self.lm_head
+        return head.weight
+
     def logits(self, hidden: Tensor) -> Tensor:
         """[T, hidden_size] after the final norm to [T, vocab_size]."""
-        head = self.backbone.embeddings if self.lm_head is None else self.lm_head
-        return F.linear(hidden, head.weight)
+        return F.linear(hidden, self.output_weight)

@@ -27,7 +27,7 @@ CANDIDATES = 8
 """Proposed tokens that are scored in full."""
 _FEWEST = CANDIDATES * PART
 """Tokens; with fewer there are too few parts to propose from."""
-_AT_ONCE = 4096
+_AT_ONCE = 1024
 """Tokens that are rounded at a time: no temporary of the weight's size."""
 
 _LOWEST = tl.constexpr(-(2**31))
@@ -197,7 +197,7 @@ def _part_kernel(
     tl.store(p_key + PARTS, b_second, mask=m_key)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["out"])
 def _best_kernel(
     hidden,
     weight,

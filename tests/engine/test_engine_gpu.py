@@ -7,13 +7,23 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from helpers.oracle import randomise
 
 from hybrid_runtime.demo import PROMPTS, SHIPPED
-from hybrid_runtime.engine import Engine, Request, SamplingParams
+from hybrid_runtime.engine import Engine, EngineConfig, Request, SamplingParams
+from hybrid_runtime.models.config import NemotronHConfig
+from hybrid_runtime.models.mtp import MTPHead
+from hybrid_runtime.models.nemotron_h import NemotronH
+from hybrid_runtime.specdecode.drafter import HeadDrafter
 from hybrid_runtime.state import sync_guard
 
 pytestmark = pytest.mark.gpu
 TOKENS = 80
+NARROW: dict[str, Any] = {
+    "vocab_size": 4096, "hidden_size": 256, "pattern": "M*M", "mtp_pattern": "*",
+    "num_nextn_predict_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "head_dim": 64, "mamba_num_heads": 8, "mamba_head_dim": 64,
+}  # fmt: skip
 NOISE = 1e-3
 """Logits closer than this may swap places between devices."""
 
@@ -156,6 +166,37 @@ def test_captured_steps_with_prompts_give_the_text_of_eager_ones(
                 break
     same = sum(one.output == other.output for one, other in zip(*found, strict=True))
     assert same >= 0.9 * len(prompts)
+
+
+def test_drafts_by_an_output_weight_in_8_bits_are_the_same() -> None:
+    """Of a wide vocabulary and random weights, whose best tokens are close to each other."""
+    shape = NemotronHConfig(**NARROW)
+    model = NemotronH(shape, "cuda", torch.bfloat16)
+    head = MTPHead(model)
+    randomise(model, seed=1)
+    randomise(head, seed=2)
+    found = []
+    for narrows in (True, False):
+        config = EngineConfig(drafter="mtp", max_requests=20, block_size=32, steps_ahead=0)
+        runs = Engine(model, config, eos_token_ids=(), head=head)
+        drafter = runs.runner._phases.drafter
+        assert isinstance(drafter, HeadDrafter)
+        if not narrows:
+            drafter.narrow_head = None
+        assert (drafter.narrow_head is not None) == narrows
+        runs.capture()
+        prompts = [[7 * n, 3000 - n, 5] for n in range(20)]
+        params = SamplingParams(max_tokens=24, ignore_eos=True)
+        requests = [runs.submit(prompt, params) for prompt in prompts]
+        drafts = []
+        while not runs.idle:
+            runs.step()
+            drafts.append(runs.sequences.drafts.clone())
+        found.append((torch.stack(drafts), [request.output for request in requests]))
+    (drafts, texts), (wanted_drafts, wanted_texts) = found
+    assert texts == wanted_texts
+    # Sums in another order may round a logit to another neighbour.
+    assert (drafts == wanted_drafts).float().mean() > 0.99
 
 
 @pytest.mark.parametrize("steps_ahead", [0, 1])

@@ -71,6 +71,22 @@ def test_the_number_of_requests_that_is_said_to_fit_fits_and_no_more() -> None:
             planner(device, max_requests=fits + 1).plan(memory)
 
 
+def test_the_output_weight_in_8_bits_is_counted() -> None:
+    alone = planner(CUDA, max_requests=1)
+    least = alone.needed(1)
+    assert least.draft_copy == SHAPE.vocab_size * (SHAPE.hidden_size + 4)
+    assert "output weight in 8 bits 0.5 GiB" in str(least)
+    for other in (planner(CPU), planner(CUDA, sampled_drafts=True)):
+        assert other.needed(1).draft_copy == 0
+    enough, little = (
+        int(room / alone.config.memory_fraction) + 1
+        for room in (least.total, least.total - least.draft_copy)
+    )
+    alone.plan(DeviceMemory(enough, enough))
+    with pytest.raises(ValueError, match="max_requests is 1: needs"):
+        alone.plan(DeviceMemory(little, little))
+
+
 def test_what_can_never_fit_is_told_apart() -> None:
     memory = DeviceMemory(free=2 * GIB, total=2 * GIB)
     with pytest.raises(ValueError, match=r"the weights need 16.0 GiB, 1\.\d GiB free"):

@@ -21,6 +21,7 @@ from hybrid_runtime.kernels.sampling.narrow_head import (
     narrow,
     narrow_argmax,
     narrow_argmax_reference,
+    narrow_bytes,
 )
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -158,6 +159,7 @@ def test_a_weight_in_8_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = normal(300, 64) * torch.logspace(-6, 3, 300, device=DEVICE)[:, None]
     weight[7] = 0
     _, values, scale = narrow(weight)
+    assert narrow_bytes(weight) == values.nbytes + scale.nbytes
     near = values.float() * scale[:, None]
     largest = weight.abs().amax(-1, keepdim=True).float()
     # Half a step of 3 bits; of the smallest numbers half of theirs.
