@@ -241,7 +241,7 @@ def _best_kernel(
         b_w = tl.load(p_w + o_h[None, :], mask=o_h[None, :] < H, other=0.0).to(tl.float32)
         b_sum += b_w * b_x[None, :]
     b_score = tl.sum(b_sum, axis=1).to(weight.dtype.element_ty).to(tl.float32)
-    b_score = tl.where(b_score == b_score, b_score, float("-inf"))
+    # NaN is neither the largest nor equal to it.
     best = tl.max(b_score, axis=0)
     tl.store(out + i_line * out_stride, tl.min(tl.where(b_score == best, b_token, V - 1), axis=0))
 

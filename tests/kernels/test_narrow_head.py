@@ -69,12 +69,12 @@ def full_logits(hidden: Tensor, weight: Tensor) -> Tensor:
     [(1, 256, 128), (3, 37, 64), (5, 1000, 100), (17, 300, 272), (33, 640, 64), (130, 259, 64)],
 )
 def test_finds_the_best_token(lines: int, vocabulary: int, size: int, dtype: torch.dtype) -> None:
-    hidden, weight = (
-        normal(lines, size + 8, dtype=dtype)[:, :size],
-        normal(vocabulary, size, seed=1),
-    )
-    weight = weight.to(dtype)
+    hidden = normal(lines, size + 8, dtype=dtype)[:, :size]
     hidden[:, 3] *= 10
+    hidden *= torch.logspace(-3, 1, lines, device=DEVICE)[:, None]
+    weight = normal(vocabulary + PART, size, dtype=dtype, seed=1)
+    weight[vocabulary:] = 20 * hidden[-1] / hidden[-1].norm()  # which is no part of it
+    weight = weight[:vocabulary]
     logits = full_logits(hidden, weight)
     best = logits.amax(-1)
     rounding = best.abs() * 2**-7  # sums in another order may round to another neighbour
@@ -105,6 +105,7 @@ def misleading(winner: int, decoys: list[int], vocabulary: int) -> tuple[Tensor,
         (200, [3]),
         (255, [250]),
         (300, [299]),
+        (299, [300]),
         (5, [PART * i for i in range(1, CANDIDATES)]),
     ],
 )
