@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hybrid_runtime.kernels.common.backend import runs_triton
-from hybrid_runtime.kernels.common.pdl import CACHE_LINE, pdl, pdl_wait, prefetch
+from hybrid_runtime.kernels.common.pdl import pdl, pdl_wait
 
 FORMAT = torch.float8_e4m3fn
 LARGEST = 448.0
@@ -33,7 +33,6 @@ _AT_ONCE = 1024
 _LOWEST = tl.constexpr(-(2**31))
 _HIGHEST = tl.constexpr(2**31 - 1)
 _PART = tl.constexpr(PART)
-_CACHE_LINE = tl.constexpr(CACHE_LINE)
 _LARGEST = tl.constexpr(LARGEST)
 
 
@@ -140,35 +139,26 @@ def _part_kernel(
     V: tl.constexpr,
     H: tl.constexpr,
     PARTS: tl.constexpr,
-    BLOCK_V: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    PROMOTE: tl.constexpr,
-    AHEAD: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """The two best tokens of each part, by 8 bits; one program per BLOCK_M lines and BLOCK_V
-    tokens. Programs of the same tokens stand side by side, so that these are read once.
+    """The two best tokens of a part, by 8 bits; one program per BLOCK_M lines and part. Programs of
+    the same part stand side by side, so that its tokens are read once.
 
     A key orders tokens by their logit; its low bits say which one of its part it is.
-
-    PROMOTE: add up the tiles' products in float32; otherwise all are added up by the tensor cores,
-    whose sums of 8-bit products have fewer bits.
-    AHEAD: cache lines of each token that are fetched while the launch ahead ends.
     """
-    i_v = tl.program_id(1)
-    o_v = i_v * BLOCK_V + tl.arange(0, BLOCK_V)
-    o_row = tl.minimum(o_v, V - 1) - i_v * BLOCK_V
-    values += i_v.to(tl.int64) * BLOCK_V * H
-    if AHEAD:
-        prefetch(values + o_row[:, None] * H + tl.arange(0, AHEAD)[None, :] * _CACHE_LINE, PDL)
     pdl_wait(PDL, RELEASE=False)
+    i_part = tl.program_id(1)
+    o_v = tl.arange(0, _PART)
+    m_v = o_v < V - i_part * _PART
+    o_row = tl.where(m_v, o_v, 0)
     o_line = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    o_k = tl.arange(0, BLOCK_K)
-    p_w = values + o_row[:, None] * H + o_k[None, :]
-    p_x = hidden + o_line[None, :] * H + o_k[:, None]
     m_line = o_line < lines
-    b_sum = tl.zeros((BLOCK_V, BLOCK_M), tl.float32)
+    o_k = tl.arange(0, BLOCK_K)
+    p_w = values + i_part.to(tl.int64) * _PART * H + o_row[:, None] * H + o_k[None, :]
+    p_x = hidden + o_line[None, :] * H + o_k[:, None]
+    b_sum = tl.zeros((_PART, BLOCK_M), tl.float32)
     for i_k in range((H + BLOCK_K - 1) // BLOCK_K):
         if H % BLOCK_K == 0:
             b_w = tl.load(p_w)
@@ -177,24 +167,19 @@ def _part_kernel(
             m_k = o_k < H - i_k * BLOCK_K
             b_w = tl.load(p_w, mask=m_k[None, :], other=0.0)
             b_x = tl.load(p_x, mask=m_line[None, :] & m_k[:, None], other=0.0)
-        if PROMOTE:
-            b_sum = tl.dot(b_w, b_x, b_sum, max_num_imprecise_acc=BLOCK_K)
-        else:
-            b_sum = tl.dot(b_w, b_x, b_sum)
+        # The tensor cores' sums have fewer bits than float32, but enough to propose by.
+        b_sum = tl.dot(b_w, b_x, b_sum)
         p_w += BLOCK_K
         p_x += BLOCK_K
-    b_sum *= tl.load(scale + tl.minimum(o_v, V - 1))[:, None]
+    b_sum *= tl.load(scale + i_part * _PART + o_row)[:, None]
 
     b_key = (_ordered(b_sum) & ~(_PART - 1)) | (~o_v & (_PART - 1))[:, None]
-    b_key = tl.where(o_v[:, None] < V, b_key, _LOWEST)
-    b_key = tl.reshape(b_key, (BLOCK_V // _PART, _PART, BLOCK_M))
-    b_first = tl.max(b_key, axis=1)
-    b_second = tl.max(tl.where(b_key == b_first[:, None, :], _LOWEST, b_key), axis=1)
-    o_part = i_v * (BLOCK_V // _PART) + tl.arange(0, BLOCK_V // _PART)
-    p_key = keys + o_line[None, :] * (2 * PARTS) + o_part[:, None]
-    m_key = m_line[None, :] & (o_part < PARTS)[:, None]
-    tl.store(p_key, b_first, mask=m_key)
-    tl.store(p_key + PARTS, b_second, mask=m_key)
+    b_key = tl.where(m_v[:, None], b_key, _LOWEST)
+    b_first = tl.max(b_key, axis=0)
+    b_second = tl.max(tl.where(b_key == b_first[None, :], _LOWEST, b_key), axis=0)
+    p_key = keys + o_line * (2 * PARTS) + i_part
+    tl.store(p_key, b_first, mask=m_line)
+    tl.store(p_key + PARTS, b_second, mask=m_line)
 
 
 @triton.jit(do_not_specialize_on_alignment=["out"])
@@ -247,27 +232,17 @@ def _best_kernel(
 
 
 class HeadTiling(NamedTuple):
-    """Launch shape of the product: tokens, lines and hidden channels of a tile, whether tiles are
-    added up in float32, warps, pipeline stages, cache lines of a token fetched ahead."""
+    """Launch shape of the product: lines and hidden channels of a tile, warps, pipeline stages."""
 
-    block_v: int
     block_m: int
-    block_k: int
-    promote: bool
-    warps: int
-    stages: int
-    ahead: int = 4
+    block_k: int = 128
+    warps: int = 4
+    stages: int = 3
 
 
 def head_tiling(lines: int) -> HeadTiling:
     """The launch shape for so many lines."""
-    if lines <= 16:
-        return HeadTiling(128, 16, 128, True, 4, 4)
-    if lines <= 32:
-        return HeadTiling(128, 32, 128, True, 4, 4)
-    if lines <= 64:
-        return HeadTiling(128, 64, 128, True, 4, 4)
-    return HeadTiling(128, 128, 128, True, 8, 4)
+    return HeadTiling(min(max(triton.next_power_of_2(lines), 16), 128))
 
 
 def proposals(hidden: Tensor, head: NarrowHead, tiling: HeadTiling | None = None) -> Tensor:
@@ -286,7 +261,7 @@ def proposals(hidden: Tensor, head: NarrowHead, tiling: HeadTiling | None = None
         num_warps=8,
         **pdl(hidden),
     )
-    _part_kernel[(triton.cdiv(lines, tiling.block_m), triton.cdiv(vocabulary, tiling.block_v))](
+    _part_kernel[(triton.cdiv(lines, tiling.block_m), parts)](
         hidden=rounded,
         values=head.values,
         scale=head.scale,
@@ -295,11 +270,8 @@ def proposals(hidden: Tensor, head: NarrowHead, tiling: HeadTiling | None = None
         V=vocabulary,
         H=size,
         PARTS=parts,
-        BLOCK_V=tiling.block_v,
         BLOCK_M=tiling.block_m,
         BLOCK_K=tiling.block_k,
-        PROMOTE=tiling.promote,
-        AHEAD=tiling.ahead,
         num_warps=tiling.warps,
         num_stages=tiling.stages,
         **pdl(hidden),

@@ -185,10 +185,7 @@ def test_the_product_streams_8_bits(lines: int, size: int, tmp_path: Path) -> No
     if not isinstance(kernel, JITFunction):
         pytest.skip("the interpreter is on")
     shape = head_tiling(lines)
-    constants = PRODUCT | {
-        "H": size, "BLOCK_V": shape.block_v, "BLOCK_M": shape.block_m, "BLOCK_K": shape.block_k,
-        "PROMOTE": shape.promote, "AHEAD": shape.ahead,
-    }  # fmt: skip
+    constants = PRODUCT | {"H": size, "BLOCK_M": shape.block_m, "BLOCK_K": shape.block_k}
     options = {"num_warps": shape.warps, "num_stages": shape.stages}
     aligned = ("hidden", "values", "scale", "keys")
     code = compiled(kernel, constants, aligned, options, **TYPES)
@@ -198,7 +195,7 @@ def test_the_product_streams_8_bits(lines: int, size: int, tmp_path: Path) -> No
     assert "f32.e4m3.e4m3" in text
     assert "cp.async.cg.shared.global" in text
     assert "cp.async.ca" not in text
-    assert code.metadata.shared <= 227 * 1024
+    assert code.metadata.shared <= 99 * 1024  # Ada has less than Hopper
 
 
 @pytest.mark.parametrize("size", [2688, 4096, 4480])
