@@ -1,9 +1,16 @@
-"""What sampling costs more than taking the likeliest token."""
+"""What finding a token costs: sampled beside the likeliest, and drafts by 8 bits of a weight."""
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 from markdown import markdown
-from source import environment, load
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "common"))
+
+from shapes import SHAPES
+from source import RESULTS, environment, load
 
 
 def sampling() -> str:
@@ -30,4 +37,32 @@ def sampling() -> str:
     return markdown(header, rows) + "\n\n" + environment(result)
 
 
-TABLES = {"sampling": sampling}
+def draft_head() -> str | None:
+    """GPU time from hidden states to drafts, and how many of them are others."""
+    if not (RESULTS / "h200" / "draft-head.json").exists():
+        return None
+    result = load("h200", "draft-head")
+    rows = [
+        [
+            SHAPES[row["model"]].name,
+            str(row["lines"]),
+            f"{row['full']:.0f} µs",
+            f"{row['8 bits']:.0f} µs",
+            f"{row['full'] / row['8 bits']:.2f}",
+            f"{row['limit']:.0f} µs",
+        ]
+        for row in result["gpu"]
+    ]
+    header = ["shape", "rows", "by all logits", "by 8 bits", "faster by", "limit"]
+    checked, different, worse, missed = (
+        sum(row[name] for row in result["agreement"])
+        for name in ("lines", "different", "worse", "missed")
+    )
+    note = (
+        f"Of {checked:,} drafts {different} are other tokens; {worse} of these have a smaller "
+        f"logit, {missed} by more than rounding to 16 bits explains."
+    )
+    return markdown(header, rows) + f"\n\n{note} {environment(result)}"
+
+
+TABLES = {"sampling": sampling, "draft-head": draft_head}
