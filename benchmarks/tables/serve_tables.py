@@ -80,7 +80,6 @@ def capture() -> str | None:
 
 TABLES = {
     "serving": partial(closed, "h200/serve-8b"),
-    "serving-again": partial(closed, "h200/serve-8b-again"),
     "serving-smaller": partial(closed, "h100/serve-8b", "h100/serve-8b-few"),
     "serving-arrivals": arrivals,
     "capture": capture,
