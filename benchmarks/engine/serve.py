@@ -170,6 +170,8 @@ def run(argv: Sequence[str]) -> Path:
     commands = {"ours": OURS}
     if args.vllm:
         commands["vllm"] = [*shlex.split(args.vllm), PEER]
+    if args.before:
+        commands["before"] = shlex.split(args.before)
     chosen = {k: v for k, v in vars(args).items() if k != "out"}
     about = {"environment": environment(), "name": SHAPES[args.shape].name, "options": chosen}
 
@@ -218,6 +220,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--profile-steps", type=int, default=40, help="of each closed loop to trace; 0 = none")
     add("--options", default="{}", help="JSON, fields of EngineConfig")
     add("--vllm", help="how Python is started where vLLM is installed; left out: ours alone")
+    add("--before", help="how serve_ours.py of an older checkout is started, to run beside")
     add("--vllm-options", default="{}", help="JSON, keywords of vllm.LLM")
     add("--seed", type=int, default=0)
     args = parser.parse_args(argv)

@@ -17,7 +17,7 @@ CLOSED = (
     ("itl_ms_mean", "ITL, ms", ".2f"),
     ("itl_ms_p99", "ITL p99, ms", ".1f"),
 )
-"""Figure, its name, its format; each beside vLLM's, and over it."""
+"""Figure, its name, its format; each beside the other engine's, and over it."""
 OPEN = (
     ("rate", "requests/s", ".1f"),
     ("output_tok_s", "tokens/s", ".0f"),
@@ -29,11 +29,11 @@ OPEN = (
 )
 
 
-def closed(*names: str) -> str | None:
-    """So many places, always taken: this engine beside vLLM; of calls with the same options."""
+def closed(*names: str, other: str = "vllm", titled: str = "ours : vLLM") -> str | None:
+    """So many places, always taken: this engine beside another; of calls with the same options."""
     paths = [path for name in names if (path := RESULTS / f"{name}.json").is_file()]
     results, lines = [json.loads(path.read_text()) for path in paths], []
-    every = [pair for result in results for pair in _pairs(result)]
+    every = [pair for result in results for pair in _pairs(result, other)]
     pairs = [pair for pair in every if pair[0]["places"] is not None]
     for ours, theirs in sorted(pairs, key=lambda pair: pair[0]["places"]):
         line = [str(ours["places"])]
@@ -41,7 +41,7 @@ def closed(*names: str) -> str | None:
             line.append(f"{ours[figure]:{form}} : {theirs[figure]:{form}}")
             line.append(f"{theirs['ours_to_this'][figure]:.2f}")
         lines.append(line)
-    header = ["places", *(x for _, name, _ in CLOSED for x in (f"{name}, ours : vLLM", "÷"))]
+    header = ["places", *(x for _, name, _ in CLOSED for x in (f"{name}, {titled}", "÷"))]
     return f"{markdown(header, lines)}\n\n{_note(results[0], pairs)}" if lines else None
 
 
@@ -49,7 +49,7 @@ def arrivals() -> str | None:
     """Poisson arrivals, as a share of what each engine serves at most."""
     parts = []
     for result in _results():
-        pairs = [pair for pair in _pairs(result) if pair[0]["places"] is None]
+        pairs = [pair for pair in _pairs(result, "vllm") if pair[0]["places"] is None]
         lines = [
             [name, row["load"], *(f"{row[figure]:{form}}" for figure, _, form in OPEN)]
             for pair in pairs
@@ -78,11 +78,29 @@ def capture() -> str | None:
     return f"{markdown(['kernels', 'capture, s'], lines)}\n\n{said}"
 
 
+def products() -> str | None:
+    """Matrix products of a step, which bound a serving load."""
+    path = RESULTS / "h200" / "products.json"
+    if not path.is_file():
+        return None
+    result = json.loads(path.read_text())
+    lines = [
+        [str(row["tokens"]), f"{row['step_ms']:.2f}", f"{row['tflop_s']:.0f}"]
+        for row in result["rows"]
+    ]
+    header = ["tokens", "ms", "TFLOP/s"]
+    return f"{markdown(header, lines)}\n\n{result['name']} shapes, bfloat16. {environment(result)}"
+
+
 TABLES = {
     "serving": partial(closed, "h200/serve-8b"),
+    "serving-before": partial(
+        closed, "h200/serve-8b-before", other="before", titled="now : before"
+    ),
     "serving-smaller": partial(closed, "h100/serve-8b", "h100/serve-8b-few"),
     "serving-arrivals": arrivals,
     "capture": capture,
+    "products": products,
 }
 
 
@@ -90,14 +108,18 @@ def _results() -> list[Row]:
     return [json.loads(path.read_text()) for path in sorted(RESULTS.glob("*/serve-8b.json"))]
 
 
-def _pairs(result: Row) -> list[tuple[Row, Row]]:
-    """Our row of each load and vLLM's."""
+def _pairs(result: Row, other: str) -> list[tuple[Row, Row]]:
+    """Our row of each load and the other engine's."""
     rows = result["rows"]
-    return [(a, b) for a, b in zip(rows[::2], rows[1::2], strict=True) if b["engine"] == "vllm"]
+    return [(a, b) for a, b in zip(rows[::2], rows[1::2], strict=True) if b["engine"] == other]
 
 
 def _note(result: Row, pairs: list[tuple[Row, Row]]) -> str:
     options, engines = result["options"], result["engines"]
+    if "vllm" in engines:
+        beside = f"vLLM {engines['vllm']['vllm']}"
+    else:
+        beside = f"before: commit {engines['before']['environment']['commit']}"
     repeats = [len(ours["repeats"]) for ours, _ in pairs]
     counts = str(min(repeats)) if min(repeats) == max(repeats) else f"{min(repeats)}-{max(repeats)}"
     made = "one run" if counts == "1" else f"medians of {counts} repeats"
@@ -105,6 +127,6 @@ def _note(result: Row, pairs: list[tuple[Row, Row]]) -> str:
         f"{options['lengths'].capitalize()} lengths, {options['drafts']} drafts, acceptance "
         f"{options['acceptance']}, {options['dtype']} weights, {options['ssm_dtype']} state, at "
         f"most {options['max_tokens_per_step']} tokens a step, {options['per_place']} requests per "
-        f"place, {made}, vLLM {engines['vllm']['vllm']}. "
+        f"place, {made}, {beside}. "
         f"{environment(result)}"
     )

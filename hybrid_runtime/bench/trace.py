@@ -29,7 +29,8 @@ KINDS = (
     (
         "bookkeeping",
         r"^_(advance|advance_replay|prepare_inputs|commit_tokens|accept_drafts|uniform|fill|part"
-        r"|whole|count|penalise|bias|probabilities|select|place_rows|decide_flush)_kernel$",
+        r"|whole|count|penalise|bias|probabilities|select|place_rows|decide_flush|round|best)"
+        r"_kernel$",
     ),
     (
         "state",
@@ -40,7 +41,7 @@ KINDS = (
     ("attention", r"^_(attention|reduce|store_kv)_kernel$|flash|fmha"),
     ("norm", r"^_norm_kernel$"),
     ("experts", r"^_(topk|align_block_size|fused_moe|moe_sum)_kernel$"),
-    ("matrix products", r"gemm|gemv|nvjet|cutlass|splitk|cublas"),
+    ("matrix products", r"^_propose_kernel$|gemm|gemv|nvjet|cutlass|splitk|cublas"),
     ("copies", r"memcpy|memset"),
     ("elementwise", r"^_(relu2|embedding|pooling)_kernel$|elementwise|triton_|cat|index"),
 )

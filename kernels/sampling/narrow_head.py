@@ -130,7 +130,7 @@ def _ordered(x):
 
 
 @triton.jit(do_not_specialize=["lines"])
-def _part_kernel(
+def _propose_kernel(
     hidden,
     values,
     scale,
@@ -261,7 +261,7 @@ def proposals(hidden: Tensor, head: NarrowHead, tiling: HeadTiling | None = None
         num_warps=8,
         **pdl(hidden),
     )
-    _part_kernel[(triton.cdiv(lines, tiling.block_m), parts)](
+    _propose_kernel[(triton.cdiv(lines, tiling.block_m), parts)](
         hidden=rounded,
         values=head.values,
         scale=head.scale,

@@ -181,7 +181,7 @@ TYPES = {
 @pytest.mark.parametrize("lines", [1, 32, 64, 80])
 @pytest.mark.parametrize("size", [2688, 4096, 4480])
 def test_the_product_streams_8_bits(lines: int, size: int, tmp_path: Path) -> None:
-    kernel = narrow_head._part_kernel
+    kernel = narrow_head._propose_kernel
     if not isinstance(kernel, JITFunction):
         pytest.skip("the interpreter is on")
     shape = head_tiling(lines)
