@@ -148,6 +148,8 @@ PROGRAMS = 4
 LONGEST = 2048
 """Positions per split where there are enough rows to fill the GPU without splitting: more would let
 one long row among short ones finish late."""
+DECODING = 16
+"""Tokens of a row up to which it is taken for one that decodes, with at most 15 drafts."""
 MAX_SPLITS = 64
 MOST_SUMMED = 1 << 16
 """Programs that sum splits, one for each head and step of a row, where most have no token: a pass
@@ -159,7 +161,10 @@ def attention_tiling(
 ) -> AttentionTiling:
     """Launch shape for `group` query heads per key head; swept on an H200."""
     exact = dtype == torch.float32  # products without matrix units: small tiles
-    most = max(32 if exact else 64, triton.next_power_of_2(group))
+    # Every tile reads the context: few large ones where rows decode, small ones where prompts run,
+    # which share a long row's work among more programs.
+    most = 32 if exact else 128 if max_scheduled <= DECODING else 64
+    most = max(most, triton.next_power_of_2(group))
     block_m = min(max(triton.next_power_of_2(group * max_scheduled), 16), most)
     tokens = block_m // group
     small = exact or block_m <= 32

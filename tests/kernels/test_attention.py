@@ -18,6 +18,7 @@ from hybrid_runtime.kernels.attention.launch import (
     Splits,
     attention_scratch,
     attention_splits,
+    attention_tiling,
 )
 from hybrid_runtime.kernels.attention.paged import paged_attention, paged_attention_reference
 from hybrid_runtime.kernels.attention.store_kv import store_kv, store_kv_reference
@@ -221,6 +222,15 @@ def test_many_programs_sum_several_steps_each(
     paged_attention(*arguments, out=many)
     assert frame_is_whole(many)
     assert torch.equal(many, few)
+
+
+@pytest.mark.parametrize(
+    ("group", "drafts", "tiles"), [(4, 15, 1), (5, 15, 1), (16, 7, 1), (16, 15, 2), (1, 0, 1)]
+)
+def test_decoding_rows_take_few_tiles(group: int, drafts: int, tiles: int) -> None:
+    """Each reads the whole context."""
+    for dtype in (torch.bfloat16, torch.float16):
+        assert attention_tiling(group, 128, drafts + 1, dtype).query_tiles == tiles
 
 
 @kernels
