@@ -229,6 +229,8 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     for name, low in least.items():
         if getattr(args, name) < low:
             raise ValueError(f"{name} is {getattr(args, name)}; it must be at least {low}")
+    if args.vllm and args.before:
+        raise ValueError("vllm and before are both given; tables have one engine beside ours")
     if args.temperature and args.acceptance != "real":
         raise ValueError(
             f"temperature is {args.temperature} with acceptance {args.acceptance!r}; it must be 0 "

@@ -152,8 +152,8 @@ DECODING = 16
 """Tokens of a row up to which it is taken for one that decodes, with at most 15 drafts."""
 MAX_SPLITS = 64
 MOST_SUMMED = 1 << 16
-"""Programs that sum splits, one for each head and step of a row, where most have no token: a pass
-whose rows may be anything up to all its tokens. With more it is not split."""
+"""Sums of splits, one for each head and step of a row, where most have no token: a pass whose rows
+may be anything up to all its tokens. With more it is not split."""
 
 
 def attention_tiling(
@@ -164,6 +164,8 @@ def attention_tiling(
     # Every tile reads the context: few large ones where rows decode, small ones where prompts run,
     # which share a long row's work among more programs.
     most = 32 if exact else 128 if max_scheduled <= DECODING else 64
+    if head_dim <= 16:
+        most = 32  # Triton 3.6 multiplies 64 x 16 outputs of matrix units wrongly
     most = max(most, triton.next_power_of_2(group))
     block_m = min(max(triton.next_power_of_2(group * max_scheduled), 16), most)
     tokens = block_m // group

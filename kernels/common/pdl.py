@@ -19,7 +19,7 @@ CACHE_LINE = 128
 
 
 def pdl(tensor: Tensor) -> dict[str, bool]:
-    """The constexpr OVERLAP of a kernel that calls `pdl_wait`, and the launch attribute; off where
+    """The constexpr PDL of a kernel that calls `pdl_wait`, and the launch attribute; off where
     the hardware (before Hopper) or the interpreter has no such thing."""
     if not tensor.is_cuda or not _dependent_launches(tensor.device):
         return {"PDL": False}

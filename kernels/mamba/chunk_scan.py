@@ -106,8 +106,8 @@ def scan_tiling(dim: int, state: int, dtype: torch.dtype) -> ScanTiling:
     if min(dim, state) < 64:
         # Triton 3.6 multiplies 64 x 16 outputs of matrix units wrongly: stay below their 64 rows.
         return ScanTiling(128, 64, 32, 8)
-    if state > 128:
-        return ScanTiling(64, 64, 64, 4, 256, 8, 2, 8, 1)
+    if max(dim, state) > 128:
+        return ScanTiling(64, 64, 64, 4 if dim <= 128 else 1, 256, 8, 2, 8, 1)
     return ScanTiling(64, 64, 64, 8)
 
 

@@ -20,6 +20,9 @@ from hybrid_runtime.kernels.common.pdl import pdl, pdl_wait
 FORMAT = torch.float8_e4m3fn
 LARGEST = 448.0
 """Of an e4m3 number."""
+SMALLEST = 2.0**-100
+"""Lines of numbers below are rounded as if this were among them: what they would have to be
+multiplied by is infinite for the smallest, which tokens that training never met may have."""
 PART = 128
 """Tokens side by side of which the two best are proposed. One is not enough: the best token of all
 may stand beside one that only looks better in 8 bits."""
@@ -27,6 +30,8 @@ CANDIDATES = 8
 """Proposed tokens that are scored in full."""
 _FEWEST = CANDIDATES * PART
 """Tokens; with fewer there are too few parts to propose from."""
+_ALIGNED = 16
+"""Bytes that are moved at once. Lines of other lengths would be slower to read than the weight."""
 _AT_ONCE = 1024
 """Tokens that are rounded at a time: no temporary of the weight's size."""
 
@@ -34,6 +39,7 @@ _LOWEST = tl.constexpr(-(2**31))
 _HIGHEST = tl.constexpr(2**31 - 1)
 _PART = tl.constexpr(PART)
 _LARGEST = tl.constexpr(LARGEST)
+_SMALLEST = tl.constexpr(SMALLEST)
 
 
 class NarrowHead(NamedTuple):
@@ -52,6 +58,8 @@ class NarrowHead(NamedTuple):
 def can_narrow(weight: Tensor, device: torch.device) -> bool:
     """Whether there is a narrow head of `weight` once it is on that device."""
     if weight.dtype.itemsize != 2 or not weight.is_contiguous() or len(weight) < _FEWEST:
+        return False
+    if weight.shape[1] % _ALIGNED:
         return False
     if device.type != "cuda" or torch.version.hip is not None:
         return False
@@ -77,8 +85,7 @@ def narrow(weight: Tensor) -> NarrowHead:
 def _rounded(x: Tensor) -> tuple[Tensor, Tensor]:
     """Each line of x in e4m3, and its scale float32 `[lines]`."""
     x = x.float()
-    largest = x.abs().amax(-1)
-    factor = torch.where(largest > 0, LARGEST / largest, 1.0)
+    factor = LARGEST / x.abs().amax(-1).clamp(min=SMALLEST)
     return (x * factor[:, None]).to(FORMAT), 1 / factor
 
 
@@ -117,8 +124,7 @@ def _round_kernel(hidden, values, stride, H: tl.constexpr, BLOCK: tl.constexpr, 
     o_h = tl.arange(0, BLOCK)
     b_x = tl.load(hidden + i_line.to(tl.int64) * stride + o_h, mask=o_h < H, other=0.0)
     b_x = b_x.to(tl.float32)
-    largest = tl.max(tl.abs(b_x), axis=0)
-    b_x *= tl.where(largest > 0, _LARGEST / largest, 1.0)
+    b_x *= _LARGEST / tl.maximum(tl.max(tl.abs(b_x), axis=0), _SMALLEST)
     tl.store(values + i_line * H + o_h, b_x.to(values.dtype.element_ty), mask=o_h < H)
 
 

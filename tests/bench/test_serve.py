@@ -151,7 +151,13 @@ def test_two_engines_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize(
-    "options", [["--acceptance", "most"], ["--temperature", "1"], ["--repeats", "0"]]
+    "options",
+    [
+        ["--acceptance", "most"],
+        ["--temperature", "1"],
+        ["--repeats", "0"],
+        ["--vllm", "python", "--before", "python"],
+    ],
 )
 def test_what_cannot_be_measured_is_refused_in_one_line(
     options: list[str], capsys: pytest.CaptureFixture[str]

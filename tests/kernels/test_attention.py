@@ -69,6 +69,9 @@ SMALL = {
     "block of 48": replace(BASE, block_size=48),
     "block of 128": replace(BASE, block_size=128),
     "block of 7": replace(BASE, block_size=7),
+    "tiles in two blocks": replace(
+        BASE, block_size=80, rows=((296, 4), (75, 8), None, (79, 1), (0, 70), (80, 1))
+    ),
     "1 split": replace(BASE, splits=Splits(1)),
     "3 splits": replace(BASE, splits=Splits(3)),
     "8 splits": replace(BASE, splits=Splits(8)),
@@ -79,6 +82,9 @@ SMALL = {
     "all padded": replace(BASE, rows=(None, None)),
     "prefill": replace(BASE, rows=((0, 20), (33, 13)), heads=8, kv_heads=1),
     "prefill of several tiles": replace(BASE, rows=((0, 70), (33, 13)), heads=8, kv_heads=1),
+    "splits behind what the first token sees": replace(
+        BASE, heads=2, size=256, rows=((15, 40), (0, 33)), splits=Splits(4)
+    ),
     "lengths 1..8": replace(BASE, rows=tuple((i * 9, i) for i in range(1, 9))),
     "context 1": replace(BASE, rows=((0, 1),)),
     "context 300": replace(BASE, rows=((296, 4), (31, 1), (32, 1), (255, 1))),
@@ -94,6 +100,7 @@ LARGE = {
         (32, 2, 128, 16, ((3000, 4), (2000, 8)), Splits(64)),
         (40, 8, 128, 48, ((1500, 4), None, (3, 3)), Splits(16, 100)),
         (8, 4, 64, 128, ((0, 700), (500, 300), (10, 1)), None),
+        (32, 8, 128, 1056, ((1000, 300), (0, 70), (2100, 33)), None),
     ]
 }
 # The interpreter cuts fp32 off to bf16, where everybody else rounds.
@@ -231,6 +238,13 @@ def test_decoding_rows_take_few_tiles(group: int, drafts: int, tiles: int) -> No
     """Each reads the whole context."""
     for dtype in (torch.bfloat16, torch.float16):
         assert attention_tiling(group, 128, drafts + 1, dtype).query_tiles == tiles
+
+
+@pytest.mark.parametrize("tokens", [4, 16, 64, 3072])
+def test_small_heads_stay_below_64_rows(tokens: int) -> None:
+    """Of which Triton 3.6 makes wrong outputs."""
+    assert attention_tiling(8, 16, tokens, torch.bfloat16).block_m < 64
+    assert attention_tiling(8, 32, max(tokens, 8), torch.bfloat16).block_m >= 64
 
 
 @kernels

@@ -216,9 +216,12 @@ def test_attention_and_norms_move_16_bytes_at_once(
     assert access in code.asm["ptx"]
 
 
-# Heads of Nemotron-H-8B, Nemotron-Nano-9B-v2 and Falcon-H1.
-@pytest.mark.parametrize(("dim", "state"), [(64, 128), (80, 128), (64, 256)])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+# Heads of Nemotron-H-8B, Nemotron-Nano-9B-v2 and Falcon-H1, and larger ones.
+SIZES = [(64, 128), (80, 128), (64, 256), (128, 128)]
+SCANS = [(*size, dtype) for size in SIZES for dtype in (torch.bfloat16, torch.float32)]
+
+
+@pytest.mark.parametrize(("dim", "state", "dtype"), [*SCANS, (256, 128, torch.bfloat16)], ids=str)
 @pytest.mark.parametrize("cuts", [NO_CUTS, {}], ids=["whole", "cut"])
 def test_chunk_scan_fits_into_registers(
     dim: int, state: int, dtype: torch.dtype, cuts: dict[str, Any], tmp_path: Path

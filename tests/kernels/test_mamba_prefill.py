@@ -14,7 +14,7 @@ from helpers.tensors import DEVICE, frame_is_whole, framed, ints, noise, same_by
 from torch import Tensor
 
 from hybrid_runtime.kernels.common.varlen import StateRows
-from hybrid_runtime.kernels.mamba.chunk_scan import ScanTiling, chunk_scan
+from hybrid_runtime.kernels.mamba.chunk_scan import ScanTiling, _heads_each, chunk_scan
 from hybrid_runtime.kernels.mamba.conv1d_varlen import ConvTiling, conv1d_varlen
 from hybrid_runtime.kernels.mamba.naive import chunk_scan_reference, conv1d_reference
 
@@ -165,6 +165,7 @@ SSMS = [
     pytest.param(Ssm(lengths=(1,) * 130, heads=1, groups=1, padded=False), id="130 rows"),
     Ssm(**DEFAULT),
     Ssm(**DEFAULT, x=torch.bfloat16),
+    Ssm(**DEFAULT, x=torch.bfloat16, dim=64, state=64),
     Ssm(tiling=ScanTiling(16, 32, 16, 1)),
     Ssm(tiling=ScanTiling(64, 16, 32, 4)),
     Ssm(groups=1),
@@ -262,6 +263,17 @@ def test_ssm_chunk_scan(shape: Ssm) -> None:
         assert same_bytes(mine, states)
         size = states[0].numel()
         assert same_bytes(after[:, size:], before[:, size:])
+
+
+@pytest.mark.parametrize(
+    ("tokens", "heads", "each"),
+    [(1, 1, 2), (1, 4, 2), (1, 8, 4), (1, 16, 8), (65, 4, 4), (65, 8, 8)],
+)
+def test_a_program_has_fewer_heads_where_programs_are_few(
+    tokens: int, heads: int, each: int
+) -> None:
+    """Two programs are enough on a CPU."""
+    assert _heads_each(torch.empty(tokens, heads, 64), ScanTiling(64, 64, 64, 8)) == each
 
 
 @kernels

@@ -152,6 +152,18 @@ def test_any_hidden_state_gives_a_token(value: float) -> None:
 
 
 @kernels
+@pytest.mark.parametrize("tiny", [0.0, 1e-39, 1e-33])
+def test_tokens_that_training_never_met(tiny: float) -> None:
+    weight = normal(PART * (CANDIDATES + 1), 64)
+    weight[: PART * CANDIDATES] *= tiny
+    hidden = normal(4, 64, seed=1)
+    best = full_logits(hidden, weight).argmax(-1).tolist()
+    assert min(best) >= PART * CANDIDATES
+    assert either(hidden, weight) == best
+    assert narrow(weight).values.float().isfinite().all()  # a GPU takes NaN for the largest
+
+
+@kernels
 def test_no_lines() -> None:
     assert by_kernel(normal(0, 64), normal(300, 64)).tolist() == []
 
