@@ -10,7 +10,8 @@ Closed loop: the next request is sent when one of so many places is free. `--rat
 arrivals: requests per second, or a share of what the engine itself served per second in the closed
 loop with the most places. Before anything is timed, both engines serve the whole list once. Figures
 are medians over the repeats; order of the engines: ABBA. The JSON is written after every repeat, so
-that nothing is lost where time runs out. `plot` needs matplotlib.
+that nothing is lost where time runs out. `--before` has an older checkout of this engine beside it
+instead of vLLM. `plot` needs matplotlib.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from markdown import markdown
-from source import RESULTS, environment
+from source import RESULTS, environment, load
 
 Row = dict[str, Any]
 
@@ -89,7 +89,22 @@ def products() -> str | None:
         for row in result["rows"]
     ]
     header = ["tokens", "ms", "TFLOP/s"]
-    return f"{markdown(header, lines)}\n\n{result['name']} shapes, bfloat16. {environment(result)}"
+    about = f"{_prompt_alone(result)} {result['name']} shapes, bfloat16. {environment(result)}"
+    return f"{markdown(header, lines)}\n\n{about}"
+
+
+def _prompt_alone(products: Row) -> str:
+    """A prompt that nobody shares the GPU with, over its products; its chunks have two blocks."""
+    chunk = next(row for row in products["rows"] if row["tokens"] == 2048)
+    rows = load("h200", "prefix-64")["rows"]
+    row = next(row for row in rows if row["state_layout"] == "replay" and not row["host_tier"])
+    tokens, ms = row["prompt_tokens"], row["ttft_ms"]["miss"]
+    limit = tokens * chunk["step_ms"] / chunk["tokens"]
+    return (
+        f"A prompt of {tokens} tokens alone takes {ms:.0f} ms to its first token "
+        f"({tokens / ms * 1e3:.0f} tokens/s), {ms / limit:.2f} times its products at the rate of "
+        f"{chunk['tokens']} tokens."
+    )
 
 
 TABLES = {

@@ -64,7 +64,7 @@ def step_bytes(
     passes = [tokens, *[rows] * (drafts - 1)] if head is not None and drafts else []
     narrowed = narrowed_weight(head, False, model.device)
     drafted_bytes = head_bytes if narrowed is None else narrow_bytes(narrowed)
-    draft = sum(_weights(head, rows) + drafted_bytes for _ in passes if head is not None)
+    draft = 0.0 if head is None else len(passes) * (_weights(head, rows) + drafted_bytes)
     window, ssm = layout.components
     channel = layout.conv_channels * window.dtype.itemsize
     read = layout.conv_width - 1

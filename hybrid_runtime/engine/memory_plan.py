@@ -50,7 +50,7 @@ class MemoryPlan:
     slots: int
     step: int
     weights: int
-    draft_copy: int = 0
+    draft_copy: int
 
     @property
     def total(self) -> int:

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from hybrid_runtime import demo
+from hybrid_runtime.bench import floor
 from hybrid_runtime.bench.drive import drive, summarize
 from hybrid_runtime.bench.floor import step_bytes
 from hybrid_runtime.bench.load import Load
@@ -55,7 +56,7 @@ def measured(itl: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> dict[
     return result
 
 
-def test_floor_counts_what_must_move() -> None:
+def test_floor_counts_what_must_move(monkeypatch: pytest.MonkeyPatch) -> None:
     config = NemotronHConfig(
         vocab_size=50, hidden_size=8, pattern="M*-E", mtp_pattern="*", num_nextn_predict_layers=1,
         intermediate_size=12, num_attention_heads=2, num_key_value_heads=1, head_dim=4,
@@ -93,6 +94,11 @@ def test_floor_counts_what_must_move() -> None:
 
     plain = StateLayout.from_config(config, 0, torch.float32, block_size=16)
     assert step_bytes(model, None, plain, rows=1, context=1, accepted=1).draft == 0
+
+    # As on a GPU that copies the output weight in 8 bits, with a scale for each token.
+    monkeypatch.setattr(floor, "narrowed_weight", lambda head, sampled, device: head.output_weight)
+    moved = step_bytes(model, drafter, layout, rows=3, context=100, accepted=2)
+    assert moved.draft == pytest.approx(2 * (head + expert_layer + 50 * (8 + 4)))
 
 
 def test_floor_of_the_replay_layout_counts_a_write_now_and_then() -> None:

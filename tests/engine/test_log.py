@@ -55,7 +55,7 @@ def test_what_was_given_up(
 def test_requests_that_do_not_all_fit_at_full_length(caplog: pytest.LogCaptureFixture) -> None:
     """Where the blocks are what a GPU had room for; chosen ones are nobody's surprise."""
     with Engine.from_pretrained(SHIPPED, block_size=16, max_model_len=160) as engine:
-        plan = MemoryPlan((45, 64), kv=0, state=0, slots=0, step=0, weights=0)
+        plan = MemoryPlan((45, 64), kv=0, state=0, slots=0, step=0, weights=0, draft_copy=0)
         caplog.clear()
         log_engine(engine.config, engine.manager.layout, engine.model, plan)
         chosen = replace(engine.config, num_blocks=(45, 64))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,7 @@ def test_the_output_weight_in_8_bits_is_counted() -> None:
     least = alone.needed(1)
     assert least.draft_copy == SHAPE.vocab_size * (SHAPE.hidden_size + 4)
     assert "output weight in 8 bits 0.5 GiB" in str(least)
+    assert least.total == sum(v for k, v in asdict(least).items() if k != "num_blocks")
     for other in (planner(CPU), planner(CUDA, sampled_drafts=True)):
         assert other.needed(1).draft_copy == 0
     enough, little = (
