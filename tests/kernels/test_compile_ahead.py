@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import time
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +16,7 @@ from helpers.hopper import HOPPER
 from triton.runtime.jit import JITFunction
 
 from hybrid_runtime.device.compile import compiling
+from hybrid_runtime.kernels.mamba import chunk_scan_kernels
 
 
 @triton.jit
@@ -24,6 +28,16 @@ def _double(x, n, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
 @triton.jit
 def _wrong(x, n, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
     tl.store(x + tl.arange(0, TILE), tl.load(n))
+
+
+class _Finalised:
+    """Collected as a cycle only, and its finaliser lets other threads go on."""
+
+    def __init__(self) -> None:
+        self.cycle = self
+
+    def __del__(self) -> None:
+        time.sleep(0)
 
 
 @pytest.fixture
@@ -66,3 +80,25 @@ def test_what_does_not_compile_is_told_and_launches_work_again(driver: None) -> 
     assert JITFunction.run is run
     with compiling():
         _double[(1,)](torch.ones(64), 64, TILE=64)
+
+
+def test_threads_parse_while_finalisers_run(driver: None) -> None:
+    """CPython 3.11 raises SystemError where two threads parse at once; 3.12 and later do not."""
+    every = vars(chunk_scan_kernels).values()
+    kernels = [kernel for kernel in every if isinstance(kernel, JITFunction)]
+    if not kernels:
+        pytest.skip("the interpreter is on")
+
+    def parse(_: int) -> None:
+        for _ in range(40):
+            _Finalised()
+            for kernel in kernels:
+                kernel.parse()
+
+    threshold = gc.get_threshold()
+    gc.set_threshold(50)
+    try:
+        with compiling(), ThreadPoolExecutor(4) as threads:
+            assert len(list(threads.map(parse, range(8)))) == 8
+    finally:
+        gc.set_threshold(*threshold)
