@@ -14,6 +14,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from hybrid_runtime.device.process import OneProcess
 from hybrid_runtime.engine.client import Client, Delta, deliver
 from hybrid_runtime.engine.engine import Engine, QueueFull
 from hybrid_runtime.engine.owner import EngineClosed
@@ -25,7 +26,7 @@ from hybrid_runtime.specdecode.sampling import SamplingParams
 logger = logging.getLogger(__name__)
 
 
-class AsyncEngine:
+class AsyncEngine(OneProcess):
     """Serves any number of coroutines from one engine.
 
     engine: used by the thread of this object from `async with` on, until that is left; its `stats`

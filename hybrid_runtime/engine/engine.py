@@ -13,6 +13,7 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from hybrid_runtime.device.process import OneProcess, enter_process
 from hybrid_runtime.device.sync import Waits
 from hybrid_runtime.engine import build
 from hybrid_runtime.engine.arguments import check_params, check_service, each_params
@@ -42,7 +43,7 @@ class QueueFull(RuntimeError):
     """As many requests wait as may; try again when some have been served."""
 
 
-class Engine:
+class Engine(OneProcess):
     """Continuous batching over one Nemotron-H model with an optional drafter."""
 
     def __init__(
@@ -64,6 +65,7 @@ class Engine:
         come without; None = greedy. Raises `ValueError` for a config that does not go with the
         model, the head or the device's memory.
         """
+        enter_process()
         config = config.resolved(head)
         layout = config.layout(model.config, model.dtype)
         plan = build.memory_plan(config, layout, model, head)
@@ -107,6 +109,7 @@ class Engine:
         eagle_path: the EAGLE head's own checkpoint; None = the sub-directory `eagle` of `path`.
         options: the fields of `EngineConfig`. All of them are checked before weights are loaded.
         """
+        enter_process()
         loaded = load(path, EngineConfig(**options), device, dtype, eagle_path)
         return cls(
             loaded.model, loaded.config, tokenizer=loaded.tokenizer, head=loaded.head,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 
+from hybrid_runtime.device.process import enter_process
+
 
 class EngineClosed(RuntimeError):
     """The engine takes no more requests, or has ended one that ran."""
@@ -22,7 +24,8 @@ class Owner:
 
     def check(self) -> None:
         """Take the engine for this thread. Raises `RuntimeError`, naming both threads, if another
-        one has it, `EngineClosed` if nobody may."""
+        one has it or this process is a fork of the engine's, `EngineClosed` if nobody may."""
+        enter_process()
         if self.closed:
             raise EngineClosed("the engine is closed")
         mine = threading.current_thread()

@@ -9,6 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from hybrid_runtime.device.process import OneProcess
 from hybrid_runtime.device.sync import Waits, allowed
 from hybrid_runtime.device.transfer import Readback, Staging
 from hybrid_runtime.kernels.step import entry as fields
@@ -43,7 +44,7 @@ from hybrid_runtime.state.stats import Stats
 from hybrid_runtime.state.step import Snapshot, Step, StepPositions
 
 
-class HybridStateManager:
+class HybridStateManager(OneProcess):
     """State of every request's Mamba layers, by slot and column.
 
     layout: of the states.
