@@ -228,7 +228,7 @@ def test_a_state_beside_guesses_holds_no_snapshots_column() -> None:
     run(made, exact([0, 0], [7, 7], [0, 0]), 1, 1)
     run(made, exact([7, 7], [4, 1], [3, 0]), 1, 1)
     demand = made.block_demand(exact([8, 8], [4, 4], [3, 3]))
-    assert demand.last.tolist() == [-1, 0]
+    assert demand.kept.tolist() == [-1, 0]
 
 
 def test_a_state_in_a_boundarys_column_is_held_beside_the_next_boundarys() -> None:

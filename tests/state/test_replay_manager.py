@@ -36,8 +36,9 @@ def run(
 
 
 def needed(made: HybridStateManager, n: int, s: int, d: int) -> tuple[int, int]:
+    """First and last column that is read or written."""
     demand = made.block_demand(StepRows.exact([0], [n], [s], [d]))
-    return int(demand.first[0]), int(demand.last[0])
+    return int(demand.first[0]), int(demand.kept[0])
 
 
 # refused

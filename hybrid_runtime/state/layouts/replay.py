@@ -97,25 +97,19 @@ class ReplayPolicy:
             )
 
     def block_demand(self, rows: StepRows, known: align.Ints | None) -> BlockDemand:
-        """The snapshots that a row may write or read; the live column comes besides."""
+        """The snapshots that a row may write or read; the live column comes besides. All that the
+        bounds leave open may be written: exact ones leave a single boundary, and one at a cut."""
         booked = self._slot_table.known.take(rows.index, axis=0, mode="wrap")
         low = self._first_stored(rows, booked)
-        first, last = self._span(low, rows.certain_max, self._slot_table.kept(rows.index))
+        fresh, last = self._span(low, rows.certain_max, self._slot_table.kept(rows.index))
         held_min, held_max = booked[:, SlotTable.HELD_MIN], booked[:, SlotTable.HELD_MAX]
         held = (held_max >= 0) & (held_max < self._live)
-        first = np.where(held & ((last < 0) | (held_min < first)), held_min, first)
-        last = np.where(held & (held_max > last), held_max, last)
-        kept = last
+        first = np.where(held & ((last < 0) | (held_min < fresh)), held_min, fresh)
+        kept = np.where(held & (held_max > last), held_max, last)
         if known is not None:
             unfiled = unfiled_column(known, self.layout)
-            first = np.where(last < 0, unfiled, np.minimum(first, unfiled))
-            kept = np.maximum(last, align.blocks_below(rows.computed_max, self.layout.block_size))
-        # A row without guesses stores one snapshot, where it ends, and one at a cut; one with
-        # guesses up to two.
-        two = rows.draft > 0
-        if self.cuts and rows.chunked:
-            two |= rows.certain > 1
-        fresh = np.maximum(first, last - two)
+            first = np.where(kept < 0, unfiled, np.minimum(first, unfiled))
+            kept = np.maximum(kept, align.blocks_below(rows.computed_max, self.layout.block_size))
         if rows.padded:
             live = rows.slot >= 0
             first, fresh = first * live, fresh * live
