@@ -13,7 +13,7 @@ from torch import Tensor
 from hybrid_runtime.kernels.common.backend import runs_triton
 from hybrid_runtime.kernels.common.varlen import StateRows, physical_blocks
 from hybrid_runtime.kernels.mamba.conv1d_update import MAX_TOKENS, conv1d_update
-from hybrid_runtime.kernels.mamba.naive import conv1d_reference
+from hybrid_runtime.kernels.mamba.naive import check_conv_shapes, conv1d_reference
 from hybrid_runtime.kernels.replay.rows import ReplayRows
 
 
@@ -37,6 +37,7 @@ def replay_conv1d_reference(
     Returns:
         [tokens, C], as `conv1d_reference`, whose arguments the others are.
     """
+    check_conv_shapes(x, weight, windows)
     positions = rows.positions
     reads = (rows.slot >= 0) & (positions.read_column >= 0)
     offset = torch.where(reads, positions.offset, 0)

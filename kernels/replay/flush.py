@@ -264,16 +264,22 @@ def replay_flush(
     """`replay_flush_reference` by one launch where Triton runs; fp64 states go to the reference.
 
     Raises:
-        ValueError: states and window cache don't fit, or the cache is not contiguous.
+        ValueError: states, window cache and A_log don't fit, or the cache is not contiguous.
     """
     states = table.ssm[0]
+    x, B = window_cache.x.transpose(2, 3), window_cache.B.transpose(2, 3)
+    layers = len(table.ssm)
+    if x.dim() != 5 or len(x) != layers or tuple(A_log.shape) != (layers, states.shape[1]):
+        raise ValueError(
+            f"window_cache.x is {tuple(window_cache.x.shape)} and A_log {tuple(A_log.shape)}, must "
+            f"be of {layers} layers and {states.shape[1]} heads"
+        )
+    check_window_cache(x, B, states, window_cache.layer(0))
     if not runs_triton(listed) or states.dtype == torch.float64:
         replay_flush_reference(table, window_cache, A_log, listed, slot, positions, rounding)
         return
     if len(listed) == 0:
         return
-    x, B = window_cache.x.transpose(2, 3), window_cache.B.transpose(2, 3)
-    check_window_cache(x, B, states, window_cache.layer(0))
     check_contiguous(states, window_cache, x.dtype)
     (heads, dim), (groups, state) = x.shape[3:], B.shape[3:]
     windows = table.windows[0]

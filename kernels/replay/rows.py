@@ -17,6 +17,9 @@ class ReplayRows(NamedTuple):
     cu_seqlens: int32 `[rows + 1]`, index of each row's first token.
     draft: int32 `[rows]`, how many of the row's last tokens are guesses.
     positions: where its state is read and written, `[rows]` each.
+    ring: tokens of a slot's ring in the window cache by which `positions` were made, of a manager
+        `layout.ring`; `replay_update` refuses a cache of another. None: whoever placed the rows
+        went by the cache itself.
     """
 
     block_table: Tensor
@@ -24,3 +27,4 @@ class ReplayRows(NamedTuple):
     cu_seqlens: Tensor
     draft: Tensor
     positions: ReplayPositions
+    ring: int | None = None

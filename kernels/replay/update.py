@@ -246,10 +246,16 @@ def replay_update(
     has more that are certain, is folded in two passes; a state of 16 bits is rounded after each.
 
     Raises:
-        ValueError: as the reference, or a tensor is not contiguous or has another dtype.
+        ValueError: as the reference, or a tensor is not contiguous or has another dtype, or the
+            window cache has another ring than `rows` were placed for.
     """
     check_out(out, x)
     ring = window_cache.length
+    if rows.ring not in (None, ring):
+        raise ValueError(
+            f"window_cache has rings of {ring} tokens, must be rows.ring, {rows.ring}, by which "
+            "rows.positions were made"
+        )
     small = max_scheduled <= MAX_TOKENS and ring <= LONG_WINDOW + MAX_TOKENS
     if not runs_triton(x) or not small or torch.float64 in (x.dtype, states.dtype):
         y = replay_update_reference(

@@ -82,6 +82,18 @@ def test_replay_window(shape: Window) -> None:
         assert same_bytes(after, windows)
 
 
+def test_windows_of_another_shape_are_refused_before_a_snapshot_is_stored() -> None:
+    rows = Rows(3, 4, 0)
+    x = torch.ones(rows.tokens, 6, device=DEVICE)
+    for bad, weight in (
+        (torch.zeros(rows.blocks, 6, 8, device=DEVICE), x.new_ones(6, 4)),
+        (torch.zeros(rows.blocks, 6, 6, device=DEVICE), x.new_ones(6, 8)),
+    ):
+        with pytest.raises(ValueError, match="windows is"):
+            replay_conv1d_update(x, weight, None, bad, **rows.arguments)
+        assert not bad.any()
+
+
 @plain
 @pytest.mark.parametrize("drafts", [0, 1, 3, 5])
 def test_window_reference_keeps_the_last_inputs(drafts: int) -> None:

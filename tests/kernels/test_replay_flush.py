@@ -126,6 +126,26 @@ def test_a_row_that_reads_nothing_is_zeroed_in_any_physical_block(target: int) -
     assert not table.windows[0][target, : table.taps].any()
 
 
+def test_a_cache_that_fits_other_layers_is_refused_before_anything_is_written() -> None:
+    table, window_cache, A_log, rows = flush_case(Ssm(), layers=2, seed=0)
+    listed = ints(*range(len(rows["slot"])))
+    before = [t.clone() for t in (*table.windows, *table.ssm)]
+    cases: list[tuple[WindowCache, Tensor]] = [
+        (window_cache.layer(0), A_log),
+        (WindowCache(*(part[:1] for part in window_cache)), A_log),
+        (window_cache._replace(x=window_cache.x[..., :-1]), A_log),
+        (window_cache._replace(dt=window_cache.dt[..., :-1]), A_log),
+        (window_cache._replace(B=window_cache.B[:, :-1]), A_log),
+        (window_cache, A_log[0]),
+        (window_cache, A_log[:, :-1]),
+    ]
+    for cache, rates in cases:
+        with pytest.raises(ValueError, match=r"window_cache|states is|A_log"):
+            replay_flush(table, cache, rates, listed, **rows)
+    for now, then in zip((*table.windows, *table.ssm), before, strict=True):
+        assert same_bytes(now, then)
+
+
 @plain
 def test_flush_reference_is_the_next_fold() -> None:
     """After any step, the flushed state is what the columns layout holds."""

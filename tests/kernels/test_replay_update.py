@@ -316,6 +316,24 @@ def test_wrong_shapes_are_refused() -> None:
             replay_update(**(call | {"window_cache": window_cache} | bad))
 
 
+def test_a_cache_of_another_ring_than_the_rows_were_placed_for_is_refused() -> None:
+    """Its cursors point elsewhere, in silence."""
+    shape, rows = Ssm(), Rows(3, 4, 0)
+    generator = torch.Generator(DEVICE).manual_seed(0)
+    arguments = shape.inputs(generator, rows.tokens) | shape.vectors(generator, torch.float32)
+    arguments["states"] = torch.zeros(rows.blocks, 2, 8, 16, device=DEVICE)
+    placed, most = rows.rows._replace(ring=rows.ring), rows.arguments["max_scheduled"]
+    for ring in (rows.ring - 1, rows.ring + 1, 16 + rows.ring):
+        cache = WindowCache(
+            torch.zeros(rows.slots, 2, ring, 8, device=DEVICE, dtype=shape.x),
+            torch.zeros(rows.slots, 2, ring, 16, device=DEVICE, dtype=shape.x),
+            torch.zeros(rows.slots, 2, ring, device=DEVICE),
+        )
+        with pytest.raises(ValueError, match=f"window_cache has rings of {ring} .* {rows.ring}"):
+            replay_update(**arguments, window_cache=cache, rows=placed, max_scheduled=most)
+    assert not arguments["states"].any()
+
+
 @kernels
 @pytest.mark.parametrize("tokens", [0, 3])
 def test_no_rows(tokens: int) -> None:
