@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from hybrid_runtime.device.sync import allowed
@@ -65,6 +66,7 @@ def check_step(
         exact = np.where(rows.slot >= 0, computed[rows.slot], 0).astype(np.int64)
         reads, writes = policy.touched(rows, exact, outputs)
         lacks, least, most = policy.lacking(rows, queued, outputs)
+    fewest, largest = _counted(slot_table, queued)
     rule = slot_table.kept(rows.index)
     end, block = exact + rows.certain, slot_table.block_size
     cut = prompt_cut(exact, end, rows.draft, block, rule) if policy.cuts else 0
@@ -72,6 +74,11 @@ def check_step(
     for i in np.flatnonzero(writes[:, 0] >= 0):  # the others do not run
         slot, low, high = int(rows.slot[i]), rows.computed_min[i], rows.computed_max[i]
         request = f"slot {slot}, generation {slot_table.generation[slot]}, step {number}"
+        if not fewest[slot] <= exact[i] <= largest[slot]:
+            raise ValueError(
+                f"manager.computed[{slot}] is {exact[i]} ({request}), which a caller wrote; by the "
+                f"counts that were read it must be {fewest[slot]}..{largest[slot]}"
+            )
         if not low <= exact[i] <= high:
             raise ValueError(
                 f"rows.computed_min..max[{i}] is {low}..{high} ({request}); "
@@ -97,3 +104,17 @@ def check_step(
                 f"{' or at most a block behind it' if policy.cuts else ''}, or there is no "
                 "snapshot to hit"
             )
+
+
+def _counted(
+    slot_table: SlotTable, queued: Sequence[Step]
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Least and most tokens computed, `[max_requests]`, after the queued steps."""
+    least = slot_table.computed.astype(np.int64)
+    most = least.copy()
+    for step in queued:
+        rows = np.flatnonzero(step.current(slot_table.generation, slot_table.live))
+        slot = step.rows.slot[rows]
+        least[slot] += step.rows.certain[rows]
+        most[slot] += step.rows.scheduled[rows]
+    return least, most

@@ -109,6 +109,8 @@ class HybridStateManager(OneProcess):
                 layout, table, device, in_place, prompt_cuts, self._staging, self._stats
             )
         )
+        with torch.inference_mode():  # outside of which nobody writes such a tensor in place
+            self._computed: Tensor = torch.from_dlpack(self._policy.slots.computed)
         self._saved = SavedUpload(table, self._policy, layout.block_size)
         counts = Readback(max_rows, steps_in_flight + 1, device, self._waits)
         self._in_flight = InFlightSteps(
@@ -123,9 +125,9 @@ class HybridStateManager(OneProcess):
     @property
     def computed(self) -> Tensor:
         """Exact tokens computed before the step begun last, int32 `[max_requests]` by slot, on the
-        device. Its address never changes."""
-        computed: Tensor = self._policy.slots.computed
-        return computed
+        device. Its address never changes. Read-only: an inference tensor over memory of the
+        manager's own, which torch refuses to write in place outside `torch.inference_mode()`."""
+        return self._computed
 
     @property
     def positions(self) -> StepPositions:

@@ -61,6 +61,22 @@ def test_a_count_off_by_one_is_named_before_anything_changes(
 
 
 @layouts
+def test_a_count_that_a_caller_wrote_is_named(kind: str) -> None:
+    """With results in flight too, of which only bounds are known."""
+    made = manager(kind, steps_in_flight=2)
+    run(made, [5], 4, 3, 4)
+    with torch.inference_mode():
+        made.computed[1] = 4
+    with pytest.raises(
+        ValueError, match=r"manager\.computed\[1\] is 4 .*a caller wrote.* must be 5\.\.5"
+    ):
+        made.begin_step(StepRows.exact([0, 1], [9, 5], [4, 4], [3, 3]))
+    with torch.inference_mode():
+        made.computed[1] = 5
+    run(made, [9, 5], 4, 3, 1)
+
+
+@layouts
 def test_a_chunk_that_loses_a_boundary_is_named_and_counted(kind: str) -> None:
     made = manager(kind)
     message = (
