@@ -22,7 +22,7 @@ from hybrid_runtime.state.step import Snapshot
 @dataclass(frozen=True, slots=True)
 class Schedule:
     """Rows of one step; rows that decode (one certain token and K guesses) stand first. epochs:
-    of the requests, by which to know results of those that were preempted meanwhile. speaks: some
+    of the requests, by which to know results of those that were preempted meanwhile. samples: some
     row brings a token. pooled: rows whose embedding is complete after the step."""
 
     requests: list[Request]

@@ -3,7 +3,7 @@ and what it must be."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hybrid_runtime.device.sync import allowed
+from hybrid_runtime.kernels.replay.window_cache import WindowCache
 from hybrid_runtime.state.align import LONGEST
 from hybrid_runtime.state.layout import StateLayout
 from hybrid_runtime.state.layouts.flush import FlushInputs
@@ -78,7 +79,8 @@ def check_states(
         for component, tensor in zip(layout.components, pair, strict=True):
             name = f"states[{layer}].{component.name}"
             _check_device(name, tensor, device)
-            if tensor.dtype != component.dtype or tuple(tensor.shape[1:]) != component.shape:
+            fits = tuple(tensor.shape[1:]) == component.shape and len(tensor) > 0
+            if tensor.dtype != component.dtype or not fits:
                 raise ValueError(
                     f"{name} is {tensor.dtype} {tuple(tensor.shape)}; it must be "
                     f"{component.dtype} [blocks, {', '.join(map(str, component.shape))}]"
@@ -92,34 +94,65 @@ def check_states(
 
 def check_tables(tables: Sequence[Tensor], max_requests: int, device: torch.device) -> None:
     """Refuse block tables that are not dense int32 rows, one per slot."""
+    if not tables:
+        raise ValueError("block_tables is empty; it must hold one table per cache group")
     for i, table in enumerate(tables):
-        if table.dtype != torch.int32 or table.dim() != 2 or table.shape[0] < max_requests:
+        _check_device(f"block_tables[{i}]", table, device)
+        fits = table.dim() == 2 and table.shape[0] >= max_requests and table.shape[1] > 0
+        if table.dtype != torch.int32 or not fits:
             raise ValueError(
                 f"block_tables[{i}] is {table.dtype} {tuple(table.shape)}; it must be int32 "
-                f"[>= {max_requests}, columns], one row per slot"
+                f"[>= {max_requests}, >= 1], one row per slot"
             )
         if table.stride(1) != 1:
             raise ValueError(f"block_tables[{i}] has strides {table.stride()}; rows must be dense")
-        _check_device(f"block_tables[{i}]", table, device)
 
 
-def check_flush_inputs(inputs: FlushInputs, layout: StateLayout, layers: int, slots: int) -> None:
+def check_flush_inputs(
+    inputs: FlushInputs, layout: StateLayout, layers: int, slots: int, device: torch.device
+) -> None:
     """Refuse what does not fit so many layers and slots of this layout."""
-    heads = layout.ssm_shape[0]
-    for name, tensor, must in (
-        ("window_cache.dt", inputs.window_cache.dt, [layers, slots, heads, layout.ring]),
-        ("A_log", inputs.A_log, [layers, heads]),
+    if not isinstance(inputs, FlushInputs) or not isinstance(inputs.window_cache, WindowCache):
+        raise ValueError(
+            f"flush_inputs is a {type(inputs).__name__}; it must be FlushInputs with a WindowCache"
+        )
+    (heads, dim, state), ring = layout.ssm_shape, layout.ring
+    (x, B, dt), A_log, seed = inputs
+    named = ("window_cache.x", x), ("window_cache.B", B), ("window_cache.dt", dt), ("A_log", A_log)
+    for name, tensor in named:
+        _check_device(f"flush_inputs.{name}", tensor, device)
+    groups = B.shape[2] if B.dim() == 5 else 0
+    groups = groups if groups and heads % groups == 0 else 1
+    activations = x.dtype if x.dtype.is_floating_point else torch.float32
+    rates = A_log.dtype if A_log.dtype.is_floating_point else torch.float32
+    fine = torch.promote_types(activations, torch.float32)
+    for name, tensor, dtype, must in (
+        ("window_cache.x", x, activations, [layers, slots, heads, ring, dim]),
+        ("window_cache.B", B, activations, [layers, slots, groups, ring, state]),
+        ("window_cache.dt", dt, fine, [layers, slots, heads, ring]),
+        ("A_log", A_log, rates, [layers, heads]),
     ):
-        if list(tensor.shape) != must:
-            raise ValueError(f"flush_inputs.{name} is {list(tensor.shape)}; it must be {must}")
-    seed = inputs.seed
-    if seed is not None and (seed.dtype != torch.int32 or seed.shape[0] < slots):
+        if tensor.dtype != dtype or list(tensor.shape) != must:
+            raise ValueError(
+                f"flush_inputs.{name} is {tensor.dtype} {list(tensor.shape)}; "
+                f"it must be {dtype} {must}"
+            )
+        if tensor is not A_log and not tensor.is_contiguous():
+            raise ValueError(
+                f"flush_inputs.{name} has strides {tensor.stride()}; it must be contiguous"
+            )
+    if seed is None:
+        return
+    _check_device("flush_inputs.seed", seed, device)
+    if seed.dtype != torch.int32 or seed.dim() != 1 or len(seed) < slots:
         raise ValueError(
             f"flush_inputs.seed is {seed.dtype} {list(seed.shape)}; it must be int32 [>= {slots}]"
         )
 
 
-def _check_device(name: str, tensor: Tensor, device: torch.device) -> None:
+def _check_device(name: str, tensor: Any, device: torch.device) -> None:
+    if not isinstance(tensor, Tensor):
+        raise ValueError(f"{name} is a {type(tensor).__name__}; it must be a tensor on {device}")
     if tensor.device.type != device.type:
         raise ValueError(f"{name} is on {tensor.device}; it must be on {device}")
 
@@ -159,18 +192,35 @@ def check_resolved(accepted: Any, rows: int) -> NDArray[np.int32]:
         raise ValueError(
             f"accepted is {given.dtype} {given.shape}; it must be integers [>= {rows}]"
         )
-    return np.array(given[:rows], np.int32)
+    counts = np.array(given[:rows], np.int32)
+    if np.count_nonzero(counts != given[:rows]):
+        raise ValueError(f"accepted is {given[:rows]}; it must be in the range of int32")
+    return counts
 
 
-def check_snapshots(snapshots: Sequence[Snapshot], slot_table: SlotTable) -> None:
-    """Refuse snapshots of requests that have left their slots."""
+def check_snapshots(
+    snapshots: Sequence[Snapshot],
+    slot_table: SlotTable,
+    last_snapshot: Callable[[int], Snapshot | None],
+) -> None:
+    """Refuse all but what `last_snapshot` gives for slots whose requests still hold them."""
+    if not isinstance(snapshots, Sequence):
+        raise ValueError(f"snapshots is {snapshots!r}; it must be a sequence of Snapshot")
+    seen = set[int]()
     for i, snapshot in enumerate(snapshots):
+        if not isinstance(snapshot, Snapshot):
+            raise ValueError(f"snapshots[{i}] is {snapshot!r}; it must be a Snapshot")
         slot_table.require_slot(snapshot.slot)
         if not slot_table.holds(snapshot.slot, snapshot.generation):
             raise ValueError(
                 f"snapshots[{i}] is {snapshot}, whose request has left the slot; it must be "
                 "flushed before its slot is released"
             )
+        if snapshot.slot in seen or snapshot != last_snapshot(snapshot.slot):
+            raise ValueError(
+                f"snapshots[{i}] is {snapshot}; it must be what last_snapshot(slot) gives now, once"
+            )
+        seen.add(snapshot.slot)
 
 
 def check_rows(rows: StepRows, slot_table: SlotTable, num_speculative_tokens: int) -> None:

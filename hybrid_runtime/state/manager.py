@@ -156,7 +156,9 @@ class HybridStateManager(OneProcess):
         check_tables(tables, self.max_requests, self.device)
         check_states(self.layout, states, groups, len(tables), self.device)
         if flush_inputs is not None:
-            check_flush_inputs(flush_inputs, self.layout, len(states), self.max_requests)
+            check_flush_inputs(
+                flush_inputs, self.layout, len(states), self.max_requests, self.device
+            )
         self._states = StateTable.build(
             [self.layout.positions_first(window) for window, _ in states.values()],
             [ssm for _, ssm in states.values()],
@@ -211,8 +213,12 @@ class HybridStateManager(OneProcess):
         known: tokens computed as of the last results that the runner has read, `[rows]`: columns
         whose snapshots it may still file are kept. None: it files none, or keeps them itself.
         """
-        if known is not None and known.shape != rows.slot.shape:
-            raise ValueError(f"known has shape {known.shape}; it must be {rows.slot.shape}")
+        if known is not None:
+            known = np.asarray(known)
+            if known.shape != rows.slot.shape or known.dtype.kind not in "iu":
+                raise ValueError(
+                    f"known is {known.dtype} {known.shape}; it must be integers {rows.slot.shape}"
+                )
         return self._policy.block_demand(rows, known)
 
     # -- a step ----------------------------------------------------------------------------------
@@ -339,10 +345,10 @@ class HybridStateManager(OneProcess):
         """Store last snapshots, just found, in one launch, or none if queued steps store them all.
         The states of those in the live column are overwritten: release their slots next.
 
-        Raises `ValueError` for one whose request has left its slot, or has had a step since."""
-        check_snapshots(snapshots, self._slot_table)
-        queued = [self._in_flight.next_step(s.slot) for s in snapshots]
-        count = self._policy.flush(snapshots, queued)
+        Raises `ValueError` for one that is not what `last_snapshot` would give now: its request has
+        left the slot or has had a step since, it was flushed before, or it was changed."""
+        check_snapshots(snapshots, self._slot_table, self.last_snapshot)
+        count = self._policy.flush(snapshots)
         self._stats.rows_flushed += count
         self._stats.flush_launches += count > 0
 

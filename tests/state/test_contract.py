@@ -237,12 +237,18 @@ def test_a_stale_snapshot_is_refused() -> None:
 def test_a_snapshot_is_flushed_at_once_and_once() -> None:
     runs, snapshot = with_last_snapshot()
     made = runs.manager
+    bad: Any
     for bad in (
         [snapshot, snapshot],
+        [snapshot._replace(boundary=9)],  # the live block would hold one token too many
         [snapshot._replace(boundary=16)],
+        [snapshot._replace(column=0)],  # it would not be stored at all
         [snapshot._replace(slot=9)],
+        [tuple(snapshot)],
+        snapshot,
+        None,
     ):
-        with pytest.raises(ValueError, match=r"snapshots\[\d\] is|slot is 9"):
+        with pytest.raises(ValueError, match=r"snapshots\[\d\] is|slot is 9|snapshots is None"):
             made.flush(bad)
     opened = runs.begin([decode(random.Random(4), 0)])
     with pytest.raises(ValueError, match=r"snapshots\[0\] is .*must be what last_snapshot"):
@@ -281,7 +287,26 @@ def test_a_queued_step_keeps_the_rule_that_it_began_with(stored: bool) -> None:
     assert runs.manager.last_snapshot(0) == ((0, 0, 8, 0) if stored else None)
 
 
+def test_a_snapshot_of_a_layout_that_flushes_none_is_refused() -> None:
+    made = started(0)
+    with pytest.raises(ValueError, match=r"snapshots\[0\] is .*must be what last_snapshot"):
+        made.flush([Snapshot(0, 0, 8, 0)])
+
+
 # -- steps and counts -----------------------------------------------------------------------------
+
+
+@layouts
+def test_computed_is_read_only(kind: Any) -> None:
+    """And neither is its memory copied, nor its reader kept from computing with it."""
+    made = started(0, 1, layout=replace(LAYOUT, kind=kind))
+    computed, begin = made.computed, made._policy.slots.computed
+    for write in (computed.zero_, lambda: computed[:1].fill_(3), lambda: computed.add_(1)):
+        with pytest.raises(RuntimeError, match="Inplace update to inference tensor"):
+            write()
+    made.begin_step(rows())
+    assert (computed[:2] + 1).tolist() == [6, 6]
+    assert made.computed.data_ptr() == computed.data_ptr() == begin.data_ptr()
 
 
 @pytest.mark.parametrize("bad", [[4, 1], np.array([4, 1], np.int32), None])
@@ -305,7 +330,9 @@ def test_a_step_of_nobody_is_refused(call: str) -> None:
     made.end_step(made.begin_step(rows()), counts(1, 1))
 
 
-@pytest.mark.parametrize("bad", [[1], [[1], [1]], [1.0, 1.0], [1, 5], [-1, 1]])
+@pytest.mark.parametrize(
+    "bad", [[1], [[1], [1]], [1.0, 1.0], [1, 5], [-1, 1], [1, 2**32 + 2], [1, -(2**32) + 4]]
+)
 def test_counts_that_a_runner_fetched_are_checked(bad: Any) -> None:
     made = started(0, 1, readback=False, steps_in_flight=2)
     made.resolve(made._in_flight._open[0], np.ones(2, np.int32))

@@ -44,6 +44,14 @@ BAD_BINDINGS: list[tuple[Callable[[], tuple[Any, Any, Any]], str]] = [
     (lambda: ({0: window_and_state()}, tables().t().contiguous().t(), None), "has strides"),
     (lambda: ({0: window_and_state()}, tables(), {0: 1}), r"groups\[0\] is 1; it must be in 0..0"),
     (lambda: ({0: window_and_state()}, tables(), {1: 0}), r"groups\[0\] is -1"),
+    (lambda: ({0: window_and_state()}, tables()[:, :0], None), r"block_tables\[0\] is .*\(4, 0\)"),
+    (lambda: ({0: window_and_state()}, [], None), "block_tables is empty"),
+    (lambda: ({0: window_and_state()}, [None], None), r"block_tables\[0\] is a NoneType"),
+    (
+        lambda: ({0: (window_and_state()[0][:0], window_and_state()[1])}, tables(), None),
+        r"states\[0\].window is .*\(0, 6, 2\)",
+    ),
+    (lambda: ({0: (None, None)}, tables(), None), r"states\[0\].window is a NoneType"),
 ]
 
 

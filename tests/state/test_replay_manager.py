@@ -218,16 +218,22 @@ def test_a_released_request_leaves_what_its_last_guesses_reached(depth: int) -> 
 def test_flush_inputs_must_fit_the_layout() -> None:
     made = HybridStateManager(LAYOUT, SLOTS, K, "cpu")
     table = torch.zeros(SLOTS, COLUMNS, dtype=torch.int32)
+    inputs: Any
     window_cache = WindowCache.allocate(1, SLOTS, K, 15, (1, 1, 4), 1, torch.float32, "cpu")
     for inputs, message in (
         (
             FlushInputs(window_cache.layer(0), torch.zeros(1, 1)),
-            r"flush_inputs.window_cache.dt is \[4, 1, 19\]; it must be \[1, 4, 1, 19\]",
+            r"flush_inputs.window_cache.x is torch.float32 \[4, 1, 19, 1\]; "
+            r"it must be torch.float32 \[1, 4, 1, 19, 1\]",
         ),
         (
             FlushInputs(window_cache, torch.zeros(2, 1)),
-            r"flush_inputs.A_log is \[2, 1\]; it must be \[1, 1\]",
+            r"flush_inputs.A_log is torch.float32 \[2, 1\]; it must be torch.float32 \[1, 1\]",
         ),
+        (FlushInputs(window_cache, torch.ones(1, 1).int()), "flush_inputs.A_log is torch.int32"),
+        (window_cache, "flush_inputs is a WindowCache"),
+        (FlushInputs(tuple(window_cache), torch.zeros(1, 1)), "flush_inputs is a FlushInputs"),
+        (FlushInputs(window_cache, None), "flush_inputs.A_log is a NoneType"),
         (
             FlushInputs(window_cache, torch.zeros(1, 1), table[0, :2]),
             r"flush_inputs.seed is torch.int32 \[2\]",
@@ -238,6 +244,32 @@ def test_flush_inputs_must_fit_the_layout() -> None:
     made.bind({0: LAYOUT.allocate(9, "cpu")}, table)
     with pytest.raises(ValueError, match="slot is 2, which holds no request"):
         made.last_snapshot(2)
+
+
+@pytest.mark.parametrize("part", ["x", "B", "dt"])
+def test_each_part_of_a_window_cache_must_fit_the_layout(part: str) -> None:
+    """Of fewer slots, another ring or other numbers, it would be read wrongly when a request ends:
+    it is refused when it is bound, and the manager can still be bound to the right one."""
+    made = HybridStateManager(LAYOUT, SLOTS, K, "cpu")
+    table = torch.zeros(SLOTS, COLUMNS, dtype=torch.int32)
+    cache = WindowCache.allocate(1, SLOTS, K, 15, (1, 1, 4), 1, torch.bfloat16, "cpu")
+    good = getattr(cache, part)
+    ring = 3
+    for bad in (
+        good[:, :-1],
+        good.narrow(ring, 0, LAYOUT.ring - 1),
+        good.int(),
+        good.double(),
+        good.to("meta"),
+        torch.cat([good, good], ring).narrow(ring, 0, LAYOUT.ring),
+    ):
+        inputs = FlushInputs(cache._replace(**{part: bad}), torch.zeros(1, 1))
+        with pytest.raises(ValueError, match=rf"^flush_inputs\.window_cache\.(B|dt|{part}) "):
+            made.bind({0: LAYOUT.allocate(9, "cpu")}, table, flush_inputs=inputs)
+    with pytest.raises(ValueError, match=r"not bound"):
+        made.begin_step(StepRows.exact([], [], [], []))
+    inputs = FlushInputs(cache, torch.zeros(1, 1))
+    made.bind({0: LAYOUT.allocate(9, "cpu")}, table, flush_inputs=inputs)
 
 
 @pytest.mark.parametrize("late", range(4))

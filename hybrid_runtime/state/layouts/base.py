@@ -36,7 +36,7 @@ class Outcome(NamedTuple):
 
 
 class LayoutPolicy(Protocol):
-    """One per manager, made by `layouts.make_policy`."""
+    """One per manager, which makes it by its layout's kind."""
 
     @property
     def slots(self) -> Any:
@@ -152,11 +152,8 @@ class LayoutPolicy(Protocol):
         """See `HybridStateManager.last_snapshot`; `step`: the oldest one outstanding that has a row
         of the request, None if none has."""
 
-    def flush(self, snapshots: Sequence[Snapshot], queued: Sequence[Step | None]) -> int:
-        """Store those that no step stores; how many.
-
-        queued: of each snapshot's request, the oldest outstanding step that has a row of it.
-        """
+    def flush(self, snapshots: Sequence[Snapshot]) -> int:
+        """Store those that no step stores, each as `last_snapshot` gives it; how many."""
 
     def compile_flush(self) -> None:
         """Compile what `flush` launches."""

@@ -201,7 +201,7 @@ class ColumnsPolicy:
     def last_snapshot(self, slot: int, step: Step | None) -> Snapshot | None:
         return None
 
-    def flush(self, snapshots: Sequence[Snapshot], queued: Sequence[Step | None]) -> int:
+    def flush(self, snapshots: Sequence[Snapshot]) -> int:
         return 0
 
     def compile_flush(self) -> None:

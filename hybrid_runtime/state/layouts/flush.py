@@ -103,22 +103,13 @@ class Flusher:
             packed[0, 0] = -1
             self._launch(self._source, index, 1)
 
-    def fold(self, snapshots: Sequence[Snapshot], queued: Sequence[Step | None]) -> int:
-        """Fold those that belong in the live column, in one launch; how many. `queued` as in
-        `LayoutPolicy.flush`."""
+    def fold(self, snapshots: Sequence[Snapshot]) -> int:
+        """Fold those that belong in the live column, as `find` gives them, in one launch; how
+        many."""
         rows = [s for s in snapshots if s.column == self._live]
         if not rows or self._source is None:
             return 0
-        table, seen = self._slot_table, set[int]()
-        for i, (s, step) in enumerate(zip(snapshots, queued, strict=True)):
-            if s.column != self._live:
-                continue
-            known = table.certain[s.slot] < s.boundary <= table.computed[s.slot]
-            if step is not None or not known or s.slot in seen:
-                raise ValueError(
-                    f"snapshots[{i}] is {s}; it must be what last_snapshot(slot) gives now, once"
-                )
-            seen.add(s.slot)
+        table = self._slot_table
         index, packed = self._staging.take()
         for i, snapshot in enumerate(rows):
             packed[0, i] = slot = snapshot.slot

@@ -243,8 +243,8 @@ class ReplayPolicy:
     def last_snapshot(self, slot: int, step: Step | None) -> Snapshot | None:
         return None if self._flusher is None else self._flusher.find(slot, step)
 
-    def flush(self, snapshots: Sequence[Snapshot], queued: Sequence[Step | None]) -> int:
-        return 0 if self._flusher is None else self._flusher.fold(snapshots, queued)
+    def flush(self, snapshots: Sequence[Snapshot]) -> int:
+        return 0 if self._flusher is None else self._flusher.fold(snapshots)
 
     def compile_flush(self) -> None:
         if self._flusher is not None:
