@@ -151,6 +151,7 @@ class HashRunner:
         self.tables[group][request.slot, column : column + 1] = block
 
     def _new(self, request: Request, group: int, column: int) -> None:
+        request.taken[column] += 1
         self._own(request, group, column, self.pool.new())
 
     def _disown(self, request: Request, group: int, column: int) -> None:
@@ -193,17 +194,28 @@ class HashRunner:
         least = request.known + sum(low for _, low in request.in_flight)
         return least, request.known + sum(high for high, _ in request.in_flight)
 
-    def step(self, plan: list[Row]) -> Step:
+    def step(self, plan: list[Row], slack: list[tuple[int, int]] | None = None) -> Step:
         """Begin, run and end a step, and read what is due."""
-        opened = self.begin(plan)
+        opened = self.begin(plan, slack=slack)
         self.forward(opened)
         self.end(opened)
         while len(self.outstanding) > self.depth:
             self.recent += self.read_oldest()
         return opened.step
 
-    def begin(self, plan: list[Row], reads_offset: list[bool] | None = None) -> Open:
+    def begin(
+        self,
+        plan: list[Row],
+        reads_offset: list[bool] | None = None,
+        slack: list[tuple[int, int]] | None = None,
+    ) -> Open:
+        """slack: by how much each row's bounds are lower and higher than the host could tell."""
         spans = [self.bounds(slot) if slot >= 0 else (0, 0) for slot, *_ in plan]
+        if slack is not None:
+            spans = [
+                (max(low - below, 0), high + above)
+                for (low, high), (below, above) in zip(spans, slack, strict=True)
+            ]
         fields = [
             [slot for slot, *_ in plan],
             [low for low, _ in spans],
@@ -224,7 +236,8 @@ class HashRunner:
                 self.manager.begin_step(rows)
         self.manager.debug, before = self.debug and not lost, self.manager.stats().lost_boundaries
         step = self.manager.begin_step(rows)
-        assert self.manager.stats().lost_boundaries == before + lost
+        # Told from the bounds, which are those of `bounds` unless they have slack.
+        assert slack or self.manager.stats().lost_boundaries == before + lost
         self.manager.debug = self.debug
         requests = [self.requests[slot] if slot >= 0 else None for slot, *_ in plan]
         opened = Open(step, plan, requests, [], [])
@@ -358,6 +371,7 @@ class HashRunner:
             tokens = request.tokens[: snapshot.boundary]
             blocks = [group[snapshot.column] for group in request.blocks]
             self.check(blocks, blocks, 0, tokens)
+            request.published[snapshot.column] = request.taken[snapshot.column]
         return snapshots
 
     def keep(self, snapshot: Snapshot) -> None:

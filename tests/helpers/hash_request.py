@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 import torch
@@ -55,6 +56,12 @@ class Request:
     written: int = 0  # replay: tokens in that state
     stepped: bool = False  # replay: a verify pass has run
     dead: bool = False
+    taken: Counter[int] = field(default_factory=Counter)  # how often a column has got new blocks
+    published: dict[int, int] = field(default_factory=dict)  # that number when its snapshot was
+
+    def still_has(self, column: int) -> bool:
+        """Whether a column that held a snapshot does so: none of its blocks was given back."""
+        return self.published.get(column, self.taken[column]) == self.taken[column]
 
     def keeps(self, boundary: int) -> bool:
         every, positions = self.rule

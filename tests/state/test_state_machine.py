@@ -21,6 +21,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from hybrid_runtime.state import Strategy
 
 SLOTS, BLOCK, LONGEST = 4, 8, 120
+SLACK = st.tuples(st.integers(0, 2 * BLOCK), st.integers(0, 2 * BLOCK))
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
@@ -47,6 +48,7 @@ class Histories(RuleBasedStateMachine):
                 strategy=s,
                 max_requests=SLOTS,
                 layers=3,
+                columns=28,
                 device=DEVICE,
                 debug=s == "auto",
                 **options,
@@ -107,9 +109,11 @@ class Histories(RuleBasedStateMachine):
             runner.retain(slot, every * BLOCK, tuple(p * BLOCK for p in pins))
 
     @precondition(lambda self: self.one.requests)
-    @rule(data=st.data(), steady=st.integers(1, 3))
-    def step(self, data: st.DataObject, steady: int) -> None:
-        """A few steps of some rows in any order: prefill chunks, drafts or none, padded rows."""
+    @rule(data=st.data(), steady=st.integers(1, 3), loose=st.booleans())
+    def step(self, data: st.DataObject, steady: int, loose: bool) -> None:
+        """A few steps of some rows in any order: prefill chunks, drafts or none, padded rows. Each
+        owns the columns that the manager names for its bounds, which may be `loose`, and no other.
+        """
         slots = data.draw(st.permutations(sorted(self.one.requests)))
         slots = slots[: data.draw(st.integers(1, len(slots)))]
         padding = data.draw(st.integers(0, SLOTS - len(slots)))
@@ -117,8 +121,9 @@ class Histories(RuleBasedStateMachine):
         for _ in range(steady):
             plan = [self._row(data, slot) for slot in slots]
             plan[at:at] = [(-1, 1, [], 1)] * padding
+            slack = [data.draw(SLACK) for _ in plan] if loose else None
             for runner in self.runners:
-                runner.step(plan)
+                runner.step(plan, slack)
             self.same_bytes()
             skipped = {r.manager.stats().skipped for r in self.runners}
             assert len(skipped) == 1
@@ -159,6 +164,7 @@ class Histories(RuleBasedStateMachine):
             request is not None
             and request.generation == snapshot.generation
             and all(snapshot.column in group for group in request.blocks)
+            and request.still_has(snapshot.column)
         )
 
     def _keep(self, data: st.DataObject, found: list[Any]) -> None:
