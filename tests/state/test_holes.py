@@ -122,6 +122,18 @@ def test_a_step_whose_results_were_read_is_not_abandoned() -> None:
     assert made.holds(0)
 
 
+def test_a_late_result_says_nothing_of_the_next_tenants_state() -> None:
+    """Which has 13 tokens. Had the step of 5 been booked for it, 8 would have to be folded in."""
+    made = manager("replay", 1, debug=True)
+    step = run(made, exact([0], [5], [0]), 1)
+    made.release(0)
+    made.admit(0, computed=13, hit_column=COLUMNS - 1)
+    made.accepted(step)
+    run(made, exact([13], [4], [3]), 1)
+    assert made.positions.replay is not None
+    assert made.positions.replay.pending[0] == 0
+
+
 # Counts that the device has and the host has not
 
 
