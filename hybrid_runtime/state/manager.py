@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.utils.dlpack import from_dlpack
 
 from hybrid_runtime.device.process import OneProcess
 from hybrid_runtime.device.sync import Waits, allowed
@@ -110,7 +111,7 @@ class HybridStateManager(OneProcess):
             )
         )
         with torch.inference_mode():  # outside of which nobody writes such a tensor in place
-            self._computed: Tensor = torch.from_dlpack(self._policy.slots.computed)
+            self._computed: Tensor = from_dlpack(self._policy.slots.computed)
         self._saved = SavedUpload(table, self._policy, layout.block_size)
         counts = Readback(max_rows, steps_in_flight + 1, device, self._waits)
         self._in_flight = InFlightSteps(

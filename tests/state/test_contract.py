@@ -296,6 +296,17 @@ def test_a_snapshot_of_a_layout_that_flushes_none_is_refused() -> None:
 # -- steps and counts -----------------------------------------------------------------------------
 
 
+def test_counts_of_rows_without_requests_are_those_of_the_sampler() -> None:
+    made = started(0, 1)
+    step = made.begin_step(rows())
+    made.end_step(step, counts(77, 2))
+    made.release(0)
+    assert made.accepted(step).tolist() == [77, 2]
+    given_up = made.begin_step(StepRows.exact([1], [7], [1], [0]))
+    made.abandon(given_up)
+    assert made.accepted(given_up).tolist() == [0]
+
+
 @layouts
 def test_computed_is_read_only(kind: Any) -> None:
     """And neither is its memory copied, nor its reader kept from computing with it."""
