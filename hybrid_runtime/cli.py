@@ -44,6 +44,7 @@ def generate(args: argparse.Namespace) -> None:
         max_model_len=args.max_model_len,
         block_size=args.block_size,
     )
+    _check_fits(engine, prompt, params)
     use_threads(args.threads, engine.model)
     sys.stdout.write(prompt)
     for piece in engine.stream(prompt, params):
@@ -52,6 +53,16 @@ def generate(args: argparse.Namespace) -> None:
     sys.stdout.write("\n")
     if args.stats:
         print(engine.stats(), file=sys.stderr)
+
+
+def _check_fits(engine: Engine, prompt: str, params: SamplingParams) -> None:
+    """Refuse, as the server does, more output than there is room for: the engine would cut it."""
+    length, most = len(engine.prepare(prompt, params).prompt), engine.config.max_model_len
+    if length + params.max_tokens > most:
+        raise ValueError(
+            f"max_tokens is {params.max_tokens}; with the {length} tokens of the prompt it must be "
+            f"at most {most - length}, so that both fit max_model_len ({most})"
+        )
 
 
 def _text(prompt: str) -> str:
@@ -93,17 +104,25 @@ def parser() -> argparse.ArgumentParser:
     )
     g.add_argument("model", metavar="MODEL", help="checkpoint directory or hub id")
     g.add_argument("--prompt", "-p", required=True, help="text to continue, - for standard input")
-    g.add_argument("--max-tokens", type=int, default=128)
+    g.add_argument("--max-tokens", type=int, default=128, help="most tokens to generate")
     g.add_argument("--temperature", type=float, default=0.0, help="0 takes the likeliest token")
-    g.add_argument("--top-k", type=int, default=0, help="0 = off")
-    g.add_argument("--top-p", type=float, default=1.0)
+    g.add_argument("--top-k", type=int, default=0, help="likeliest tokens to keep; 0 = all")
+    g.add_argument("--top-p", type=float, default=1.0, help="share of likeliest tokens to keep")
     g.add_argument("--seed", type=int, help="same seed, same text")
     g.add_argument("--stop", action="append", default=[], help="end at this text; may be repeated")
-    g.add_argument("--drafter", choices=("auto", "none", *get_args(DrafterName)), default="auto")
+    g.add_argument(
+        "--drafter", choices=("auto", "none", *get_args(DrafterName)), default="auto",
+        help="who guesses tokens; auto: the first of MTP, EAGLE and n-gram look-up that there is",
+    )  # fmt: skip
     g.add_argument("--drafts", type=int, help="drafts per step; 3 with a drafter")
     g.add_argument("--eagle", metavar="MODEL", help="EAGLE head; sub-directory eagle of MODEL")
-    g.add_argument("--strategy", choices=get_args(Strategy), default="auto")
-    g.add_argument("--max-model-len", type=int, default=2048)
+    g.add_argument(
+        "--strategy",
+        choices=get_args(Strategy),
+        default="auto",
+        help="who says when states are saved",
+    )
+    g.add_argument("--max-model-len", type=int, default=2048, help="tokens, prompt and output")
     g.add_argument("--block-size", type=int, help="tokens per block; derived from the layout")
     g.add_argument("--stats", action="store_true", help="counters on standard error at the end")
     _add_common(g)
@@ -151,8 +170,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # The reader has what it wanted; closing stderr keeps the interpreter from complaining.
         sys.stderr.close()
         return 0
-    except (ValueError, RuntimeError, OSError) as error:
-        print(f"hybrid-runtime: error: {error}", file=sys.stderr)
+    except (ValueError, RuntimeError, OSError, ArithmeticError) as error:
+        # One line, also where a library has written several.
+        print(f"hybrid-runtime: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130

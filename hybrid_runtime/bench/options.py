@@ -32,22 +32,27 @@ def add_options(parser: argparse.ArgumentParser, repeats: int) -> None:
         type=int,
         help="replay: tokens kept before a write, 0: none; default: by the number of drafts",
     )
-    add("--ssm-dtype", type=lambda s: s.split(","), default=["float32"], help=", ".join(SSM_DTYPES))
+    add("--ssm-dtype", type=_ssm_dtypes, default=["float32"], help=", ".join(SSM_DTYPES))
     add(
         "--acceptance",
         type=_acceptance,
         help="mean tokens per step to pretend; real = what the drafts deserve",
     )
-    add("--repeats", type=int, default=repeats)
+    add("--repeats", type=int, default=repeats, help="timed runs of each combination")
     add("--warmup-osl", type=int, default=48, help="output tokens of the run before the timed ones")
     add("--profile-steps", type=int, default=20, help="steady steps to trace on a GPU; 0 = none")
-    add("--profile-strategies", type=_words(Strategy), default=("auto", "blocking"))
+    add(
+        "--profile-strategies",
+        type=_words(Strategy),
+        default=("auto", "blocking"),
+        help="those of --strategies whose steps are traced, or all",
+    )
     add("--block-size", type=int, help="tokens per block; default: derived from the layout")
     add("--max-model-len", type=int, default=8192, help="tokens that the engine is made for")
     add("--max-tokens-per-step", type=int, default=8192, help="bounds prefill")
     add("--nvtx", action="store_true", help="NVTX ranges around the timed steps, for nsys")
     add("--no-graphs", action="store_true", help="launch every kernel by itself")
-    add("--seed", type=int, default=0)
+    add("--seed", type=int, default=0, help="of the lengths of staggered prompts")
 
 
 def loads(args: argparse.Namespace) -> list[Load]:
@@ -118,11 +123,28 @@ def _name(load: Load, among: list[Load]) -> str:
 
 
 def _ints(text: str) -> list[int]:
-    return [int(part) for part in text.split(",")]
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise _wrong(text, "integers, separated by commas") from None
 
 
 def _acceptance(text: str) -> float | None:
-    return None if text == "real" else float(text)
+    try:
+        return None if text == "real" else float(text)
+    except ValueError:
+        raise _wrong(text, "a number, or real") from None
+
+
+def _ssm_dtypes(text: str) -> list[str]:
+    chosen = text.split(",")
+    if not set(chosen) <= set(SSM_DTYPES):
+        raise _wrong(text, f"of {', '.join(SSM_DTYPES)}, separated by commas")
+    return chosen
+
+
+def _wrong(text: str, must: str) -> argparse.ArgumentTypeError:
+    return argparse.ArgumentTypeError(f"is {text!r}; it must be {must}")
 
 
 def _words(literal: object) -> Callable[[str], tuple[str, ...]]:
@@ -131,7 +153,7 @@ def _words(literal: object) -> Callable[[str], tuple[str, ...]]:
     def words(text: str) -> tuple[str, ...]:
         chosen = known if text == "all" else tuple(text.split(","))
         if not set(chosen) <= set(known):
-            raise argparse.ArgumentTypeError(f"{text!r}; each must be one of {', '.join(known)}")
+            raise _wrong(text, f"of {', '.join(known)}, separated by commas, or all")
         return chosen
 
     return words

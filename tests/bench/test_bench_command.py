@@ -121,7 +121,6 @@ def test_a_small_model_runs_on_one_thread() -> None:
             "acceptance is 9; .* must be in 1..4",
         ),
         (["--acceptance", "nan"], "acceptance is nan"),
-        (["--ssm-dtype", "int4"], "ssm_dtype is 'int4'"),
         (["--json", "/no/such/place"], "json is '/no/such/place': No such file or directory"),
         (["--threads", "0"], "threads is 0"),
         (["--device", "cuda:99"], "device is 'cuda:99', but PyTorch finds"),
@@ -145,8 +144,24 @@ def test_a_file_that_cannot_be_written_is_refused_before_the_model_is_looked_at(
     assert "json is" in capsys.readouterr().err
 
 
-def test_an_unknown_strategy_is_bad_usage(capsys: pytest.CaptureFixture[str]) -> None:
+LISTS = {
+    "--batches a": "--batches: is 'a'; it must be integers, separated by commas",
+    "--drafts 3,": "--drafts: is '3,'; it must be integers, separated by commas",
+    "--isl 1.5": "--isl: is '1.5'; it must be integers",
+    "--osl 8;9": "--osl: is '8;9'; it must be integers",
+    "--lengths long": "--lengths: is 'long'; it must be of equal, staggered",
+    "--strategies hope": "--strategies: is 'hope'; it must be of blocking, ",
+    "--profile-strategies auto,": "--profile-strategies: is 'auto,'; it must be of blocking, ",
+    "--layouts rows": "--layouts: is 'rows'; it must be of ",
+    "--ssm-dtype int4": "--ssm-dtype: is 'int4'; it must be of float32, ",
+    "--acceptance all": "--acceptance: is 'all'; it must be a number, or real",
+}
+
+
+@pytest.mark.parametrize("given", LISTS)
+def test_a_list_that_is_none_is_bad_usage(given: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
-        main(["bench", MODEL, "--strategies", "hope"])
+        main(["bench", MODEL, *given.split()])
     assert ended.value.code == 2
-    assert "each must be one of" in capsys.readouterr().err
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said.startswith(f"hybrid-runtime bench: error: argument {LISTS[given]}")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import pydoc
 import shutil
+import subprocess
+import sys
 from importlib.metadata import version
 from pathlib import Path
 
@@ -13,7 +15,7 @@ import torch
 
 import hybrid_runtime
 from hybrid_runtime import demo
-from hybrid_runtime.cli import main
+from hybrid_runtime.cli import main, parser
 from hybrid_runtime.engine import Engine, SamplingParams
 
 MODEL = str(demo.SHIPPED)
@@ -50,6 +52,11 @@ BAD = [
     (["generate", MODEL, "-p", "x", "--drafts", "-2"], "num_speculative_tokens is -2"),
     (["generate", MODEL, "-p", "x", "--block-size", "2"], "block_size is 2"),
     (["generate", MODEL, "-p", "xxxxx", "--max-model-len", "4"], "prompt has 5 tokens"),
+    (
+        ["generate", MODEL, "-p", "xxxxx", "--max-model-len", "64", "--max-tokens", "60"],
+        "max_tokens is 60; with the 5 tokens of the prompt it must be at most 59, so that both fit "
+        "max_model_len (64)",
+    ),
     (["generate", MODEL, "-p", "x", "--device", "abacus"], "abacus"),
     (["generate", MODEL, "-p", "x", "--device", "cuda:99"], "device is 'cuda:99', but PyTorch"),
     (["generate", MODEL, "-p", "a\udcff"], "prompt has byte 0xff at 1; it must be UTF-8"),
@@ -68,6 +75,31 @@ def test_bad_input_is_one_line_and_status_2(
     assert error.startswith("hybrid-runtime: error: ")
     assert message in error
     assert error.count("\n") <= 2
+
+
+def test_generate_gives_as_many_tokens_as_there_is_room_for(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    sizes = ["--max-model-len", "24", "--max-tokens", "19"]
+    assert main(["generate", MODEL, "-p", "def a", *sizes, "--stats", "--drafter", "none"]) == 0
+    assert "emitted=19" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["demo", "generate", "bench"])
+def test_every_option_has_help(command: str) -> None:
+    (commands,) = (action for action in parser()._actions if action.dest == "command")
+    assert isinstance(commands.choices, dict)
+    options = commands.choices[command]._actions
+    assert len(options) > 2
+    assert not [option.dest for option in options if not option.help]
+
+
+def test_the_package_runs_as_a_module() -> None:
+    ran = subprocess.run(
+        [sys.executable, "-m", "hybrid_runtime", "--version"],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert (ran.returncode, ran.stdout) == (0, f"{version('hybrid-runtime')}\n"), ran.stderr
 
 
 @pytest.mark.parametrize("arguments", [[], ["generate"], ["sing"], ["generate", MODEL]])
