@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import logging
+import os
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import cache
@@ -16,11 +18,15 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
-from hybrid_runtime.models.config import read_json
+from hybrid_runtime.engine.tokenizer_files import CONFIG, special_tokens, tokenizer_config
+from hybrid_runtime.models.json_fields import one_line, read_text, shown
+
+logger = logging.getLogger(__name__)
 
 Message = Mapping[str, Any]
 """`role`, and what the template makes of the rest: `content`, `tool_calls`, ..."""
 
+_MORE = "additional_chat_templates"
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
@@ -28,40 +34,48 @@ class ChatTemplate:
     """The templates of a checkpoint.
 
     sources: Jinja text by name; "tool_use", where there is one, is taken for conversations with
-        tools, "default" for all others.
+        tools, "default" for all others. One that Jinja cannot read is said in the log at once, and
+        refused with the reason when it is asked for: a model that only completes needs none.
     special_tokens: by name ("bos_token", ...), as templates write them.
-    origin: the file, for error messages.
+    origins: the file of each source, for messages.
     """
 
     def __init__(
-        self, sources: Mapping[str, str], special_tokens: Mapping[str, str], origin: str
+        self,
+        sources: Mapping[str, str],
+        special_tokens: Mapping[str, str],
+        origins: Mapping[str, str],
     ) -> None:
-        self._sources, self._special, self._origin = dict(sources), dict(special_tokens), origin
+        self._special, self._origins = dict(special_tokens), dict(origins)
+        self._templates: dict[str, Template] = {}
+        self._broken: dict[str, str] = {}
+        for name, source in sources.items():
+            try:
+                self._templates[name] = _compile(source)
+            except Exception as error:  # what Jinja makes of it may be no Python either
+                line = getattr(error, "lineno", None)
+                self._broken[name] = (
+                    f"chat template {name!r} in {origins[name]} is broken, must be what Jinja can "
+                    f"read: {one_line(error)}" + ("" if line is None else f" (line {line})")
+                )
+                logger.warning("no chat: %s", self._broken[name])
 
     @classmethod
     def of(cls, directory: Path) -> ChatTemplate | None:
         """That of a checkpoint: `chat_template.jinja`, else in `tokenizer_config.json`; None if it
         has none. `ValueError` for a file that is not what it must be."""
-        file = directory / "tokenizer_config.json"
-        config = read_json(file, file.name) if file.is_file() else {}
-        sources: dict[str, str] = {}
-        given = config.get("chat_template")
-        if isinstance(given, str):
-            sources["default"] = given
-        elif given is not None:
-            try:
-                sources = {str(one["name"]): str(one["template"]) for one in given}
-            except (TypeError, KeyError) as error:
-                raise ValueError(
-                    f"chat_template in {file} is a {type(given).__name__}; it must be a text, or a "
-                    "list of objects with name and template"
-                ) from error
-        for path in sorted((directory / "additional_chat_templates").glob("*.jinja")):
-            sources[path.stem] = path.read_text(encoding="utf-8")
-        own = directory / "chat_template.jinja"
-        if own.is_file():
-            file, sources["default"] = own, own.read_text(encoding="utf-8")
-        return cls(sources, _special_tokens(directory, config), str(file)) if sources else None
+        config, specials = tokenizer_config(directory), special_tokens(directory)
+        where = str(directory / CONFIG)
+        given = config.get("chat_template") or []
+        named = [{"name": "default", "template": given}] if isinstance(given, str) else given
+        sources = {one["name"]: one["template"] for one in named}
+        origins = dict.fromkeys(sources, where)
+        files = {f.stem: f for f in sorted((directory / _MORE).glob("*.jinja"))}
+        if os.path.lexists(own := directory / "chat_template.jinja"):
+            files["default"] = own
+        for name, file in files.items():
+            sources[name], origins[name] = read_text(file), str(file)
+        return cls(sources, specials, origins) if sources else None
 
     def render(
         self,
@@ -75,11 +89,13 @@ class ChatTemplate:
         template, such as `enable_thinking`. Raises `ValueError` for what is no conversation, or
         what the template refuses.
         """
-        name = "tool_use" if tools is not None and "tool_use" in self._sources else "default"
-        if name not in self._sources:
+        name = "tool_use" if tools is not None and "tool_use" in self._origins else "default"
+        if name in self._broken:
+            raise ValueError(self._broken[name])
+        if name not in self._templates:
             raise ValueError(
-                f"{self._origin} has the chat templates {', '.join(self._sources)}; one of them "
-                "must be called default"
+                f"{', '.join(dict.fromkeys(self._origins.values()))} has the chat templates "
+                f"{', '.join(self._origins)}; one of them must be called default"
             )
         variables = {
             "messages": [_with_reasoning(m) for m in _checked(messages)],
@@ -89,10 +105,11 @@ class ChatTemplate:
         }
         extra: dict[str, Any] = _plain("template_options", dict(options or {}))
         try:
-            return _compile(self._sources[name]).render(variables | self._special | extra)
-        except (TemplateError, TypeError, ValueError, KeyError) as error:
+            return self._templates[name].render(variables | self._special | extra)
+        except Exception as error:  # a template is a program of strangers
             raise ValueError(
-                f"messages do not go with the chat template in {self._origin}: {error}"
+                f"messages do not go with the chat template in {self._origins[name]}: "
+                f"{one_line(error)}"
             ) from error
 
 
@@ -109,15 +126,6 @@ def rendered(
             "must hold one"
         )
     return template.render(messages, tools, options)
-
-
-def _special_tokens(directory: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """Special tokens by name, from both files that may hold them."""
-    file = directory / "special_tokens_map.json"
-    given = {name: value for name, value in config.items() if name.endswith("_token")}
-    given |= read_json(file, file.name) if file.is_file() else {}
-    texts = {n: v.get("content") if isinstance(v, dict) else v for n, v in given.items()}
-    return {name: text for name, text in texts.items() if isinstance(text, str)}
 
 
 def _checked(messages: object) -> list[dict[str, Any]]:
@@ -141,7 +149,9 @@ def _plain(name: str, value: Any) -> Any:
     try:
         return json.loads(json.dumps(value))
     except (TypeError, ValueError) as error:
-        raise ValueError(f"{name} must be what JSON can hold: {error}") from error
+        raise ValueError(
+            f"{name} is {shown(value)}; it must be what JSON can hold: {error}"
+        ) from error
 
 
 def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:

@@ -190,8 +190,10 @@ class EngineConfig:
 
     def layout(self, model: NemotronHConfig, dtype: torch.dtype) -> StateLayout:
         """State blocks for a model with weights of this dtype; `ValueError` names the option that
-        does not go with the model."""
+        does not go with the model, or says that it has no states."""
         resolve_dtype("dtype", dtype, dtype)
+        if "M" not in model.pattern:
+            raise ValueError("the model has no Mamba layer; it must have one, or more")
         layout = StateLayout.from_config(
             model,
             self.num_draft,

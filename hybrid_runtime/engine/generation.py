@@ -11,7 +11,9 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from hybrid_runtime.models.config import NemotronHConfig, read_json
+from hybrid_runtime.engine.tokenizer_files import CONFIG, token_text, tokenizer_config
+from hybrid_runtime.models.config import NemotronHConfig
+from hybrid_runtime.models.json_fields import FLAG, Kind, integer, named, or_list_of, read_optional
 from hybrid_runtime.specdecode.sampling import SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -34,36 +36,33 @@ class Generation:
     def of(cls, directory: Path, config: NemotronHConfig, tokenizer: Tokenizer) -> Generation:
         """Of a checkpoint directory. Raises `ValueError` for a file that cannot be read, a token
         that is none, or parameters that are refused."""
-        given = read_json(directory, FILE) if (directory / FILE).is_file() else {}
-        ends = {*config.eos_token_id, *_tokens(given.get("eos_token_id"))}
+        given = read_optional(directory, FILE, _kinds(config.vocab_size))
+        own = given.get("eos_token_id")
+        listed = own if isinstance(own, list) else [own] if own is not None else []
+        ends = {*config.eos_token_id, *listed}
         if not ends:
-            ends = _end_of_tokenizer(directory, tokenizer)
-        for token in ends:
-            if not 0 <= token < config.vocab_size:
-                raise ValueError(
-                    f"eos_token_id of checkpoint {directory} has {token}; it must be in "
-                    f"0..{config.vocab_size - 1}"
-                )
-        return cls(tuple(sorted(ends)), _params(given))
+            ends = _end_of_tokenizer(directory, tokenizer, config.vocab_size)
+        with named(directory / FILE):
+            params = _params(given)
+        return cls(tuple(sorted(ends)), params)
 
 
-def _tokens(eos: object) -> list[int]:
-    """The field `eos_token_id`: null, a token, or a list of them."""
-    tokens: list[Any] = [] if eos is None else eos if isinstance(eos, list) else [eos]
-    if any(type(token) is not int for token in tokens):
-        raise ValueError(f"eos_token_id in {FILE} is {eos!r}; it must be a token id or a list")
-    return tokens
+def _kinds(vocabulary: int) -> dict[str, Kind]:
+    """What the fields must be that are read; `SamplingParams` checks those of sampling."""
+    token = integer(0, vocabulary - 1)
+    return {"eos_token_id": or_list_of(token, "such"), "do_sample": FLAG}
 
 
-def _end_of_tokenizer(directory: Path, tokenizer: Tokenizer) -> set[int]:
+def _end_of_tokenizer(directory: Path, tokenizer: Tokenizer, vocabulary: int) -> set[int]:
     """The id of `eos_token` in `tokenizer_config.json`, said in the log; a warning if there is
     none."""
-    file = "tokenizer_config.json"
-    given = read_json(directory, file) if (directory / file).is_file() else {}
-    text = given.get("eos_token")
-    if isinstance(text, Mapping):
-        text = text.get("content")
-    token = tokenizer.token_to_id(text) if isinstance(text, str) else None
+    text = token_text(tokenizer_config(directory).get("eos_token"))
+    token = None if text is None else tokenizer.token_to_id(text)
+    if token is not None and token >= vocabulary:
+        raise ValueError(
+            f"eos_token in {directory / CONFIG} is {text!r}, token {token}; it must be in "
+            f"0..{vocabulary - 1}"
+        )
     if token is None:
         logger.warning(
             "checkpoint %s names no eos_token_id: texts end by max_tokens or what requests ask for",
@@ -75,12 +74,9 @@ def _end_of_tokenizer(directory: Path, tokenizer: Tokenizer) -> set[int]:
 
 
 def _params(given: Mapping[str, Any]) -> SamplingParams:
+    wanted = {name: given[name] for name in SAMPLING if given.get(name) is not None}
+    params = SamplingParams(**{"temperature": 1.0} | wanted)
     if not given.get("do_sample"):
         return SamplingParams()
-    wanted = {name: given[name] for name in SAMPLING if given.get(name) is not None}
-    try:
-        params = SamplingParams(**{"temperature": 1.0} | wanted)
-    except ValueError as error:
-        raise ValueError(f"{FILE}: {error}") from None
     logger.info("requests without parameters are sampled: %s", params)
     return params

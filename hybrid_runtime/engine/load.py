@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,16 +19,19 @@ from hybrid_runtime.engine.checks import DTYPES, resolve_dtype
 from hybrid_runtime.engine.config import EngineConfig
 from hybrid_runtime.engine.generation import Generation
 from hybrid_runtime.engine.memory_plan import Planner, gib
+from hybrid_runtime.engine.tokenizer_files import load_tokenizer
 from hybrid_runtime.models.checkpoint import (
     TensorFiles,
     build_eagle,
+    build_mtp,
+    head_tensors,
     load_eagle,
     load_mtp,
     load_nemotron_h,
+    model_tensors,
     resolve,
 )
 from hybrid_runtime.models.config import NemotronHConfig, load_config
-from hybrid_runtime.models.mtp import MTPHead
 from hybrid_runtime.models.nemotron_h import NemotronH
 from hybrid_runtime.specdecode.drafter import DrafterName
 
@@ -61,10 +65,14 @@ class _Draft:
         return (load_mtp if self.name == "mtp" else load_eagle)(self.directory, model)
 
     def build(self, model: NemotronH) -> Any:
-        """Its network, not filled."""
+        """Its network, not filled, for a model that is not; held against the headers of its
+        files."""
         if self.directory is None:
             return None
-        return MTPHead(model) if self.name == "mtp" else _eagle(self.directory, model)
+        files = TensorFiles(self.directory)
+        head = (build_mtp if self.name == "mtp" else build_eagle)(files, model)
+        files.check(*head_tensors(files, head))
+        return head
 
 
 def load(
@@ -88,11 +96,13 @@ def load(
     model_config = load_config(directory)
     weights = _weight_dtype(dtype, model_config, where)
     layout = config.layout(model_config, weights)
-    tokenizer, chat_template = _tokenizer(directory), ChatTemplate.of(directory)
+    tokenizer = load_tokenizer(directory, model_config.vocab_size)
+    chat_template = ChatTemplate.of(directory)
     generation = Generation.of(directory, model_config, tokenizer)
     draft = _draft(config, model_config, directory, eagle_path)
-    # The networks without storage: their shapes are checked, and their bytes known.
-    shape = NemotronH(model_config, "meta", weights)
+    # The networks without storage: the files' shapes are checked, and their bytes known.
+    files, shape = TensorFiles(directory), NemotronH(model_config, "meta", weights)
+    files.check(*model_tensors(files, shape))
     head = draft.build(shape)
     config = config.resolved(head)
     count = _bytes(shape) + (0 if head is None else _bytes(head))
@@ -117,13 +127,8 @@ def _weight_dtype(
     """The dtype meant; a checkpoint that names none has float32 weights."""
     if dtype is None:
         dtype = "auto" if device.type == "cuda" else torch.float32
-    own = model.dtype or "float32"
-    if dtype == "auto" and own not in DTYPES:
-        raise ValueError(
-            f"dtype is 'auto', but the checkpoint's own is {own!r}; it must be one of "
-            f"{', '.join(DTYPES)}"
-        )
-    return resolve_dtype("dtype", dtype, DTYPES.get(own, torch.float32))
+    own = DTYPES.get(model.dtype or "", torch.float32)
+    return resolve_dtype("dtype", dtype, own)
 
 
 def _draft(
@@ -158,30 +163,16 @@ def _first_drafter(model: NemotronHConfig, directory: Path) -> _Draft:
         if any(name.startswith("mtp.") for name in TensorFiles(directory).files):
             return _Draft("mtp", directory)
         missing = "its config names an MTP head, but its files have no tensor of one"
-    if (directory / "eagle" / "config.json").is_file():
+    if os.path.lexists(directory / "eagle" / "config.json"):
         logger.info("drafter is EAGLE, from %s: %s", directory / "eagle", missing)
         return _Draft("eagle", directory / "eagle")
     logger.warning(
         "drafter is n-gram look-up, which helps where text repeats: %s, and %s does not exist",
         missing,
-        directory / "eagle",
+        directory / "eagle" / "config.json",
     )
     return _Draft("ngram")
 
 
-def _eagle(directory: Path, model: NemotronH) -> nn.Module:
-    return build_eagle(TensorFiles(directory), model)
-
-
 def _bytes(module: nn.Module) -> int:
     return sum(parameter.nbytes for parameter in module.parameters())
-
-
-def _tokenizer(directory: Path) -> Tokenizer:
-    file = directory / "tokenizer.json"
-    if not file.is_file():
-        raise ValueError(f"checkpoint {directory} has no tokenizer.json; it must hold one")
-    try:
-        return Tokenizer.from_file(str(file))
-    except Exception as error:  # tokenizers raises nothing narrower
-        raise ValueError(f"{file} is not a tokenizer: {error}") from error

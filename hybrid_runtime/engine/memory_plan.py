@@ -91,11 +91,7 @@ def units(
 
 
 class Planner:
-    """Plans for one engine, with more or fewer requests. weights: bytes still to be loaded.
-
-    Raises:
-        ValueError: the model has no states.
-    """
+    """Plans for one engine, with more or fewer requests. weights: bytes still to be loaded."""
 
     def __init__(
         self,
@@ -106,8 +102,6 @@ class Planner:
         device: torch.device,
         weights: int = 0,
     ) -> None:
-        if not model.state_layers:
-            raise ValueError("the model has no Mamba layer; it must have one, or more")
         self.config, self._layout, self._model = config, layout, model
         self._device, self._weights = device, weights
         narrowed = narrowed_weight(head, config.sampled_drafts, device)

@@ -6,8 +6,6 @@ import logging
 from collections.abc import Iterator
 from typing import Any
 
-import torch
-
 from hybrid_runtime.engine.config import EngineConfig
 from hybrid_runtime.engine.memory_plan import MemoryPlan, gib, longest
 from hybrid_runtime.models.nemotron_h import NemotronH
@@ -24,7 +22,7 @@ def log_engine(
         return
     for line in _chosen(config, layout, model, plan):
         logger.info(line)
-    for line in _given_up(config, layout, model.device, plan):
+    for line in _given_up(config, layout, model, plan):
         logger.warning(line)
 
 
@@ -47,9 +45,14 @@ def _chosen(config: EngineConfig, layout: StateLayout, model: Any, plan: MemoryP
 
 
 def _given_up(
-    config: EngineConfig, layout: StateLayout, device: torch.device, plan: MemoryPlan
+    config: EngineConfig, layout: StateLayout, model: NemotronH, plan: MemoryPlan
 ) -> Iterator[str]:
-    block = layout.block_size
+    block, device, trained = layout.block_size, model.device, model.config.max_position_embeddings
+    if trained is not None and config.max_model_len > trained:
+        yield (
+            f"max_model_len is {config.max_model_len}, more than the {trained} tokens that the "
+            "model was made for (max_position_embeddings); longer texts may be worse"
+        )
     if config.prefix_caching and block >= config.max_model_len:
         yield (
             f"no prefix can be found again: a block has {block} tokens and requests at most "

@@ -11,6 +11,8 @@ from numpy.typing import NDArray
 from tokenizers import Encoding, Tokenizer
 from torch import Tensor
 
+from hybrid_runtime.models.json_fields import one_line
+
 Prompt = str | Sequence[int] | NDArray[np.integer[Any]]
 Tokens = NDArray[np.int32]
 """Checked token ids, `[n]`."""
@@ -50,7 +52,7 @@ def encode_rendered(text: str, tokenizer: Tokenizer | None, vocabulary: int) -> 
     if tokenizer is None:
         raise ValueError("messages are text; without a tokenizer there is no chat")
     check_text("messages", text)
-    return _checked("prompt", tokenizer.encode(text, add_special_tokens=False).ids, vocabulary)
+    return _checked("prompt", _encoded("messages", text, tokenizer, False).ids, vocabulary)
 
 
 def encode_instructed(
@@ -106,7 +108,16 @@ def _encoding(name: str, text: str, tokenizer: Tokenizer | None) -> Encoding:
     if tokenizer is None:
         raise ValueError(f"{name} is a str; without a tokenizer it must be token ids")
     check_text(name, text)
-    return tokenizer.encode(text)
+    return _encoded(name, text, tokenizer)
+
+
+def _encoded(name: str, text: str, tokenizer: Tokenizer, special: bool = True) -> Encoding:
+    try:
+        return tokenizer.encode(text, add_special_tokens=special)
+    except Exception as error:  # tokenizers raises nothing narrower
+        raise ValueError(
+            f"{name} is not what the tokenizer can encode: {one_line(error)}"
+        ) from error
 
 
 def _checked(name: str, tokens: Sequence[int] | NDArray[Any], vocabulary: int) -> Tokens:

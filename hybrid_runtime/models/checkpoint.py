@@ -1,7 +1,10 @@
 """Load checkpoints in Hugging Face format: config.json plus safetensors."""
 
-from collections.abc import Iterable, Mapping
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
@@ -11,14 +14,31 @@ from rich.progress import Progress
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from hybrid_runtime.models.config import load_config, read_json
+from hybrid_runtime.models.config import load_config
 from hybrid_runtime.models.eagle import EagleConfig, EagleHead
+from hybrid_runtime.models.json_fields import (
+    OBJECT,
+    Kind,
+    check_unquantised,
+    named,
+    one_line,
+    read_json,
+    read_optional,
+)
 from hybrid_runtime.models.moe import Experts
 from hybrid_runtime.models.mtp import MTPHead
 from hybrid_runtime.models.nemotron_h import NemotronH
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
+_QUANTISED = "hf_quant_config.json"
+"""ModelOpt's, which says what config.json need not."""
+_SHARDS = Kind(
+    "an object that maps tensor names to names of files beside it",
+    lambda value: isinstance(value, Mapping) and bool(value) and all(map(_is_name, value.values())),
+)
+_DTYPES = ("F32", "BF16", "F16")
+"""As safetensors calls them."""
 
 
 def resolve(path_or_hub_id: str | Path) -> Path:
@@ -56,22 +76,24 @@ class TensorFiles:
         files: tensor name to the file that holds it.
 
     Raises:
-        ValueError: no weights, a broken file, or an index that contradicts the files.
+        ValueError: no weights, quantised ones or any of another dtype, a broken file, or an index
+            that contradicts the files.
     """
 
     def __init__(self, directory: Path):
         self.directory = directory
-        weight_map: dict[str, str] = {}
+        weight_map: Mapping[str, str] = {}
         index = directory / _INDEX
-        if (directory / _SINGLE).is_file():
+        _check_not_quantised(directory)
+        if os.path.lexists(directory / _SINGLE):
             files = [directory / _SINGLE]
-        elif index.is_file():
-            weight_map = read_json(index, _INDEX).get("weight_map") or {}
-            if not isinstance(weight_map, dict) or not weight_map:
-                raise ValueError(f"{index} has no weight_map, must map tensor names to files")
+        elif os.path.lexists(index):
+            weight_map = read_json(directory, _INDEX, {"weight_map": _SHARDS}).get("weight_map", {})
+            if not weight_map:
+                raise ValueError(f"{index} has no weight_map, must be {_SHARDS.must}")
             files = [directory / name for name in sorted(set(weight_map.values()))]
             for file in files:
-                if not file.is_file():
+                if not file.exists():
                     raise ValueError(f"{file} does not exist, but {index} names it")
         else:
             raise ValueError(f"{directory} has no weights, must hold {_SINGLE} or {_INDEX}")
@@ -86,32 +108,26 @@ class TensorFiles:
                 )
 
     def _read_header(self, file: Path) -> None:
-        try:
-            with safe_open(file, framework="pt") as opened:
-                for name in opened.keys():  # noqa: SIM118 - not a dict
-                    if name in self.files:
-                        raise ValueError(
-                            f"tensor {name} is in both {self.files[name]} and {file}, must be in "
-                            "one file"
-                        )
-                    self.files[name] = file
-                    self.shapes[name] = tuple(opened.get_slice(name).get_shape())
-        except SafetensorError as error:
-            raise ValueError(f"{file} is not a safetensors file: {error}") from error
+        with _opened(file) as opened:
+            for name in opened.keys():  # noqa: SIM118 - not a dict
+                if name in self.files:
+                    raise ValueError(
+                        f"tensor {name} is in both {self.files[name]} and {file}, must be in "
+                        "one file"
+                    )
+                if not name.isprintable():
+                    raise ValueError(f"tensor {name!r} in {file} has no name that can be printed")
+                part = opened.get_slice(name)
+                if part.get_dtype() not in _DTYPES:
+                    raise ValueError(
+                        f"tensor {name} in {file} is {part.get_dtype()}, must be one of "
+                        f"{', '.join(_DTYPES)}"
+                    )
+                self.files[name] = file
+                self.shapes[name] = tuple(part.get_shape())
 
-    def load(self, wanted: Mapping[str, Tensor], present: Iterable[str]) -> None:
-        """Copy tensors into place, converted to the destination's dtype and device.
-
-        Everything is checked by the headers first, so nothing has changed when this raises,
-        except that a tensor of integers is found out only when it is read.
-
-        Args:
-            wanted: tensor name to destination.
-            present: the names in the files that belong to `wanted`; must be the same set.
-
-        Raises:
-            ValueError: a tensor is missing, unexpected, or has a wrong shape or kind of dtype.
-        """
+    def check(self, wanted: Mapping[str, Tensor], present: Iterable[str]) -> None:
+        """Hold names and shapes against those wanted; arguments and errors as of `load`."""
         names = set(present)
         for name in sorted(wanted.keys() - names):
             raise ValueError(f"tensor {name} is missing in {self.directory}")
@@ -123,6 +139,20 @@ class TensorFiles:
                     f"tensor {name} in {self.files[name]} is {list(self.shapes[name])}, must be "
                     f"{list(destination.shape)}"
                 )
+
+    def load(self, wanted: Mapping[str, Tensor], present: Iterable[str]) -> None:
+        """Copy tensors into place, converted to the destination's dtype and device.
+
+        Everything is checked by the headers first, so nothing has changed when this raises.
+
+        Args:
+            wanted: tensor name to destination.
+            present: the names in the files that belong to `wanted`; must be the same set.
+
+        Raises:
+            ValueError: a tensor is missing, unexpected, or has a wrong shape.
+        """
+        self.check(wanted, present)
         by_file: dict[Path, list[str]] = {}
         for name in wanted:
             by_file.setdefault(self.files[name], []).append(name)
@@ -130,15 +160,34 @@ class TensorFiles:
         with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
             task = bar.add_task("Loading weights", total=len(wanted))
             for file, inside in by_file.items():
-                with safe_open(file, framework="pt") as opened:
+                with _opened(file) as opened:
                     for name in inside:
-                        value = opened.get_tensor(name)
-                        if not value.is_floating_point():
-                            raise ValueError(
-                                f"tensor {name} in {file} is {value.dtype}, must be floating point"
-                            )
-                        wanted[name].copy_(value)
+                        wanted[name].copy_(opened.get_tensor(name))
                         bar.advance(task)
+
+
+def _is_name(value: object) -> bool:
+    """Of a file in the same directory, not of one anywhere else."""
+    right = isinstance(value, str) and value.isprintable() and value not in ("", "..")
+    return right and Path(str(value)).name == value
+
+
+def _check_not_quantised(directory: Path) -> None:
+    given = read_optional(directory, _QUANTISED, {"quantization": OBJECT})
+    about = given.get("quantization")
+    if given and (about is None or about.get("quant_algo") is not None):
+        with named(directory / _QUANTISED):
+            check_unquantised({"quantization": about or given}, "quantization")
+
+
+@contextmanager
+def _opened(file: Path) -> Iterator[Any]:
+    """A safetensors file; `ValueError` names it if it is none, or cannot be read."""
+    try:
+        with safe_open(file, framework="pt") as opened:
+            yield opened
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{file} is not a safetensors file: {one_line(error)}") from error
 
 
 def checkpoint_tensors(module: nn.Module) -> dict[str, Tensor]:
@@ -175,11 +224,26 @@ def load_nemotron_h(path: str | Path, device: torch.device | str, dtype: torch.d
     config = load_config(directory)
     files = TensorFiles(directory)
     model = NemotronH(config, device, dtype)
-    present = set(files.files)
-    if config.num_nextn_predict_layers:
-        present = {name for name in present if not name.startswith("mtp.")}
-    files.load(checkpoint_tensors(model), present)
+    files.load(*model_tensors(files, model))
     return model.eval()
+
+
+def model_tensors(files: TensorFiles, model: NemotronH) -> tuple[dict[str, Tensor], set[str]]:
+    """What `TensorFiles.load` and `check` take for a model: those of an MTP head are not its."""
+    present = set(files.files)
+    if model.config.num_nextn_predict_layers:
+        present = {name for name in present if not name.startswith("mtp.")}
+    return checkpoint_tensors(model), present
+
+
+def head_tensors(
+    files: TensorFiles, head: MTPHead | EagleHead
+) -> tuple[dict[str, Tensor], set[str]]:
+    """The same for a draft head."""
+    names = set(files.files)
+    if isinstance(head, MTPHead):
+        names = {name for name in names if name.startswith("mtp.")}
+    return checkpoint_tensors(head), names
 
 
 def load_mtp(path: str | Path, target: NemotronH) -> MTPHead:
@@ -192,9 +256,9 @@ def load_mtp(path: str | Path, target: NemotronH) -> MTPHead:
     Raises:
         ValueError: the config names no supported head, or a tensor is wrong.
     """
-    head = MTPHead(target)
     files = TensorFiles(resolve(path))
-    files.load(checkpoint_tensors(head), {name for name in files.files if name.startswith("mtp.")})
+    head = build_mtp(files, target)
+    files.load(*head_tensors(files, head))
     return head.eval()
 
 
@@ -210,16 +274,23 @@ def load_eagle(path: str | Path, target: NemotronH) -> EagleHead:
     """
     files = TensorFiles(resolve(path))
     head = build_eagle(files, target)
-    files.load(checkpoint_tensors(head), set(files.files))
+    files.load(*head_tensors(files, head))
     return head.eval()
+
+
+def build_mtp(files: TensorFiles, target: NemotronH) -> MTPHead:
+    """The MTP head of the target's checkpoint, not filled yet; errors as of `load_mtp`."""
+    with named(files.directory / "config.json"):
+        return MTPHead(target)
 
 
 def build_eagle(files: TensorFiles, target: NemotronH) -> EagleHead:
     """The EAGLE-1 head of a checkpoint, not filled yet; errors as of `load_eagle`."""
-    config = EagleConfig.from_dict(read_json(files.directory, "config.json"))
-    return EagleHead(
-        config,
-        target,
-        fc_bias="fc.bias" in files.files,
-        own_embedding="embed_tokens.weight" in files.files,
-    )
+    decoded = read_json(files.directory, "config.json")
+    with named(files.directory / "config.json"):
+        return EagleHead(
+            EagleConfig.from_dict(decoded),
+            target,
+            fc_bias="fc.bias" in files.files,
+            own_embedding="embed_tokens.weight" in files.files,
+        )

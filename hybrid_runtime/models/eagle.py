@@ -1,7 +1,7 @@
 """EAGLE-1 draft head: one Llama decoder layer over the joined embedding and hidden state."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -11,18 +11,39 @@ from torch import Tensor, nn
 from hybrid_runtime.kernels.layers.embedding import embedding
 from hybrid_runtime.models.attention import Attention, Rotation, join_projections
 from hybrid_runtime.models.forward_batch import Caches, RowBatch, WantedTokens
+from hybrid_runtime.models.json_fields import (
+    COUNT,
+    OBJECT,
+    SIZE,
+    Kind,
+    check_fields,
+    check_unquantised,
+    integer,
+    named,
+    only,
+    positive,
+)
 from hybrid_runtime.models.nemotron_h import NemotronH
 from hybrid_runtime.models.norm import RMSNorm
 
-_FIXED = (
-    ("model_type", "llama"),
-    ("num_hidden_layers", 1),
-    ("hidden_act", "silu"),
-    ("attention_bias", False),
-    ("mlp_bias", False),
-    ("rope_scaling", None),
-    ("quantization_config", None),
-)
+_KINDS: dict[str, Kind] = {
+    "model_type": only("llama"),
+    "num_hidden_layers": only(1),
+    "hidden_act": only("silu"),
+    "attention_bias": only(False),
+    "mlp_bias": only(False),
+    "rope_scaling": only(None),
+    "rope_parameters": OBJECT,
+    "vocab_size": integer(1, SIZE),
+    "hidden_size": integer(1, SIZE),
+    "intermediate_size": integer(1, SIZE),
+    "num_attention_heads": integer(1, COUNT),
+    "num_key_value_heads": integer(1, COUNT),
+    "head_dim": integer(1, COUNT),
+    "rms_norm_eps": positive(1),
+    "rope_theta": positive(1e12),
+}
+_ROPE = {"rope_type": only("default"), "rope_theta": _KINDS["rope_theta"]}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +60,7 @@ class EagleConfig:
     rope_theta: float = 10000.0
 
     def __post_init__(self) -> None:
+        check_fields(asdict(self), _KINDS)
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
                 f"config field num_attention_heads is {self.num_attention_heads}, must be a "
@@ -55,31 +77,23 @@ class EagleConfig:
             ValueError: a field is missing, or has a value that is not supported.
         """
         given = {name: value for name, value in config.items() if value is not None}
-        rope = given.pop("rope_parameters", {})
-        if rope.get("rope_type", "default") != "default":
-            raise ValueError(
-                f"config field rope_parameters is {rope!r}, only rope_type 'default' is supported"
-            )
-        if "rope_theta" in rope:
-            given["rope_theta"] = rope["rope_theta"]
-        for name, only in _FIXED:
-            if given.get(name, only) != only:
-                raise ValueError(
-                    f"config field {name} is {given[name]!r}, only {only!r} is supported"
-                )
+        check_unquantised(given)
+        check_fields(given, _KINDS)
+        rope = given.get("rope_parameters", {})
+        with named("rope_parameters"):
+            check_fields(rope, _ROPE)
         required = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads")
         for name in required:
-            if type(given.get(name)) is not int or given[name] < 1:
-                raise ValueError(
-                    f"config field {name} is {given.get(name)!r}, must be a positive integer"
-                )
+            if name not in given:
+                raise ValueError(f"config field {name} is missing, must be {_KINDS[name].must}")
         heads = given["num_attention_heads"]
+        theta = next((x["rope_theta"] for x in (rope, given) if x.get("rope_theta")), 10000.0)
         return EagleConfig(
             **{name: given[name] for name in required},
             num_key_value_heads=given.get("num_key_value_heads", heads),
             head_dim=given.get("head_dim", given["hidden_size"] // heads),
-            rms_norm_eps=given.get("rms_norm_eps", 1e-6),
-            rope_theta=float(given.get("rope_theta", 10000.0)),
+            rms_norm_eps=float(given.get("rms_norm_eps", 1e-6)),
+            rope_theta=float(theta),
         )
 
 

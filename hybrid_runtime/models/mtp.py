@@ -49,7 +49,7 @@ class MTPHead(nn.Module):
         if config.num_nextn_predict_layers != 1:
             raise ValueError(
                 f"config field num_nextn_predict_layers is {config.num_nextn_predict_layers}, "
-                "an MTP head needs exactly 1"
+                "must be 1 for an MTP head"
             )
         pattern, base = config.mtp_pattern, config.num_hidden_layers
         # In a tuple, so that the target does not become a submodule with parameters of its own.

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import logging
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -140,7 +142,7 @@ BAD: list[tuple[Any, str]] = [
     (["hello"], "messages holds 'hello'; it must be a mapping with a role"),
     ([{"content": "x"}], "must be a mapping with a role"),
     ([{"role": 5, "content": "x"}], "must be a mapping with a role"),
-    ([{"role": "user", "content": {1, 2}}], "messages must be what JSON can hold"),
+    ([{"role": "user", "content": {1, 2}}], r"messages is \[.*\]; it must be what JSON can hold"),
     ([{"role": "oracle", "content": "x"}], "chat template .*: unknown role oracle"),
 ]
 
@@ -154,9 +156,52 @@ def test_what_is_no_conversation_is_refused(tmp_path: Path, messages: Any, messa
 def test_templates_that_are_none(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="the checkpoint has no chat template"):
         Engine.from_pretrained(SHIPPED).chat(MESSAGES)
-    with pytest.raises(ValueError, match=r"in .*tokenizer_config.json: unexpected '}'"):
-        rendered(with_template(tmp_path / "broken", "{{ messages }"), MESSAGES)
-    with pytest.raises(ValueError, match=r"chat_template in .* is a int; it must be a text"):
+    with pytest.raises(ValueError, match=r"tokenizer_config\.json: .* chat_template is 5, must be"):
         ChatTemplate.of(with_template(tmp_path / "number", 5))
+    with pytest.raises(ValueError, match=r"config field chat_template is \[{'name': 'x'}\], must"):
+        ChatTemplate.of(with_template(tmp_path / "object", [{"name": "x"}]))
     with pytest.raises(ValueError, match="one of them must be called default"):
         rendered(with_template(tmp_path / "rag", [{"name": "rag", "template": "x"}]), MESSAGES)
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        ("{{ messages }", r"unexpected '}' \(line 1\)"),
+        ("a\n{% for m in messages %}", r"Unexpected end of template.* \(line 2\)"),
+        ("{{ messages | no_such }}", r"No filter named 'no_such'\. \(line 1\)"),
+        ("{% break %}", "'break' outside loop"),
+    ],
+)
+def test_a_broken_template_is_said_at_load_and_leaves_completions(
+    tmp_path: Path, template: str, reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    directory = with_template(tmp_path, template)
+    with caplog.at_level(logging.WARNING):
+        engine = Engine.from_pretrained(directory, drafter=None, max_requests=1)
+    broken = rf"chat template 'default' in .*tokenizer_config\.json is broken, must be .*{reason}"
+    (line,) = (said for said in caplog.messages if "chat template" in said)
+    assert re.search(f"^no chat: {broken}", line)
+    assert "\n" not in line
+    assert engine.generate(["x"], SamplingParams(max_tokens=2))[0].tokens
+    with pytest.raises(ValueError, match=f"^{broken}"):
+        engine.chat(MESSAGES)
+
+
+def test_a_broken_template_for_tools_names_its_own_file_and_leaves_the_other(
+    tmp_path: Path,
+) -> None:
+    directory = with_template(tmp_path, "plain")
+    (directory / "additional_chat_templates").mkdir()
+    (directory / "additional_chat_templates" / "tool_use.jinja").write_text("{{")
+    assert rendered(directory, MESSAGES) == "plain"
+    with pytest.raises(
+        ValueError, match=r"chat template 'tool_use' in .*tool_use\.jinja is broken"
+    ):
+        rendered(directory, MESSAGES, TOOLS)
+
+
+@pytest.mark.parametrize("template", ["{{ 1 / 0 }}", "{{ [][5].x }}", "{{ (1).real.x.y }}"])
+def test_whatever_a_template_raises_is_a_refusal(tmp_path: Path, template: str) -> None:
+    with pytest.raises(ValueError, match="messages do not go with the chat template in"):
+        rendered(with_template(tmp_path, template), MESSAGES)

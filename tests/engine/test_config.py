@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import logging
 import shutil
 import subprocess
 import sys
@@ -139,6 +140,24 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"num_speculative_tokens": 16}, r"num_speculative_tokens is 16; it must be in 0\.\.15"),
     ({"window": 3}, r"window is 3 with num_speculative_tokens=3; it must be 0, 4\.\.15 or 31"),
     ({"window": 16}, r"window is 16 .*; it must be 0, 4\.\.15 or 31"),
+    ({"drafter": "mtp", "eagle_path": "x"}, "eagle_path is 'x' with drafter='mtp'"),
+    ({"eagle_path": 5}, "eagle_path is 5; it must be a directory or a hub id"),
+    ({"eagle_path": "/no/such/place"}, "'/no/such/place' does not exist"),
+    ({"block_size": 16, "retention": 24}, "retention is 24; .* multiple of the block size"),
+    ({"stochastic_rounding": True}, "stochastic_rounding is True with ssm_dtype=torch.float32"),
+    ({}, "has no weights"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), BAD, ids=[m for _, m in BAD])
+def test_options_are_checked_before_weights_are_read(
+    no_weights: Path, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        Engine.from_pretrained(no_weights, **options)
+
+
+TOO_LARGE: list[tuple[dict[str, Any], str]] = [
     (
         {"max_requests": 10**8, "drafter": "mtp"},
         "max_requests is 100000000: needs .* fits",
@@ -155,21 +174,16 @@ BAD: list[tuple[dict[str, Any], str]] = [
         {"host_blocks": (10**12, 1), "drafter": "mtp"},
         "host_blocks is .*: needs .* of host memory",
     ),
-    ({"drafter": "mtp", "eagle_path": "x"}, "eagle_path is 'x' with drafter='mtp'"),
-    ({"eagle_path": 5}, "eagle_path is 5; it must be a directory or a hub id"),
-    ({"eagle_path": "/no/such/place"}, "'/no/such/place' does not exist"),
-    ({"block_size": 16, "retention": 24}, "retention is 24; .* multiple of the block size"),
-    ({"stochastic_rounding": True}, "stochastic_rounding is True with ssm_dtype=torch.float32"),
-    ({}, "has no weights"),
 ]
 
 
-@pytest.mark.parametrize(("options", "message"), BAD, ids=[m for _, m in BAD])
-def test_options_are_checked_before_weights_are_read(
-    no_weights: Path, options: dict[str, Any], message: str
+@pytest.mark.parametrize(("options", "message"), TOO_LARGE, ids=[m for _, m in TOO_LARGE])
+def test_what_does_not_fit_is_refused_before_weights_are_read(
+    options: dict[str, Any], message: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with pytest.raises(ValueError, match=message):
-        Engine.from_pretrained(no_weights, **options)
+    with caplog.at_level(logging.INFO), pytest.raises(ValueError, match=message):
+        Engine.from_pretrained(SHIPPED, **options)
+    assert "loaded" not in caplog.text
 
 
 def test_drafts_of_a_head_that_the_checkpoint_lacks_are_refused_before_its_weights_are_read(
@@ -223,8 +237,8 @@ def test_dtypes_by_name_and_auto(value: Any) -> None:
 
 def test_a_dtype_of_the_checkpoint_that_nothing_computes_in_is_refused(no_weights: Path) -> None:
     change(no_weights, dtype="float8_e4m3fn")
-    with pytest.raises(ValueError, match="dtype is 'auto', but the checkpoint's own is 'float8"):
-        Engine.from_pretrained(no_weights, dtype="auto")
+    with pytest.raises(ValueError, match=r"/config\.json: .* dtype is 'float8_e4m3fn', must"):
+        Engine.from_pretrained(no_weights)
 
 
 def test_states_have_the_dtype_that_the_checkpoint_asks_for(tmp_path: Path) -> None:

@@ -90,19 +90,31 @@ def test_sampling_where_a_request_does_not_say(
 @pytest.mark.parametrize(
     ("files", "message"),
     [
-        ({"generation_config": {"eos_token_id": 320}}, "has 320; it must be in 0..319"),
-        ({"generation_config": {"eos_token_id": "x"}}, "eos_token_id in generation_config.json is"),
-        ({"generation_config": {"eos_token_id": [True]}}, "eos_token_id in generation_config.json"),
-        ({"config": {"eos_token_id": "x"}}, "config field eos_token_id is 'x'"),
+        ({"generation_config": {"eos_token_id": 320}}, "G: config field eos_token_id is 320, must"),
+        ({"generation_config": {"eos_token_id": "x"}}, "G: config field eos_token_id is 'x', must"),
         (
-            {"generation_config": {"do_sample": True, "top_p": 7}},
-            "generation_config.json: top_p is 7",
+            {"generation_config": {"eos_token_id": [True]}},
+            r"G: config field eos_token_id is \[True\], must be an integer in 0..319, or a list",
+        ),
+        ({"generation_config": {"do_sample": 1}}, "G: config field do_sample is 1, must be true"),
+        ({"generation_config": {"do_sample": True, "top_p": 7}}, "G: top_p is 7, must be a number"),
+        (
+            {"generation_config": {"temperature": "0.7"}},
+            "G: temperature is '0.7', must be a",
+        ),
+        ({"generation_config": {"top_k": -1}}, "G: top_k is -1, must be an integer >= 0"),
+        ({"config": {"eos_token_id": "x"}}, r"/config\.json: config field eos_token_id is 'x'"),
+        ({"config": {"eos_token_id": [7, 320]}}, r"eos_token_id is \(7, 320\), must be below"),
+        (
+            {"config": {"eos_token_id": ...}, "generation_config": None}
+            | {"tokenizer_config": {"eos_token": 5}},
+            r"tokenizer_config\.json: config field eos_token is 5, must be a text, or an object",
         ),
     ],
     ids=str,
 )
 def test_wrong_fields_are_refused(tmp_path: Path, files: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=message.replace("G:", r"/generation_config\.json:")):
         generation(checkpoint(tmp_path, **files))
 
 

@@ -36,11 +36,17 @@ def test_what_was_chosen(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_nothing_is_given_up_where_all_is_well(caplog: pytest.LogCaptureFixture) -> None:
     assert logged(caplog, logging.WARNING) == ""
+    assert logged(caplog, logging.WARNING, max_model_len=8192, max_requests=1) == ""
 
 
 GIVEN_UP: list[tuple[dict[str, Any], str]] = [
     ({"block_size": 256, "max_model_len": 200}, "no prefix can be found again: a block has 256"),
     ({"drafter": "ngram", "sampled_drafts": True}, "sampled_drafts does nothing: drafter 'ngram'"),
+    (
+        {"max_model_len": 8193, "max_requests": 1},
+        "max_model_len is 8193, more than the 8192 tokens that the model was made for "
+        "(max_position_embeddings)",
+    ),
     ({"graphs": True}, "no CUDA graphs: they need a GPU, and the device is cpu"),
 ]
 

@@ -30,7 +30,7 @@ PROMPT = "system: x\nuser: a\nb\nassistant: y\nuser: z\ngood def "
 @pytest.fixture(scope="module")
 def served() -> Iterator[Running]:
     engine = shipped()
-    engine.chat_template = ChatTemplate({"default": TEMPLATE}, {}, "here")
+    engine.chat_template = ChatTemplate({"default": TEMPLATE}, {}, {"default": "here"})
     with running(engine) as server:
         yield server
 
