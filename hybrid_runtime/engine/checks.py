@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from difflib import get_close_matches
 from typing import Literal, get_args
 
 import torch
@@ -10,6 +11,17 @@ import torch
 DTypeName = Literal["auto", "float32", "bfloat16", "float16"]
 """A dtype by name; "auto" is the checkpoint's own."""
 DTYPES = {name: getattr(torch, name) for name in get_args(DTypeName) if name != "auto"}
+
+
+def check_names(what: str, given: Iterable[str], known: Iterable[str]) -> None:
+    """Refuse names that are not among `known`, with the one that was probably meant."""
+    known = list(known)
+    for name in given:
+        if name not in known:
+            near = get_close_matches(name, known, 1, 0.0)[0]
+            raise ValueError(
+                f"{what} {name} is not known; the nearest is {near} (all: {', '.join(known)})"
+            )
 
 
 def check_choice(name: str, value: object, known: Iterable[object]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Literal, TypedDict, get_args
+from typing import Any, Literal, Self, TypedDict, get_args
 
 import torch
 
@@ -15,6 +15,7 @@ from hybrid_runtime.engine.checks import (
     check_dtype,
     check_flag,
     check_integer,
+    check_names,
     check_number,
     resolve_dtype,
 )
@@ -151,6 +152,11 @@ class EngineConfig:
 
     host_blocks: tuple[int, int] | None = None
     """KV blocks and state blocks in pinned host memory, for what the device has no room for."""
+
+    def __new__(cls, **options: Any) -> Self:
+        # Before the generated __init__, which would raise a TypeError.
+        check_names("option", options, EngineOptions.__annotations__)
+        return object.__new__(cls)
 
     def __post_init__(self) -> None:
         self._check_choices()

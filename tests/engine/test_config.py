@@ -186,6 +186,20 @@ def test_what_does_not_fit_is_refused_before_weights_are_read(
     assert "loaded" not in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("option", "nearest"),
+    [("max_num_requests", "max_requests"), ("drafters", "drafter"), ("block_sise", "block_size")],
+)
+def test_an_unknown_option_is_refused_with_the_nearest_that_there_is(
+    option: str, nearest: str
+) -> None:
+    refused = rf"option {option} is not known; the nearest is {nearest} \(all: drafter, "
+    with pytest.raises(ValueError, match=refused):
+        EngineConfig(**{option: 1})
+    with pytest.raises(ValueError, match=refused):
+        Engine.from_pretrained(SHIPPED, **{option: 1})
+
+
 def test_drafts_of_a_head_that_the_checkpoint_lacks_are_refused_before_its_weights_are_read(
     no_weights: Path,
 ) -> None:
