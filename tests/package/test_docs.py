@@ -2,7 +2,8 @@
 lead somewhere, and what can be set or run is named.
 
 A ```python block runs as a program of its own, from the repository's root; behind the page's first
-block if that says `# begins every program on this page`. One whose first line is `# needs a GPU`,
+block if that says `# begins every program on this page`. What it prints stands below it, behind
+`It prints` and a colon, in a ```text block. One whose first line is `# needs a GPU`,
 `# needs a server` or `# needs vLLM` is only compiled.
 """
 
@@ -43,8 +44,8 @@ def fenced(page: str, language: str) -> list[str]:
 
 
 def programs(page: str) -> list[tuple[str, str]]:
-    """Each with what the page says that it prints, if it does."""
-    printed = r"(?:\nIt prints:\n\n```text\n(.*?)^```)?"
+    """Each with what the page says that it prints; "": nothing."""
+    printed = r"(?:\nIt prints\b[^\n]*:\n\n```text\n(.*?)^```)?"
     blocks = re.findall(rf"^```python\n(.*?)^```\n{printed}", PAGES[page], re.M | re.S)
     if blocks and blocks[0][0].startswith("# begins every program on this page\n"):
         beginning = blocks.pop(0)[0]
@@ -73,8 +74,7 @@ def test_program(
         return
     monkeypatch.chdir(ROOT)
     exec(code, {"__name__": "__main__"})
-    if printed:
-        assert capsys.readouterr().out == printed
+    assert capsys.readouterr().out == printed
 
 
 def test_programs_are_well_typed(tmp_path: Path) -> None:
