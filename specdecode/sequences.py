@@ -86,7 +86,7 @@ class Sequences:
             line, words, end = packed[i], self._words, self._words + len(tokens)
             line[_SEED : _SEED + 2].view(np.int64)[0] = seed
             line.view(np.float32)[_TEMPERATURE] = params.temperature
-            line[_TOP_K] = params.top_k
+            line[_TOP_K] = min(params.top_k, 2**31 - 1)  # more than any vocabulary
             line.view(np.float32)[_TOP_P] = params.top_p
             line.view(np.float32)[_MIN_P] = params.min_p
             line.view(np.float32)[_REPETITION] = params.repetition_penalty

@@ -16,7 +16,8 @@ class Delta:
 
     text: characters that no stop string can cut off any more. tokens: ids, those of a stop string
     included. finish_reason: why it ended, None until then. completion: the whole answer, with the
-    last delta. logprobs: of each of the tokens, if asked for.
+    last delta. logprobs: of each of the tokens, if asked for. prompt_logprobs: with the first
+    delta, as of `Completion`.
     """
 
     text: str
@@ -24,6 +25,7 @@ class Delta:
     finish_reason: FinishReason | None = None
     completion: Completion | None = None
     logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
 
 
 class Client:
@@ -32,6 +34,7 @@ class Client:
     def __init__(self, request: Request) -> None:
         self.request = request
         self._tokens = self._text = 0
+        self._begun = False
         self._pending: list[Delta] = []
         self._arrived = asyncio.Event()
         self.ended = False
@@ -45,7 +48,10 @@ class Client:
         text = request.text[self._text : ready]
         self._tokens, self._text = len(request.output), max(self._text, ready)
         reason = request.finish_reason
-        return Delta(text, tokens, reason, Completion.of(request) if reason else None, told)
+        prompt_told = None if self._begun else request.prompt_told
+        self._begun = True
+        completion = Completion.of(request) if reason else None
+        return Delta(text, tokens, reason, completion, told, prompt_told)
 
     def deliver(self, delta: Delta) -> None:
         """Let `next` give it."""
@@ -64,7 +70,7 @@ class Client:
         self.ended = last.finish_reason is not None
         return Delta(
             text, tokens, last.finish_reason, last.completion,
-            None if last.logprobs is None else told,
+            None if last.logprobs is None else told, pending[0].prompt_logprobs,
         )  # fmt: skip
 
     async def end(self) -> None:

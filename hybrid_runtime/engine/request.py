@@ -69,6 +69,8 @@ class Request:
     hashes: keys of its full blocks in the prefix cache.
     filed: leading blocks whose keys and values others can find.
     logprobs: of its output if asked for, perhaps of more; see `told`.
+    prompt_logprobs: of the leading tokens of its prompt if asked for, without the first's; see
+    `prompt_told`.
     pooled_from: position of the first token that goes into an embedding; None: text is wanted.
     embedding: float32 `[hidden]` on the CPU, not normalised, once it has ended as "embedded".
     """
@@ -96,6 +98,7 @@ class Request:
     hashes: list[bytes] = field(default_factory=list)
     filed: int = 0
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     pooled_from: int | None = None
     embedding: Tensor | None = None
 
@@ -152,7 +155,7 @@ class Request:
     @property
     def settled(self) -> int:
         """Characters of the text that no stop string can still cut off."""
-        if self.finish_reason is not None:
+        if self.finish_reason is not None or self.params.include_stop_str_in_output:
             return len(self.text)
         longest = 0
         for stop in self.params.stop:
@@ -188,6 +191,12 @@ class Request:
         self.logprobs[len(self.output) :] = logprobs
 
     @property
+    def prompt_told(self) -> list[TokenLogprobs | None] | None:
+        """Log-probabilities of each token of the prompt, None for the first, fewer if it ended
+        before they were known; None if nobody asked."""
+        return None if self.params.prompt_logprobs is None else [None, *self.prompt_logprobs]
+
+    @property
     def told(self) -> list[TokenLogprobs] | None:
         """Log-probabilities of each token of the output; None if nobody asked."""
         return None if self.params.logprobs is None else self.logprobs[: len(self.output)]
@@ -202,20 +211,33 @@ class Request:
         """Add emitted tokens up to where the request ends; why it ends, if it does."""
         params = self.params
         for token in tokens:
-            if token in params.stop_token_ids or (token in eos and not params.ignore_eos):
+            ends = token in params.stop_token_ids or (token in eos and not params.ignore_eos)
+            if ends and not params.include_stop_str_in_output:
                 return "stop"
             self.output.append(token)
+            known = len(self.text)
             if tokenizer is not None:
                 if self.stream is None:
-                    self.stream = DecodeStream(ids=self.prompt[-4:].tolist())
+                    ids = self.prompt[-4:].tolist()
+                    self.stream = DecodeStream(ids, params.skip_special_tokens)
                 self.text += self.stream.step(tokenizer, token) or ""
-            found = [at for at in (self.text.find(s) for s in params.stop) if at >= 0]
-            if found:
-                self.text = self.text[: min(found)]
+            if ends or (len(self.output) > params.min_tokens and self._cut(known)):
                 return "stop"
             if len(self.output) >= params.max_tokens or self.length >= max_length:
                 return "length"
         return None
+
+    def _cut(self, known: int) -> bool:
+        """End the text at a stop string that ends behind its first `known` characters; whether
+        there is one."""
+        ends = []
+        for stop in self.params.stop:
+            at = self.text.find(stop, max(known + 1 - len(stop), 0))
+            if at >= 0:
+                ends.append(at + len(stop) * self.params.include_stop_str_in_output)
+        if ends:
+            self.text = self.text[: min(ends)]
+        return bool(ends)
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,7 +250,8 @@ class Completion:
     time_to_first_token: seconds from `submit`.
     itl: seconds per token, one entry per token after the first step's; the tokens that a step
     emitted share its time equally. hit: what of the prompt was not computed, and why not more.
-    logprobs: of each token, if asked for.
+    logprobs: of each token, if asked for. prompt_logprobs: of each token of the prompt, None for
+    the first, if asked for; fewer if the request ended while its prompt ran.
     """
 
     text: str
@@ -240,6 +263,7 @@ class Completion:
     error: Exception | None = None
     hit: Hit = Hit()
     logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
 
     @classmethod
     def of(cls, request: Request) -> Completion:
@@ -258,6 +282,7 @@ class Completion:
             error=request.error,
             hit=request.hit,
             logprobs=request.told,
+            prompt_logprobs=request.prompt_told,
         )
 
 

@@ -257,8 +257,10 @@ def test_sampled_frequencies() -> None:
         ("top_p", 1.01, "a number > 0 and <= 1"),
         ("min_p", -0.1, "a number in [0, 1]"),
         ("min_p", 1.5, "a number in [0, 1]"),
-        ("repetition_penalty", 0, "a finite number > 0"),
-        ("repetition_penalty", math.inf, "a finite number > 0"),
+        ("repetition_penalty", 0, "a number in [1e-30, 1e+30]"),
+        ("repetition_penalty", math.inf, "a number in [1e-30, 1e+30]"),
+        ("repetition_penalty", 1e-38, "a number in [1e-30, 1e+30]"),
+        ("repetition_penalty", 1e39, "a number in [1e-30, 1e+30]"),
         ("presence_penalty", 2.1, "a number in [-2, 2]"),
         ("frequency_penalty", math.nan, "a number in [-2, 2]"),
         ("logit_bias", [1], "None or a mapping of at most 300 tokens"),
@@ -271,13 +273,26 @@ def test_sampled_frequencies() -> None:
         ("n", 0, "an integer in [1, 128]"),
         ("seed", -1, "None or an integer >= 0"),
         ("seed", 2**63, "None or an integer >= 0"),
-        ("max_tokens", 0, "an integer >= 1"),
-        ("max_tokens", True, "an integer >= 1"),
+        ("prompt_logprobs", 21, "None or an integer in [0, 20]"),
+        ("prompt_logprobs", -1, "None or an integer in [0, 20]"),
+        ("max_tokens", -1, "an integer >= 0"),
+        ("max_tokens", True, "an integer >= 0"),
+        ("min_tokens", -1, "an integer in [0, 128], at most max_tokens"),
+        ("min_tokens", 129, "an integer in [0, 128], at most max_tokens"),
+        ("bad_words", "word", "a tuple of at most 128 non-empty strings of at most 256 characters"),
+        ("bad_words", ("",), "a tuple of at most 128 non-empty strings of at most 256 characters"),
+        ("bad_words", ("a",) * 129, "a tuple of at most 128 non-empty strings"),
+        ("bad_words", ("a" * 257,), "a tuple of at most 128 non-empty strings"),
+        ("allowed_token_ids", (), "None or a tuple of at least one integer >= 0"),
+        ("allowed_token_ids", (-1,), "None or a tuple of at least one integer >= 0"),
+        ("allowed_token_ids", 3, "None or a tuple of at least one integer >= 0"),
         ("stop", "end", "a tuple of non-empty strings"),
         ("stop", ("",), "a tuple of non-empty strings"),
         ("stop_token_ids", (-1,), "a tuple of integers >= 0"),
         ("stop_token_ids", 3, "a tuple of integers >= 0"),
         ("ignore_eos", 1, "True or False"),
+        ("include_stop_str_in_output", 1, "True or False"),
+        ("skip_special_tokens", None, "True or False"),
     ],
 )
 def test_params_are_validated(argument: str, value: object, must: str) -> None:
@@ -298,6 +313,12 @@ def test_params_accept_what_they_should() -> None:
     params.check_vocabulary(6)
     with pytest.raises(ValueError, match=r"^logit_bias is .* must be of tokens in 0\.\.4"):
         params.check_vocabulary(5)
+    params = SamplingParams(top_k=2**31, max_tokens=0, allowed_token_ids=(7, 2), min_tokens=0)
+    params.check_vocabulary(8)
+    with pytest.raises(ValueError, match=r"^allowed_token_ids is .* must be of tokens in 0\.\.6"):
+        params.check_vocabulary(7)
+    for penalty in (1e-30, 1e30):
+        SamplingParams(repetition_penalty=penalty)
 
 
 def test_each_completion_has_parameters_of_its_own() -> None:
