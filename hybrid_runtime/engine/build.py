@@ -13,6 +13,7 @@ from hybrid_runtime.engine.memory_plan import MemoryPlan, Planner, longest
 from hybrid_runtime.engine.offload.cache import HostCache
 from hybrid_runtime.engine.pooler import Pooler
 from hybrid_runtime.engine.prefix_cache import PrefixCache
+from hybrid_runtime.engine.prompt_logprobs import PromptLogprobs
 from hybrid_runtime.engine.scheduler import Scheduler
 from hybrid_runtime.models.nemotron_h import NemotronH
 from hybrid_runtime.specdecode.acceptance import (
@@ -164,6 +165,15 @@ def pooler(config: EngineConfig, model: NemotronH, waits: Waits) -> Pooler:
     """What makes embeddings of hidden states."""
     ahead = config.steps_ahead_on(model.device)
     return Pooler(config.max_requests, model.config.hidden_size, ahead, model.device, waits)
+
+
+def prompt_logprobs(config: EngineConfig, model: NemotronH, waits: Waits) -> PromptLogprobs:
+    """What tells how likely the tokens of prompts were."""
+    ahead = config.steps_ahead_on(model.device)
+    vocabulary = model.config.vocab_size
+    return PromptLogprobs(
+        model.logits, vocabulary, config.max_prompt_tokens, ahead, model.device, waits
+    )
 
 
 def acceptances(config: EngineConfig, device: torch.device) -> tuple[Acceptance, Acceptance]:

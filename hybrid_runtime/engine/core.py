@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
@@ -19,6 +20,7 @@ from torch import Tensor
 from hybrid_runtime.device.sync import allowed, forget_declarations
 from hybrid_runtime.engine.logprobs import unpack
 from hybrid_runtime.engine.pooler import Pooler
+from hybrid_runtime.engine.prompt_logprobs import PromptLogprobs
 from hybrid_runtime.engine.request import BrokenLogits, FinishReason, Request
 from hybrid_runtime.engine.scheduler import Schedule, Scheduler
 from hybrid_runtime.specdecode.acceptance import Acceptance
@@ -55,8 +57,9 @@ class EngineCore:
     those that have not ended are computed again, and the prefix cache is empty.
 
     eos: tokens that end a text. greedy, sampling: how drafts are judged in steps in which no row
-    samples, and in the others. steps_ahead: steps that stay queued when `step` returns. pooler:
-    None until somebody wants an embedding, and then what `make_pooler` gives.
+    samples, and in the others. steps_ahead: steps that stay queued when `step` returns. pooler,
+    prompt_logprobs: None until somebody wants an embedding, or log-probabilities of a prompt, and
+    then what `make_pooler` and `make_prompt_logprobs` give.
     """
 
     def __init__(
@@ -69,10 +72,12 @@ class EngineCore:
         sampling: Acceptance,
         steps_ahead: int,
         make_pooler: Callable[[], Pooler],
+        make_prompt_logprobs: Callable[[], PromptLogprobs],
     ) -> None:
         self.steps_ahead = steps_ahead
         self.pooler: Pooler | None = None
-        self._make_pooler = make_pooler
+        self.prompt_logprobs: PromptLogprobs | None = None
+        self._make_pooler, self._make_prompt_logprobs = make_pooler, make_prompt_logprobs
         self.counts = Counts()
         self._scheduler, self._runner = scheduler, runner
         self._tokenizer, self._eos = tokenizer, frozenset(eos)
@@ -97,6 +102,8 @@ class EngineCore:
             raise ValueError(f"request {request.id} was queued before; it must be a new one")
         if request.pooled_from is not None and self.pooler is None:
             self.pooler = self._make_pooler()
+        if request.prompt_untold and self.prompt_logprobs is None:
+            self.prompt_logprobs = self._make_prompt_logprobs()
         torn, self._torn = self._torn, True
         request.submitted = time.perf_counter()
         if request.due is not None:
@@ -227,7 +234,8 @@ class EngineCore:
         """Queue a step on the device; its requests if it failed, ended by the error."""
         if schedule is None:
             return []
-        watch = None if self.pooler is None else partial(self.pooler.pool, schedule)
+        watched = self.pooler is not None or schedule.told
+        watch = partial(self._verified, schedule) if watched else None
         try:
             step = self._runner.step(
                 schedule.rows, schedule.num_decoding, self._acceptance(schedule), watch
@@ -248,6 +256,13 @@ class EngineCore:
             request.queued.append((scheduled, draft))
         self._queue.append((schedule, step))
         return []
+
+    def _verified(self, schedule: Schedule, step: int, hidden: Tensor, first_token: Tensor) -> None:
+        """Queue what is made of a step's hidden states, see `OnVerified`."""
+        if self.pooler is not None:
+            self.pooler.pool(schedule, step, hidden, first_token)
+        if self.prompt_logprobs is not None:
+            self.prompt_logprobs.tell(schedule, step, hidden, first_token)
 
     def _acceptance(self, schedule: Schedule) -> Acceptance | None:
         """How the step's drafts are judged; None where no row brings a token."""
@@ -282,7 +297,7 @@ class EngineCore:
 
     def _hand_out(self, schedule: Schedule, step: Step) -> list[Request]:
         """Read a step's results and give each request its own."""
-        emitted, embeddings, told = self._read(schedule, step)
+        emitted, embeddings, told, prompts_told = self._read(schedule, step)
         snapshots = self._snapshots(step)
         now = time.perf_counter()
         self.counts.steps += 1
@@ -295,35 +310,45 @@ class EngineCore:
             scheduled, draft = request.queued.popleft()
             request.computed += scheduled - draft + max(count, 1) - 1
             reason: FinishReason | None = None
-            if count:
+            if row in prompts_told:
+                reason = self._tell_prompt(request, prompts_told[row])
+            if reason is None and count:
                 if told is not None and request.params.logprobs is not None:
                     request.tell(unpack(told[row, :count], request.params.logprobs))
                 reason = self._append(request, tokens[:count], draft, now)
-            elif row in embeddings:
+            elif reason is None and row in embeddings:
                 reason = self._embedded(request, embeddings[row])
+            elif reason is None and not request.max_tokens and request.computed == request.prefill:
+                reason = "length"
             if self._scheduler.cache is not None and reason != "error":
                 self._scheduler.cache.file(request, snapshots.get(request.slot, ()))
             if reason is not None:
                 ended.append((request, reason))
             if count or reason is not None:
                 changed.append(request)
-        # An embedding's last state has been filed; after an error a state may be anything.
-        self._scheduler.close([r for r, reason in ended if reason not in ("embedded", "error")])
+        # The last state of a prompt without output has been filed; after an error it may be
+        # anything.
+        self._scheduler.close([r for r, reason in ended if r.max_tokens and reason != "error"])
         for request, reason in ended:
             self._end(request, reason)
         return changed
 
     def _read(
         self, schedule: Schedule, step: Step
-    ) -> tuple[list[list[int]], dict[int, Tensor], NDArray[np.int32] | None]:
+    ) -> tuple[
+        list[list[int]], dict[int, Tensor], NDArray[np.int32] | None, dict[int, NDArray[np.int32]]
+    ]:
         """Per row the tokens that it emitted (tail -1) and their count; embeddings by row; what is
-        told of the tokens, if anything. Waits until the device has them."""
+        told of the tokens, if anything; what is told of prompts, by row. Waits until the device has
+        them."""
         why = "tokens handed to the caller" + ("" if self._queue else ", nothing queued behind")
         with allowed(why):
             emitted = self._runner.read(step, why).tolist()
             embeddings = {} if self.pooler is None else self.pooler.read(schedule, step, why)
             told = self._runner.read_logprobs(step, why) if _tells(schedule) else None
-        return emitted, embeddings, told
+            scores = self.prompt_logprobs
+            prompts_told = {} if scores is None else scores.read(schedule, step, why)
+        return emitted, embeddings, told, prompts_told
 
     def _snapshots(self, step: Step) -> dict[int, list[Snapshot]]:
         """The states that a step has saved, by slot; none where nobody would look for them."""
@@ -332,6 +357,15 @@ class EngineCore:
             for snapshot in self._runner.manager.published(step):
                 by_slot.setdefault(snapshot.slot, []).append(snapshot)
         return by_slot
+
+    def _tell_prompt(self, request: Request, words: NDArray[np.int32]) -> FinishReason | None:
+        """Note what a step told of a request's prompt; why it ends, if it does."""
+        told = unpack(words, request.params.prompt_logprobs or 0)
+        broken = sum(not math.isfinite(one.logprob) for one in told)
+        if broken:
+            return self._broken(request, f"{broken} log-probabilities of its prompt")
+        request.prompt_logprobs += told
+        return None
 
     def _embedded(self, request: Request, embedding: Tensor) -> FinishReason:
         """Give a request its embedding; why it ends."""

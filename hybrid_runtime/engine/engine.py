@@ -87,6 +87,7 @@ class Engine(OneProcess):
         self.core = EngineCore(
             self.scheduler, self.runner, tokenizer, eos, greedy, sampling, ahead,
             lambda: build.pooler(config, model, self.waits),
+            lambda: build.prompt_logprobs(config, model, self.waits),
         )  # fmt: skip
         log_engine(config, layout, model, plan)
         self._ids = count()

@@ -25,7 +25,9 @@ class BrokenLogits(ArithmeticError):
 FinishReason = Literal["stop", "length", "embedded", "abort", "deadline", "error"]
 
 
-ShortHit = Literal["short_prompt", "pooled", "no_snapshot", "evicted_keys", "evicted_snapshot"]
+ShortHit = Literal[
+    "short_prompt", "pooled", "told", "no_snapshot", "evicted_keys", "evicted_snapshot"
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,9 +38,10 @@ class Hit:
     keys: their KV blocks. state: block of the snapshot behind them, None without a hit.
     known: leading tokens whose keys and values are there, with a snapshot or without.
     short: why `tokens` is not more. "short_prompt": the prompt is not longer than a block.
-    "pooled": an embedding needs the hidden states that follow. "no_snapshot": no state was saved
-    where the known keys and values end. "evicted_keys", "evicted_snapshot": they were there, and
-    made room for others. None: more of this prefix was never there.
+    "pooled", "told": an embedding, or log-probabilities of the prompt, need the hidden states that
+    follow. "no_snapshot": no state was saved where the known keys and values end. "evicted_keys",
+    "evicted_snapshot": they were there, and made room for others. None: more of this prefix was
+    never there.
     """
 
     tokens: int = 0
@@ -132,8 +135,18 @@ class Request:
     @property
     def most_hit(self) -> int:
         """Most tokens that a prefix hit may cover. The cache keeps no hidden states, so a token
-        runs if its hidden state is needed: a text's last one, all that an embedding pools."""
-        return self.length - 1 if self.pooled_from is None else self.pooled_from
+        runs if its hidden state is needed: a text's last one, all that an embedding pools, all
+        behind which log-probabilities of the prompt are to be told."""
+        if self.pooled_from is not None:
+            return self.pooled_from
+        return len(self.prompt_logprobs) if self.prompt_untold else self.length - 1
+
+    @property
+    def prompt_untold(self) -> bool:
+        """Log-probabilities of tokens of its prompt are still to come."""
+        return self.params.prompt_logprobs is not None and (
+            len(self.prompt_logprobs) < len(self.prompt) - 1
+        )
 
     @property
     def max_tokens(self) -> int:
@@ -143,9 +156,9 @@ class Request:
     @property
     def device_tokens(self) -> Tokens:
         """Tokens as the device sees them. To the device a row is a prompt's chunk, which emits
-        nothing, while more tokens follow; so an embedding's prompt gets one more, which never
-        runs."""
-        return self.tokens if self.pooled_from is None else np.append(self.prompt, self.prompt[-1])
+        nothing, while more tokens follow; so a prompt that wants no output gets one more, which
+        never runs."""
+        return self.tokens if self.max_tokens else np.append(self.prompt, self.prompt[-1])
 
     @property
     def sure_output(self) -> int:

@@ -23,7 +23,9 @@ from hybrid_runtime.state.step import Snapshot
 class Schedule:
     """Rows of one step; rows that decode (one certain token and K guesses) stand first. epochs:
     of the requests, by which to know results of those that were preempted meanwhile. samples: some
-    row brings a token. pooled: rows whose embedding is complete after the step."""
+    row brings a token. pooled: rows whose embedding is complete after the step. told: rows of whose
+    prompts log-probabilities are told, and the positions from and to (exclusive) which the hidden
+    states tell of the tokens behind them."""
 
     requests: list[Request]
     epochs: list[int]
@@ -31,18 +33,26 @@ class Schedule:
     num_decoding: int
     samples: bool
     pooled: list[int]
+    told: list[tuple[int, int, int]]
 
     @classmethod
     def of(cls, requests: list[Request], rows: StepRows, num_decoding: int) -> Schedule:
         """Of requests that none of this has been queued for yet."""
-        samples, pooled = num_decoding > 0, []
+        samples, pooled, told = num_decoding > 0, [], []
         for row in range(num_decoding, len(requests)):
-            if requests[row].prompt_left == rows.scheduled[row]:
-                if requests[row].pooled_from is None:
+            request, scheduled = requests[row], int(rows.scheduled[row])
+            if request.prompt_left == scheduled:
+                if request.max_tokens:
                     samples = True
-                else:
+                elif request.pooled_from is not None:
                     pooled.append(row)
-        return cls(requests, [r.epoch for r in requests], rows, num_decoding, samples, pooled)
+            if request.prompt_untold:
+                first = max(request.computed_min, len(request.prompt_logprobs))
+                last = min(request.computed_min + scheduled, len(request.prompt) - 1)
+                if first < last:
+                    told.append((row, first, last))
+        epochs = [r.epoch for r in requests]
+        return cls(requests, epochs, rows, num_decoding, samples, pooled, told)
 
 
 class Scheduler:
