@@ -1,4 +1,4 @@
-"""An acceptance for steps in which somebody wants penalties, biases or log-probabilities."""
+"""An acceptance for steps in which somebody wants other logits or log-probabilities."""
 
 from __future__ import annotations
 
@@ -20,15 +20,21 @@ class Adjusted:
     Attributes:
         accept: judges the drafts.
         sequences: whose tokens are penalised, by slot.
-        penalises: on logits after penalties and biases.
+        penalises: on logits after penalties, biases and bans.
+        allows: some rows can draw a few tokens only (with `penalises`).
         tells: log-probabilities of what is emitted, by the logits as the model gives them.
     """
 
     def __init__(
-        self, accept: Acceptance, sequences: Sequences, penalises: bool, tells: bool
+        self,
+        accept: Acceptance,
+        sequences: Sequences,
+        penalises: bool,
+        allows: bool,
+        tells: bool,
     ) -> None:
         self.accept, self.sequences = accept, sequences
-        self.penalises, self.tells = penalises, tells
+        self.penalises, self.allows, self.tells = penalises, allows, tells
 
     def __call__(
         self,
@@ -44,6 +50,8 @@ class Adjusted:
         if self.penalises:
             assert sampling.slot is not None
             penalties = self.sequences.penalties
+            if self.allows:
+                penalties = penalties._replace(allowed=self.sequences.allowed)
             adjusted = penalise(logits, penalties, sampling.slot, position, drafts)
         accepted = self.accept(adjusted, drafts, num_draft, emits, draft_probs, sampling, position)
         if not self.tells:

@@ -13,15 +13,16 @@ from hybrid_runtime.device.sync import Waits, allowed
 from hybrid_runtime.device.transfer import Part, PinnedBuffers
 from hybrid_runtime.kernels.sampling.penalties import Penalties
 from hybrid_runtime.kernels.sampling.rows import SamplingTensors
-from hybrid_runtime.specdecode.biases import Biases
+from hybrid_runtime.specdecode.allowed import AllowedTokens
+from hybrid_runtime.specdecode.biases import Ban, Biases
 from hybrid_runtime.specdecode.sampling import SamplingParams
 
 # Words of a slot's line. The seed takes two, at an offset that suits a 64-bit integer.
 _SEED, _TEMPERATURE, _TOP_K, _TOP_P, _MIN_P, _LENGTH, _PROMPT = 0, 2, 3, 4, 5, 6, 7
 _REPETITION, _PRESENCE, _FREQUENCY, _DRAFTS = 8, 9, 10, 12
 
-Admission = tuple[int, Sequence[int] | NDArray[np.int32], int, SamplingParams, int]
-"""Slot, tokens, how many of these are the prompt, parameters and seed."""
+Admission = tuple[int, Sequence[int] | NDArray[np.int32], int, SamplingParams, int, Sequence[Ban]]
+"""Slot, tokens, how many of these are the prompt, parameters, seed and what is banned."""
 
 
 class Sequences:
@@ -38,7 +39,8 @@ class Sequences:
     slots: requests that run at once.
     max_length: most tokens of one.
     num_draft: most drafts per step, K.
-    sampled_vocabulary: V where drafts are drawn, otherwise 0.
+    vocabulary: V, tokens.
+    sampled_drafts: drafts are drawn.
     steps_ahead: steps that may be queued before the first one's results are read.
     """
 
@@ -48,11 +50,12 @@ class Sequences:
         max_length: int,
         num_draft: int,
         device: torch.device | str,
-        sampled_vocabulary: int = 0,
+        vocabulary: int,
+        sampled_drafts: bool = False,
         steps_ahead: int = 1,
     ) -> None:
         device = torch.device(device)
-        self.num_draft = num_draft
+        self.num_draft, self._vocabulary = num_draft, vocabulary
         self._words = _DRAFTS + num_draft + num_draft % 2
         self._lines = torch.zeros((slots + 1, self._words), dtype=torch.int32, device=device)
         self.history = torch.zeros((slots + 1, max_length), dtype=torch.int32, device=device)
@@ -69,23 +72,24 @@ class Sequences:
             seed=self._lines.view(torch.int64)[:, _SEED // 2],
         )
         self.draft_probs: Tensor | None = None
-        if sampled_vocabulary:
-            shape = (slots + 1, num_draft, sampled_vocabulary)
+        if sampled_drafts:
+            shape = (slots + 1, num_draft, vocabulary)
             self.draft_probs = torch.zeros(shape, dtype=torch.float32, device=device)
         # A buffer comes round again only after the step that it was filled for has been read.
         fields, self._depth = self._words + max_length, steps_ahead + 2
         self._staging = PinnedBuffers(slots, fields, self._depth, device, Waits())
         self._biases: Biases | None = None
+        self._allowed: AllowedTokens | None = None
         self._rounding_seed: Tensor | None = None
 
     def admit(self, entries: Sequence[Admission]) -> None:
         """Start sequences, by two copies to the device for each."""
         index, packed = self._staging.take()
         copies: list[tuple[Tensor, Part]] = []
-        for i, (slot, tokens, prompt, params, seed) in enumerate(entries):
+        for i, (slot, tokens, prompt, params, seed, _) in enumerate(entries):
             line, words, end = packed[i], self._words, self._words + len(tokens)
             line[_SEED : _SEED + 2].view(np.int64)[0] = seed
-            line.view(np.float32)[_TEMPERATURE] = params.temperature
+            line.view(np.float32)[_TEMPERATURE] = _finite(params.temperature)
             line[_TOP_K] = min(params.top_k, 2**31 - 1)  # more than any vocabulary
             line.view(np.float32)[_TOP_P] = params.top_p
             line.view(np.float32)[_MIN_P] = params.min_p
@@ -102,10 +106,14 @@ class Sequences:
 
         if self._rounding_seed is not None:
             self._rounding_seed.copy_(self._lines[:, _SEED])
-        if self._biases is None and any(params.logit_bias for *_, params, _ in entries):
+        if self._biases is None and any(e[3].logit_bias or e[5] for e in entries):
             self._biases = self._new_biases()
         if self._biases is not None:
-            self._biases.admit([(slot, params.logit_bias) for slot, *_, params, _ in entries])
+            self._biases.admit([(e[0], e[3].logit_bias, e[5]) for e in entries])
+        if self._allowed is None and any(e[3].allowed_token_ids is not None for e in entries):
+            self._allowed = self._new_allowed()
+        if self._allowed is not None:
+            self._allowed.admit([(e[0], e[3].allowed_token_ids) for e in entries])
 
     @property
     def rounding_seed(self) -> Tensor:
@@ -118,7 +126,8 @@ class Sequences:
 
     @property
     def penalties(self) -> Penalties:
-        """What changes logits, by slot. The table of biases is made when it is first needed."""
+        """What changes logits, by slot, without `allowed`. The table of biases and bans is made
+        when it is first needed."""
         if self._biases is None:
             self._biases = self._new_biases()
         floats = self._lines.view(torch.float32)
@@ -128,14 +137,31 @@ class Sequences:
             repetition=floats[:, _REPETITION],
             presence=floats[:, _PRESENCE],
             frequency=floats[:, _FREQUENCY],
-            bias_tokens=self._biases.tokens,
-            bias=self._biases.values,
+            bias_tokens=self._biases.bias_tokens,
+            bias=self._biases.bias,
+            ban_until=self._biases.ban_until,
+            ban_end=self._biases.ban_end,
+            ban_tokens=self._biases.ban_tokens,
+            allowed=None,
         )
+
+    @property
+    def allowed(self) -> Tensor:
+        """int32 `[slots + 1, words]`, `Penalties.allowed`; made when it is first needed, and
+        steps in which nobody asks for it do not read it."""
+        if self._allowed is None:
+            self._allowed = self._new_allowed()
+        return self._allowed.bits
 
     def _new_biases(self) -> Biases:
         # They are changed outside of steps, too.
         with torch.inference_mode(False), allowed("the table of biases is made"):
             return Biases(len(self.history) - 1, self._depth, self.history.device)
+
+    def _new_allowed(self) -> AllowedTokens:
+        slots, device = len(self.history) - 1, self.history.device
+        with torch.inference_mode(False), allowed("the table of allowed tokens is made"):
+            return AllowedTokens(slots, self._vocabulary, self._depth, device)
 
     def propose(self, slot: Tensor, drafts: Tensor, probs: Tensor | None) -> None:
         """Keep what the drafter proposes for the next step.
@@ -148,3 +174,9 @@ class Sequences:
         self.drafts.index_copy_(0, at, drafts)
         if probs is not None and self.draft_probs is not None:
             self.draft_probs.index_copy_(0, at, probs)
+
+
+def _finite(temperature: float) -> float:
+    """A temperature by which float32 logits can be divided, -inf among them; beyond these ends it
+    draws the likeliest token, or any."""
+    return min(max(temperature, 1e-30), 1e30) if temperature else 0.0

@@ -57,7 +57,8 @@ def token_buffers(config: EngineConfig, model: NemotronH, head: Any) -> Sequence
         longest(config, model.device) + 1,  # one more than can be computed, see `device_tokens`
         config.num_draft,
         model.device,
-        model.config.vocab_size if drawn else 0,
+        model.config.vocab_size,
+        drawn,
         config.steps_ahead_on(model.device),
     )
 

@@ -80,9 +80,9 @@ class EngineCore:
         self._make_pooler, self._make_prompt_logprobs = make_pooler, make_prompt_logprobs
         self.counts = Counts()
         self._scheduler, self._runner = scheduler, runner
-        self._tokenizer, self._eos = tokenizer, frozenset(eos)
+        self._tokenizer, self.eos = tokenizer, frozenset(eos)
         self._greedy, self._sampling = greedy, sampling
-        self._adjusting: dict[tuple[bool, bool], Acceptance] = {}
+        self._adjusting: dict[tuple[bool, bool, bool], Acceptance] = {}
         self._live: dict[int, Request] = {}
         self._deadlines: list[tuple[float, int]] = []
         self._queue: deque[tuple[Schedule, Step]] = deque()
@@ -203,7 +203,10 @@ class EngineCore:
         admitted = self._scheduler.admit()
         if admitted:
             self._runner.sequences.admit(
-                [(r.slot, r.device_tokens, len(r.prompt), r.params, r.seed) for r in admitted]
+                [
+                    (r.slot, r.device_tokens, len(r.prompt), r.params, r.seed, r.bans)
+                    for r in admitted
+                ]
             )
         return late, self._scheduler.schedule()
 
@@ -271,18 +274,18 @@ class EngineCore:
         requests = schedule.requests
         penalises, tells = any(r.params.adjusts for r in requests), _tells(schedule)
         if penalises or tells:
-            return self._adjusted(penalises, tells)
+            allows = any(r.params.allowed_token_ids is not None for r in requests)
+            return self._adjusted(penalises, allows, tells)
         if all(r.params.temperature == 0 for r in requests):
             return self._greedy
         return self._sampling
 
-    def _adjusted(self, penalises: bool, tells: bool) -> Acceptance:
-        """The acceptance of steps with penalties or log-probabilities; always the same one, as
+    def _adjusted(self, penalises: bool, allows: bool, tells: bool) -> Acceptance:
+        """The acceptance of steps with other logits or log-probabilities; always the same one, as
         graphs are filed under it."""
-        key = penalises, tells
+        key = penalises, allows, tells
         if key not in self._adjusting:
-            sequences = self._runner.sequences
-            self._adjusting[key] = Adjusted(self._sampling, sequences, penalises, tells)
+            self._adjusting[key] = Adjusted(self._sampling, self._runner.sequences, *key)
         return self._adjusting[key]
 
     # -- postprocess -----------------------------------------------------------------------------
@@ -407,7 +410,7 @@ class EngineCore:
     ) -> FinishReason | None:
         """Add to a request's text; why it ends, if it does. A tokenizer that fails ends it."""
         try:
-            return emit(self._tokenizer, self._eos, self._scheduler.max_length)
+            return emit(self._tokenizer, self.eos, self._scheduler.max_length)
         except Exception as error:
             logger.error("request %d: its text failed", request.id, exc_info=error)
             request.error = error

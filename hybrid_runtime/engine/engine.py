@@ -17,6 +17,7 @@ from hybrid_runtime.device.process import OneProcess, enter_process
 from hybrid_runtime.device.sync import Waits
 from hybrid_runtime.engine import build
 from hybrid_runtime.engine.arguments import check_params, check_service, each_params
+from hybrid_runtime.engine.bans import bans
 from hybrid_runtime.engine.chat import ChatTemplate, Message, rendered
 from hybrid_runtime.engine.checks import DTypeName
 from hybrid_runtime.engine.config import EngineConfig, EngineOptions
@@ -161,11 +162,15 @@ class Engine(OneProcess):
         """A request for `add`, encoded and checked; arguments and errors as of `submit`. Changes
         nothing, so any thread may call it."""
         check_service(tenant, deadline)
-        tokens = encode(prompt, self.tokenizer, self.model.config.vocab_size)
+        vocabulary = self.model.config.vocab_size
+        tokens = encode(prompt, self.tokenizer, vocabulary)
         params = self.default_params if params is None else params
-        check_params(params, self.model.config.vocab_size)
+        check_params(params, vocabulary)
         seed = secrets.randbits(63) if params.seed is None else params.seed
-        request = Request(next(self._ids), tokens, params, seed, tenant=tenant, lasts=deadline)
+        banned = bans(params, len(tokens), self.tokenizer, self.core.eos, vocabulary)
+        request = Request(
+            next(self._ids), tokens, params, seed, tenant=tenant, lasts=deadline, bans=banned
+        )
         self.scheduler.check(request)
         return request
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from hybrid_runtime.engine.logprobs import TokenLogprobs
 from hybrid_runtime.engine.tokenize import Tokens
+from hybrid_runtime.specdecode.biases import Ban
 from hybrid_runtime.specdecode.sampling import SamplingParams
 
 
@@ -74,6 +75,7 @@ class Request:
     logprobs: of its output if asked for, perhaps of more; see `told`.
     prompt_logprobs: of the leading tokens of its prompt if asked for, without the first's; see
     `prompt_told`.
+    bans: tokens that it must not emit, for good or for now.
     pooled_from: position of the first token that goes into an embedding; None: text is wanted.
     embedding: float32 `[hidden]` on the CPU, not normalised, once it has ended as "embedded".
     """
@@ -102,6 +104,7 @@ class Request:
     filed: int = 0
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    bans: tuple[Ban, ...] = ()
     pooled_from: int | None = None
     embedding: Tensor | None = None
 

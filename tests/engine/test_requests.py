@@ -42,7 +42,7 @@ def test_ends_at_stop_tokens_and_end_of_text(
     params = SamplingParams(max_tokens=NEW_TOKENS, stop_token_ids=(token,))
     answer = runs.generate([prompt], params)[0]
     assert (answer.tokens, answer.finish_reason) == (text[:first], "stop")
-    runs.core._eos = frozenset([token])
+    runs.core.eos = frozenset([token])
     answer = runs.generate([prompt], SamplingParams(max_tokens=NEW_TOKENS))[0]
     assert (answer.tokens, answer.finish_reason) == (text[:first], "stop")
     on = runs.generate([prompt], SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True))[0]

@@ -113,7 +113,7 @@ class Runs:
             if window_cache is None
             else {layer: window_cache.layer(i) for i, layer in enumerate(STATE_LAYERS)},
         )
-        sequences = Sequences(slots, MAX_LENGTH + 1, K, "cpu", VOCABULARY if drawn else 0)
+        sequences = Sequences(slots, MAX_LENGTH + 1, K, "cpu", VOCABULARY, drawn)
         self.runner = SpecDecodeRunner(
             target, self.manager, sequences, caches, SoftDrafter(drawn), MAX_LENGTH
         )
@@ -122,7 +122,7 @@ class Runs:
     def admit(self, slot: int) -> None:
         self.manager.admit(slot)
         self.runner.sequences.admit(
-            [(slot, PROMPTS[slot], len(PROMPTS[slot]), self.params[slot], 100 + slot)]
+            [(slot, PROMPTS[slot], len(PROMPTS[slot]), self.params[slot], 100 + slot, ())]
         )
 
     def step(self, slots: Sequence[int], accept: Acceptance) -> dict[int, list[int]]:
