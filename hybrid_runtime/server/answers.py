@@ -33,6 +33,9 @@ class Form(Protocol):
     part: ClassVar[str]
     prefix: ClassVar[str]
 
+    def beside(self, first: Completion) -> Json:
+        """What stands beside the choices of a whole answer; first: the first of them."""
+
     def choice(self, index: int, completion: Completion) -> Json:
         """One whole choice."""
 
@@ -68,7 +71,7 @@ class Answer:
             ended = self.batch.completions
             choices = [self.form.choice(index, ended[index]) for index in range(len(ended))]
             usage = self._usage(sum(len(each.tokens) for each in ended.values()))
-            whole = self._head(self.form.whole)
+            whole = self._head(self.form.whole) | self.form.beside(ended[0])
             return JSONResponse(whole | {"choices": choices, "usage": usage})
         await unless_gone(request, self.batch.begin())
         return EventStream(self._events(), headers={"Cache-Control": "no-cache"})
@@ -76,8 +79,8 @@ class Answer:
     async def _events(self) -> AsyncIterator[str]:
         """Chunks of the stream. A failure ends it with an `error` event."""
         options = self.body.stream_options
-        counts = options is not None and options.include_usage
-        always = options is not None and options.continuous_usage_stats
+        counts = options is not None and bool(options.include_usage)
+        always = options is not None and bool(options.continuous_usage_stats)
         head = self._head(self.form.part) | ({"usage": None} if counts else {})
         seen: set[int] = set()
         tokens = 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -23,13 +23,20 @@ router = APIRouter()
 
 @dataclass(frozen=True, slots=True)
 class ChatForm:
-    """with_ids: show token ids. spell: the text of one token."""
+    """prompt: token ids. spell: the text of one token."""
 
-    with_ids: bool
+    body: ChatBody
+    prompt: Sequence[int]
     spell: logprobs.Spell
     whole: ClassVar[str] = "chat.completion"
     part: ClassVar[str] = "chat.completion.chunk"
     prefix: ClassVar[str] = "chatcmpl"
+
+    def beside(self, first: Completion) -> dict[str, Any]:
+        most, told = self.body.prompt_logprobs, first.prompt_logprobs or []
+        if most is None:
+            return {}
+        return {"prompt_logprobs": logprobs.of_prompt(self.prompt, told, most, self.spell)}
 
     def choice(self, index: int, completion: Completion) -> dict[str, Any]:
         message = {"role": "assistant", "content": completion.text, "refusal": None}
@@ -39,14 +46,14 @@ class ChatForm:
             "logprobs": self._told(completion),
             "finish_reason": completion.finish_reason,
         }
-        return choice | ({"token_ids": completion.tokens} if self.with_ids else {})
+        return choice | ({"token_ids": completion.tokens} if self.body.return_token_ids else {})
 
     def parts(self, index: int, delta: Delta, first: bool) -> Iterator[dict[str, Any]]:
         """The role and the end stand in parts of their own, as OpenAI sends them."""
         empty = Delta("", [])
         if first:
             yield self._part(index, {"role": "assistant", "content": ""}, empty)
-        if delta.text or delta.logprobs or (self.with_ids and delta.tokens):
+        if delta.text or delta.logprobs or (self.body.return_token_ids and delta.tokens):
             yield self._part(index, {"content": delta.text}, delta)
         if delta.finish_reason:
             yield self._part(index, {}, empty) | {"finish_reason": delta.finish_reason}
@@ -55,7 +62,7 @@ class ChatForm:
         part = {
             "index": index, "delta": shown, "logprobs": self._told(delta), "finish_reason": None,
         }  # fmt: skip
-        return part | ({"token_ids": delta.tokens} if self.with_ids else {})
+        return part | ({"token_ids": delta.tokens} if self.body.return_token_ids else {})
 
     def _told(self, piece: Completion | Delta) -> dict[str, Any] | None:
         if piece.logprobs is None:
@@ -71,15 +78,19 @@ async def chat_completions(body: ChatBody, request: Request, service: Here) -> R
     prompt = await service.chat_prompt(
         [message.rendered() for message in body.messages], body.chat_template_kwargs
     )
-    asked = body.max_completion_tokens or body.max_tokens
+    given = (body.max_completion_tokens, body.max_tokens)
+    asked = next((most for most in given if most is not None), None)
     # As OpenAI's: without a word, all that there is room for.
     max_tokens = max(service.max_model_len - len(prompt), 1) if asked is None else asked
     service.check_length(len(prompt), max_tokens, "messages")
-    params = sampling_params(body, service.default_params, max_tokens, _logprobs(body))
+    params = sampling_params(
+        body, service.default_params, max_tokens, _logprobs(body), body.prompt_logprobs
+    )
     tenant = service.tenant(request, body.cache_salt)
     jobs = [Job(prompt, each, tenant, body.deadline) for each in params]
+    await service.check(jobs[:1], "messages")
     batch = Batch(service.engine, service.metrics, jobs)
-    form = ChatForm(body.return_token_ids, service.spell)
+    form = ChatForm(body, prompt, service.spell)
     return await Answer(body, service.options.model_name, batch, form).respond(request)
 
 

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from hybrid_runtime.engine import Completion, Delta
+from hybrid_runtime.engine import Completion, Delta, TokenLogprobs
 from hybrid_runtime.server import logprobs
 from hybrid_runtime.server.answers import Answer
-from hybrid_runtime.server.errors import ApiError
 from hybrid_runtime.server.generation import Batch, Job
 from hybrid_runtime.server.params import sampling_params
 from hybrid_runtime.server.schemas import CompletionBody
@@ -27,36 +26,57 @@ router = APIRouter()
 
 @dataclass(frozen=True, slots=True)
 class CompletionForm:
-    """echoes: by choice, what stands in front of its text. with_ids: show token ids. spell: the
-    text of one token. shown: characters of tokens that were shown, by choice."""
+    """echoes: by choice, what stands in front of its text. prompts: token ids, by choice. spell:
+    the text of one token. shown: characters of tokens that were shown, by choice."""
 
-    echoes: list[str]
-    with_ids: bool
+    body: CompletionBody
+    echoes: Sequence[str]
+    prompts: Sequence[Sequence[int]]
     spell: logprobs.Spell
     shown: Counter[int] = field(default_factory=Counter)
     whole: ClassVar[str] = "text_completion"
     part: ClassVar[str] = "text_completion"
     prefix: ClassVar[str] = "cmpl"
 
+    def beside(self, _: Completion) -> dict[str, Any]:
+        return {}
+
     def choice(self, index: int, completion: Completion) -> dict[str, Any]:
-        return self._choice(index, self.echoes[index] + completion.text, completion)
+        choice = self._choice(index, self.echoes[index] + completion.text, completion)
+        most = self.body.prompt_logprobs
+        if most is None:
+            return choice
+        told = completion.prompt_logprobs or []
+        shown = logprobs.of_prompt(self.prompts[index], told, most, self.spell)
+        return choice | {"prompt_logprobs": shown}
 
     def parts(self, index: int, delta: Delta, first: bool) -> Iterator[dict[str, Any]]:
         text = (self.echoes[index] if first else "") + delta.text
-        if text or delta.finish_reason or self.with_ids or delta.logprobs:
+        if text or delta.finish_reason or self.body.return_token_ids or delta.logprobs:
             yield self._choice(index, text, delta)
 
     def _choice(self, index: int, text: str, piece: Completion | Delta) -> dict[str, Any]:
         told = None
         if piece.logprobs is not None:
-            told = logprobs.of_completion(
-                piece.tokens, piece.logprobs, self.spell, self.shown[index]
-            )
+            tokens, known = self._told(index, piece)
+            told = logprobs.of_completion(tokens, known, self.spell, self.shown[index])
             self.shown[index] += sum(map(len, told["tokens"]))
         choice = {
             "index": index, "text": text, "logprobs": told, "finish_reason": piece.finish_reason,
         }  # fmt: skip
-        return choice | ({"token_ids": piece.tokens} if self.with_ids else {})
+        return choice | ({"token_ids": piece.tokens} if self.body.return_token_ids else {})
+
+    def _told(
+        self, index: int, piece: Completion | Delta
+    ) -> tuple[Sequence[int], list[TokenLogprobs | None]]:
+        """Tokens whose log-probabilities are shown: with `echo` those of the prompt first, as far
+        as it has run."""
+        known: list[TokenLogprobs | None] = [*(piece.logprobs or ())]
+        if not self.body.echo or piece.prompt_logprobs is None:
+            return piece.tokens, known
+        most = self.body.logprobs or 0  # the prompt's may be more, for `prompt_logprobs`
+        front = [each and each._replace(top=each.top[:most]) for each in piece.prompt_logprobs]
+        return [*self.prompts[index][: len(front)], *piece.tokens], front + known
 
 
 @router.post("/v1/completions")
@@ -64,16 +84,24 @@ async def completions(body: CompletionBody, request: Request, service: Here) -> 
     """Complete one or many prompts."""
     service.check_model(body.model)
     service.check_choices(len(body.prompt) * (body.n or 1), "n")
-    if body.echo and body.logprobs is not None:
-        raise ApiError(400, "echo is true; it must be false with logprobs", param="echo")
     prompts = await service.encode(body.prompt, "prompt")
     max_tokens = DEFAULT_TOKENS if body.max_tokens is None else body.max_tokens
     for prompt in prompts:
         service.check_length(len(prompt), max_tokens, "prompt")
-    params = sampling_params(body, service.default_params, max_tokens, body.logprobs)
+    params = sampling_params(
+        body, service.default_params, max_tokens, body.logprobs, _prompt_logprobs(body)
+    )
     tenant = service.tenant(request, body.cache_salt)
     jobs = [Job(prompt, each, tenant, body.deadline) for prompt in prompts for each in params]
+    await service.check(jobs[:: len(params)], "prompt")
     echoes = [service.text(prompt) if body.echo else "" for prompt in body.prompt for _ in params]
-    form = CompletionForm(echoes, body.return_token_ids, service.spell)
+    ids = [tokens for tokens in (prompt.tolist() for prompt in prompts) for _ in params]
+    form = CompletionForm(body, echoes, ids, service.spell)
     batch = Batch(service.engine, service.metrics, jobs)
     return await Answer(body, service.options.model_name, batch, form).respond(request)
+
+
+def _prompt_logprobs(body: CompletionBody) -> int | None:
+    """How many likely tokens to tell beside each of the prompt; None: nothing of the kind."""
+    asked = (body.prompt_logprobs, body.logprobs if body.echo else None)
+    return max((most for most in asked if most is not None), default=None)

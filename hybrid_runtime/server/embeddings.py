@@ -31,7 +31,7 @@ async def embeddings(body: EmbeddingBody, request: Request, service: Here) -> Re
         )  # fmt: skip
     count = await asyncio.to_thread(_count, service, body)
     work = service.engine.embed(
-        body.input, body.pooling, body.instruction, body.normalize,
+        body.input, body.pooling or "last", body.instruction or "", body.normalize is not False,
         tenant=service.tenant(request),
     )  # fmt: skip
     vectors = await unless_gone(request, work)
@@ -52,12 +52,13 @@ def _count(service: Service, body: EmbeddingBody) -> int:
     engine, count = service.engine.engine, 0
     for prompt in body.input:
         try:
-            tokens, _ = encode_instructed(
-                prompt, body.instruction, engine.tokenizer, engine.model.config.vocab_size
+            tokens, front = encode_instructed(
+                prompt, body.instruction or "", engine.tokenizer, engine.model.config.vocab_size
             )
+            service.check_length(len(tokens), 0, "input")
+            engine.prepare_embedding(tokens[front:], body.pooling or "last", tokens[:front])
         except ValueError as error:
             raise ApiError(400, str(error), param="input") from error
-        service.check_length(len(tokens), 0, "input")
         count += len(tokens)
     return count
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,6 +17,9 @@ from hybrid_runtime.engine import EngineClosed, QueueFull
 
 CLIENT_GONE = 499
 """Status, in logs and metrics, of a request whose client has left."""
+
+LONGEST = 500
+"""Characters of a message."""
 
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 _CODES = {
@@ -34,6 +39,13 @@ class ApiError(Exception):
     ) -> None:
         super().__init__(message)
         self.status, self.param, self.code = status, param, code
+
+
+def refused(error: ValueError, prompt: str = "prompt") -> ApiError:
+    """The answer to what the engine refuses: its errors begin with the argument that is wrong.
+    prompt: the field that the engine knows as the prompt."""
+    param = str(error).split(" ", 1)[0]
+    return ApiError(400, str(error), param=prompt if param == "prompt" else param)
 
 
 _OURS = (ApiError, QueueFull, EngineClosed, ClientDisconnect)
@@ -90,25 +102,44 @@ def _json(
 ) -> dict[str, Any]:
     kind = _TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
     code = code or _CODES.get(status)
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+    param = None if param is None else _line(param)
+    return {"error": {"message": _line(message), "type": kind, "param": param, "code": code}}
+
+
+def _line(text: str) -> str:
+    """As one line of bounded length that can be sent: what clients have written may hold line
+    breaks and lone surrogates."""
+    text = " ".join(text.split()).encode(errors="backslashreplace").decode()
+    return text if len(text) <= LONGEST else text[: LONGEST - 3] + "..."
 
 
 def _first(error: RequestValidationError) -> tuple[str, str | None, str | None]:
-    """Message, field and code of the first thing that is wrong with a body. The value is not
-    repeated: it may be long, or no text that can be sent."""
+    """Message, field and code of the first thing that is wrong with a body."""
     first: Mapping[str, Any] = error.errors()[0]
     if first["type"] == "json_invalid":
         return f"the body is not JSON: {first['ctx']['error']}", None, "invalid_json"
     # The body's own name stands first; pydantic adds those of a union's members, as no field is.
     names = [str(part) for part in first["loc"][1:] if part != "str" and "[" not in str(part)]
     param = ".".join(names) or None
-    if first["type"] == "extra_forbidden":
-        return f"Unrecognized request argument supplied: {param}", param, "unknown_parameter"
-    if first["type"] == "missing" and param is not None:
-        return f"Missing required parameter: {param}", param, "missing_required_parameter"
     message = str(first["msg"]).removeprefix("Value error, ")
-    if first["type"] == "value_error" and param is None:  # fields that do not go together
+    if param is None and first["type"] == "value_error":  # fields that do not go together
         return message, message.split(" ", 1)[0], "invalid_value"
+    if param is None and first["type"] == "string_unicode":  # a field's name
+        param = str(first["input"])
+        return f"Unrecognized request argument supplied: {param}", param, "unknown_parameter"
     if param is None:
         return "the body must be a JSON object, sent as application/json", None, "invalid_type"
-    return f"{param}: {message}", param, "invalid_value"
+    if first["type"] == "missing":
+        return f"Missing required parameter: {param}", param, "missing_required_parameter"
+    value = _shown(first["input"])
+    if first["type"] == "extra_forbidden":
+        message = f"Unrecognized request argument supplied: {param}, which is {value}"
+        return message, param, "unknown_parameter"
+    must = re.sub("^[A-Z][a-z]+ should ", "it must ", message)  # pydantic's "Input should be ..."
+    return f"{param} is {value}; {must}", param, "invalid_value"
+
+
+def _shown(value: object) -> str:
+    """A value as JSON writes it, or its beginning."""
+    text = json.dumps(value)
+    return text if len(text) <= 80 else text[:77] + "..."

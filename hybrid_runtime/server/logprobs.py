@@ -15,22 +15,27 @@ Spell = Callable[[int], str]
 
 
 def of_completion(
-    tokens: Sequence[int], told: Sequence[TokenLogprobs], spell: Spell, offset: int
+    tokens: Sequence[int], told: Sequence[TokenLogprobs | None], spell: Spell, offset: int
 ) -> dict[str, Any]:
-    """As completions have them. offset: characters of the tokens before these. The likeliest tokens
-    are keyed by their text; of several with the same text the likeliest stays."""
+    """As completions have them; None is a token of which nothing is known, a prompt's first.
+    offset: characters of the tokens before these. The likeliest tokens are keyed by their text; of
+    several with the same text the likeliest stays."""
     texts = [spell(token) for token in tokens]
-    offsets, top = [], []
+    offsets: list[int] = []
+    top: list[dict[str, float] | None] = []
     for text, each in zip(texts, told, strict=True):
         offsets.append(offset)
         offset += len(text)
+        if each is None:
+            top.append(None)
+            continue
         likely: dict[str, float] = {}
         for token, logprob in each.top:
             likely.setdefault(spell(token), _finite(logprob))
         top.append({text: _finite(each.logprob)} | likely)
     return {
         "tokens": texts,
-        "token_logprobs": [_finite(each.logprob) for each in told],
+        "token_logprobs": [None if each is None else _finite(each.logprob) for each in told],
         "top_logprobs": top,
         "text_offset": offsets,
     }
@@ -44,6 +49,26 @@ def of_chat(tokens: Sequence[int], told: Sequence[TokenLogprobs], spell: Spell) 
         for token, each in zip(tokens, told, strict=True)
     ]
     return {"content": content, "refusal": None}
+
+
+def of_prompt(
+    tokens: Sequence[int], told: Sequence[TokenLogprobs | None], most: int, spell: Spell
+) -> list[dict[str, Any] | None]:
+    """As vLLM has a prompt's: per token, by id, its own and at most so many of the likeliest. The
+    rank of a token that is not one of those is not known."""
+    return [
+        None if each is None else _ranked(token, each._replace(top=each.top[:most]), spell)
+        for token, each in zip(tokens, told, strict=False)
+    ]
+
+
+def _ranked(token: int, told: TokenLogprobs, spell: Spell) -> dict[str, Any]:
+    ranked = [(token, told.logprob, None)]
+    ranked += [(likely, logprob, rank) for rank, (likely, logprob) in enumerate(told.top, 1)]
+    return {
+        str(id): {"logprob": _finite(logprob), "rank": rank, "decoded_token": spell(id)}
+        for id, logprob, rank in ranked
+    }
 
 
 def _entry(text: str, logprob: float) -> dict[str, Any]:

@@ -1,8 +1,8 @@
-"""Bodies of requests, as OpenAI defines them, and a few fields that vLLM has added.
+"""Bodies of requests, as OpenAI defines them, and the fields that vLLM has added.
 
-A field that is not listed here is refused, as OpenAI does. Of OpenAI's fields, those that cannot
+A field that is not listed here is refused, as OpenAI does. Of the listed ones, those that cannot
 change an answer here are accepted and ignored; those that would change it, and are not implemented,
-are refused unless they ask for nothing.
+are refused unless they ask for nothing. Null is OpenAI's default everywhere.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def _prompts(value: Any) -> Prompts:
         value = [value]
     if not _is_list(value) or not value:
         raise ValueError(
-            "must be a string, an array of strings, an array of token ids, or an array of such "
+            "it must be a string, an array of strings, an array of token ids, or an array of such "
             "arrays, and not empty"
         )
     for prompt in value:
@@ -53,55 +53,74 @@ def _unicode(value: Any) -> Any:
     try:
         (value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)).encode()
     except UnicodeEncodeError:
-        raise ValueError("holds a lone surrogate; it must be valid Unicode") from None
+        raise ValueError("it holds a lone surrogate, and must be valid Unicode") from None
     return value
 
 
-def _nothing(value: Any) -> Any:
-    if value in (None, [], {}, "none", "auto", 0, False, {"type": "text"}, ["text"]):
-        return None
-    raise ValueError("is not supported by this server")
-
-
 def _texts(value: Any) -> Any:
-    return [value] if isinstance(value, str) else value
+    """One or many texts, as a list without the empty ones, which ask for nothing."""
+    value = [value] if isinstance(value, str) else value
+    return [text for text in value if text != ""] if _is_list(value) else value
+
+
+def _unless(*nothing: Any) -> BeforeValidator:
+    """For a field that would change the answer: it must be null, or one of these values, which ask
+    for nothing."""
+
+    def check(value: Any) -> None:
+        if value is not None and not any(
+            value == each and isinstance(value, bool) == isinstance(each, bool) for each in nothing
+        ):
+            known = " or ".join(json.dumps(each) for each in (None, *nothing))
+            raise ValueError(f"not supported by this server: it must be {known}")
+
+    return BeforeValidator(check)
 
 
 Text = Annotated[str, AfterValidator(_unicode)]
-Unsupported = Annotated[None, BeforeValidator(_nothing)]
-"""A field that would change the answer, and must ask for nothing."""
 Ignored = Any
 """A field that cannot change the answer."""
-Stops = Annotated[list[Annotated[Text, Field(min_length=1)]], BeforeValidator(_texts)]
+Unsupported = Annotated[None, _unless()]
+UnsupportedFlag = Annotated[None, _unless(False)]
+UnsupportedList = Annotated[None, _unless([])]
+UnsupportedObject = Annotated[None, _unless({})]
+Stops = Annotated[list[Text], BeforeValidator(_texts)]
+TokenIds = list[Annotated[int, Field(ge=0, lt=2**31)]]
+Variables = Annotated[dict[str, Any], AfterValidator(_unicode)]
 PromptField = Annotated[
     Prompts, PlainValidator(_prompts, json_schema_input_type=str | list[str | int | list[int]])
 ]
 
 
-class Body(BaseModel):
-    """What all bodies share: strict types, and no field that is not known."""
+class Strict(BaseModel):
+    """Strict types, and no field that is not known."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
+
+class Body(Strict):
+    """What all bodies share."""
+
     model: str | None = None
     user: Ignored = None
+    metadata: Ignored = None
+    request_id: Ignored = None  # vLLM
+    session_id: Ignored = None  # vLLM
 
 
-class StreamOptions(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-    include_usage: bool = False
-    continuous_usage_stats: bool = False  # as in vLLM: in every chunk
+class StreamOptions(Strict):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None  # as in vLLM: in every chunk
     include_obfuscation: Ignored = None
 
 
 class Sampled(Body):
-    """What completions and chat completions share. None is OpenAI's default everywhere."""
+    """What completions and chat completions share."""
 
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     n: Annotated[int, Field(ge=1)] | None = None
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_tokens: Annotated[int, Field(ge=0)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     stop: Annotated[Stops, Field(max_length=16)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
@@ -114,17 +133,61 @@ class Sampled(Body):
     top_k: Annotated[int, Field(ge=-1)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[float, Field(gt=0)] | None = None
-    stop_token_ids: list[int] | None = None
-    ignore_eos: bool = False
-    return_token_ids: bool = False
-    cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+    min_tokens: Annotated[int, Field(ge=0)] | None = None
+    stop_token_ids: TokenIds | None = None
+    allowed_token_ids: TokenIds | None = None
+    bad_words: list[Text] | None = None
+    ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    prompt_logprobs: Annotated[int, Field(ge=0)] | None = None
+    return_token_ids: bool | None = None
+    cache_salt: (
+        Annotated[str, Field(min_length=1, max_length=1024), AfterValidator(_unicode)] | None
+    ) = None
+
     # Of this server.
     deadline: Annotated[float, Field(ge=0)] | None = None
+
+    # OpenAI's, for its own models or its own books.
+    store: Ignored = None
+    prompt_cache_key: Ignored = None
+    prompt_cache_options: Ignored = None
+    prompt_cache_retention: Ignored = None
+    safety_identifier: Ignored = None
+    service_tier: Ignored = None
+
+    # vLLM's that say something only beside others that are refused, or on other paths.
+    length_penalty: Ignored = None
+    return_mm_kwargs: Ignored = None
+    return_token_offsets: Ignored = None
+    spaces_between_special_tokens: Ignored = None
+    truncation_side: Ignored = None
+
+    ec_transfer_params: UnsupportedObject = None
+    kv_transfer_params: UnsupportedObject = None
+    logprob_token_ids: UnsupportedList = None
+    priority: Annotated[None, _unless(0)] = None
+    repetition_detection: Unsupported = None
+    response_format: Annotated[None, _unless({"type": "text"})] = None
+    return_tokens_as_token_ids: UnsupportedFlag = None
+    routed_experts_prompt_start: Annotated[None, _unless(0)] = None
+    stream_interval: Annotated[None, _unless(1)] = None
+    structured_outputs: UnsupportedObject = None
+    thinking_token_budget: Annotated[None, _unless(-1)] = None
+    truncate_prompt_tokens: Unsupported = None
+    use_beam_search: UnsupportedFlag = None
+    vllm_xargs: UnsupportedObject = None
+    watermarking: UnsupportedFlag = None
 
     @model_validator(mode="after")
     def _check(self) -> Sampled:
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options is set; it must be null unless stream is true")
+        if self.prompt_logprobs is not None and self.stream:  # as in vLLM
+            raise ValueError(
+                f"prompt_logprobs is {self.prompt_logprobs}; it must be null if stream is true"
+            )
         return self
 
 
@@ -134,30 +197,29 @@ class CompletionBody(Sampled):
     prompt: PromptField
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0)] | None = None
-    best_of: Literal[1] | None = None
-    suffix: Unsupported = None
+
+    add_special_tokens: Annotated[None, _unless(True)] = None
+    best_of: Annotated[None, _unless(1)] = None
+    prompt_embeds: UnsupportedList = None
+    suffix: Annotated[None, _unless("")] = None
 
 
-class TextPart(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
-
+class TextPart(Strict):
     type: Literal["text"]
     text: Text
 
 
-class Message(BaseModel):
+class Message(Strict):
     """One of a chat. An assistant's may be one of ours, sent back as it came."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
 
     role: Literal["system", "developer", "user", "assistant"]
     content: Text | list[TextPart]
     name: Text | None = None
     refusal: Unsupported = None
     audio: Unsupported = None
-    annotations: Unsupported = None
+    annotations: UnsupportedList = None
     function_call: Unsupported = None
-    tool_calls: Unsupported = None
+    tool_calls: UnsupportedList = None
 
     def rendered(self) -> dict[str, str]:
         """As chat templates take it; parts of text stand on lines of their own, as vLLM has it."""
@@ -166,32 +228,44 @@ class Message(BaseModel):
         return {"role": self.role, "content": "\n".join(parts)} | named
 
 
-class ChatBody(Sampled):
+Messages = Annotated[list[Message], Field(min_length=1)]
+
+
+class Conversation(Strict):
+    """What vLLM lets a client say of how a conversation becomes a prompt."""
+
+    chat_template_kwargs: Variables | None = None
+    add_generation_prompt: Annotated[None, _unless(True)] = None
+    chat_template: Unsupported = None
+    continue_final_message: UnsupportedFlag = None
+    media_io_kwargs: UnsupportedObject = None
+    mm_processor_kwargs: UnsupportedObject = None
+    tools: UnsupportedList = None
+
+
+class ChatBody(Sampled, Conversation):
     """Of `/v1/chat/completions`."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
-    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    messages: Messages
+    max_completion_tokens: Annotated[int, Field(ge=0)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(_unicode)] | None = None  # vLLM
 
-    metadata: Ignored = None
     parallel_tool_calls: Ignored = None
     prediction: Ignored = None
-    prompt_cache_key: Ignored = None
-    prompt_cache_retention: Ignored = None
-    safety_identifier: Ignored = None
-    service_tier: Ignored = None
+    include_reasoning: Ignored = None  # vLLM, of models whose thoughts it knows
 
+    add_special_tokens: UnsupportedFlag = None
     audio: Unsupported = None
-    function_call: Unsupported = None
-    functions: Unsupported = None
-    modalities: Unsupported = None
-    reasoning_effort: Unsupported = None
-    response_format: Unsupported = None
-    store: Unsupported = None
-    tool_choice: Unsupported = None
-    tools: Unsupported = None
+    documents: UnsupportedList = None
+    echo: UnsupportedFlag = None
+    function_call: Annotated[None, _unless("none", "auto")] = None
+    functions: UnsupportedList = None
+    modalities: Annotated[None, _unless(["text"])] = None
+    moderation: Unsupported = None
+    reasoning_effort: Annotated[None, _unless("none")] = None
+    return_prompt_text: UnsupportedFlag = None
+    tool_choice: Annotated[None, _unless("none", "auto")] = None
     verbosity: Unsupported = None
     web_search_options: Unsupported = None
 
@@ -204,6 +278,34 @@ class EmbeddingBody(Body):
     dimensions: Annotated[int, Field(ge=1)] | None = None
 
     # Of this server; see `Engine.embed`.
-    pooling: Literal["last", "mean"] = "last"
-    instruction: Text = ""
-    normalize: bool = True
+    pooling: Literal["last", "mean"] | None = None
+    instruction: Text | None = None
+    normalize: bool | None = None
+
+    # vLLM's.
+    add_special_tokens: Annotated[None, _unless(True)] = None
+    priority: Annotated[None, _unless(0)] = None
+    truncate_prompt_tokens: Unsupported = None
+
+
+class TokenizeBody(Body, Conversation):
+    """Of `/tokenize`: a text or a conversation."""
+
+    prompt: Text | None = None
+    messages: Messages | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> TokenizeBody:
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("prompt and messages: one of them must be given, and not both")
+        if self.messages is not None and self.add_special_tokens:
+            raise ValueError("add_special_tokens is true; it must be false with messages")
+        return self
+
+
+class DetokenizeBody(Body):
+    """Of `/detokenize`."""
+
+    tokens: TokenIds

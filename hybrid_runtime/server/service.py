@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any, TypeVar, cast
@@ -12,7 +12,8 @@ from fastapi import Depends, Request
 
 from hybrid_runtime.engine import AsyncEngine, SamplingParams
 from hybrid_runtime.engine.tokenize import Prompt, Tokens, encode
-from hybrid_runtime.server.errors import ApiError
+from hybrid_runtime.server.errors import ApiError, refused
+from hybrid_runtime.server.generation import Job
 from hybrid_runtime.server.metrics import Metrics
 from hybrid_runtime.server.options import ServerOptions
 
@@ -63,6 +64,20 @@ class Service:
         return await _refused(
             "messages", partial(make, messages, template_options=template_options)
         )
+
+    async def check(self, jobs: Iterable[Job], prompt: str) -> None:
+        """`ApiError` for a job that the engine refuses, before any of them begins. Later, what it
+        raises would be a failure of the server. prompt: the field that holds the prompts."""
+        prepare = self.engine.engine.prepare
+
+        def work() -> None:
+            for job in jobs:
+                prepare(job.prompt, job.params, tenant=job.tenant, deadline=job.deadline)
+
+        try:
+            await asyncio.to_thread(work)
+        except ValueError as error:
+            raise refused(error, prompt) from error
 
     def spell(self, token: int) -> str:
         """The text of one token; where it is only part of a character, a sign for that."""

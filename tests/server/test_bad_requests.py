@@ -11,6 +11,8 @@ import openai
 import pytest
 from helpers.http_server import Running, running, shipped
 
+from hybrid_runtime.server import schemas
+
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[Running]:
@@ -26,6 +28,7 @@ def error(response: httpx.Response, status: int) -> dict[str, Any]:
     assert set(response.json()) == {"error"}
     found = response.json()["error"]
     assert set(found) == {"message", "type", "param", "code"}
+    assert len(found["message"].splitlines()) == 1
     assert found["type"] == ("invalid_request_error" if status != 429 else "rate_limit_error")
     assert response.headers["x-request-id"]
     return found
@@ -66,10 +69,14 @@ FIELDS: list[tuple[dict[str, Any], str, str]] = [
     ({"prompt": "\ud800"}, "prompt", "lone surrogate"),
     ({"prompt": "x", "stop": "\ud800"}, "stop.0", "surrogate"),
     ({"prompt": "x", "stop": [1]}, "stop.0", "valid string"),
-    ({"prompt": "x", "stop": [""]}, "stop.0", "at least 1 item"),
     ({"prompt": "x", "stop": ["a"] * 17}, "stop", "at most 16"),
-    ({"prompt": "x", "stop_token_ids": [-1]}, "stop_token_ids", "stop_token_ids"),
-    ({"prompt": "x", "max_tokens": 0}, "max_tokens", "greater than or equal to 1"),
+    ({"prompt": "x", "stop_token_ids": [-1]}, "stop_token_ids.0", "greater than or equal to 0"),
+    ({"prompt": "x", "max_tokens": -1}, "max_tokens", "max_tokens is -1; it must be greater"),
+    ({"prompt": "x", "min_tokens": 17}, "min_tokens", "[0, 16], at most max_tokens"),
+    ({"prompt": "x", "bad_words": [""]}, "bad_words", "non-empty"),
+    ({"prompt": "x", "bad_words": ["\ud800"]}, "bad_words.0", '"\\ud800"; it holds a lone'),
+    ({"prompt": "x", "allowed_token_ids": []}, "allowed_token_ids", "at least one"),
+    ({"prompt": "x", "allowed_token_ids": [1, 400]}, "allowed_token_ids", "400"),
     ({"prompt": "x", "max_tokens": "5"}, "max_tokens", "valid integer"),
     ({"prompt": "x", "max_tokens": 256}, "prompt", "context is 256 tokens, but 257"),
     ({"prompt": "x" * 300}, "prompt", "context is 256 tokens, but 316"),
@@ -85,13 +92,26 @@ FIELDS: list[tuple[dict[str, Any], str, str]] = [
     ({"prompt": "x", "deadline": -1}, "deadline", "greater than or equal to 0"),
     ({"prompt": "x", "logit_bias": {"a": 1}}, "logit_bias", "no token id"),
     ({"prompt": "x", "logit_bias": {"1": 101}}, "logit_bias.1", "less than or equal to 100"),
+    ({"prompt": "x", "logit_bias": {"400": 1}}, "logit_bias", "400"),
+    ({"prompt": "x", "logit_bias": {"-1": 1}}, "logit_bias", "integers >= 0"),
+    ({"prompt": "x", "repetition_penalty": 1e-38}, "repetition_penalty", "1e-38, must be a number"),
+    ({"prompt": "x", "repetition_penalty": 1e39}, "repetition_penalty", "in [1e-30, 1e+30]"),
     ({"prompt": "x", "logprobs": 21}, "logprobs", "logprobs is 21"),
-    ({"prompt": "x", "logprobs": 1, "echo": True}, "echo", "must be false with logprobs"),
-    ({"prompt": "x", "suffix": "y"}, "suffix", "not supported"),
-    ({"prompt": "x", "best_of": 4}, "best_of", "Input should be 1"),
+    ({"prompt": "x", "prompt_logprobs": 21}, "prompt_logprobs", "prompt_logprobs is 21"),
+    ({"prompt": "x", "prompt_logprobs": 1, "stream": True}, "prompt_logprobs", "must be null"),
+    ({"prompt": "x", "suffix": "y"}, "suffix", 'suffix is "y"; not supported'),
+    ({"prompt": "x", "best_of": 4}, "best_of", "best_of is 4; not supported"),
+    ({"prompt": "x", "use_beam_search": True}, "use_beam_search", "is true; not supported"),
+    ({"prompt": "x", "priority": 1}, "priority", "must be null or 0"),
+    ({"prompt": "x", "add_special_tokens": False}, "add_special_tokens", "must be null or true"),
+    ({"prompt": "x", "add_special_tokens": 1}, "add_special_tokens", "is 1; not supported"),
+    ({"prompt": "x", "vllm_xargs": {"a": 1}}, "vllm_xargs", '{"a": 1}'),
+    ({"prompt": "x", "\ud800\n": 1}, "\\ud800", "Unrecognized request argument"),
+    ({"prompt": "x", "a\nb": "c" * 999}, "a b", 'which is "ccc'),
     ({"prompt": "x", "stream": "yes"}, "stream", "valid boolean"),
     ({"prompt": "x", "stream_options": {}}, "stream_options", "null unless stream is true"),
     ({"prompt": "x", "cache_salt": ""}, "cache_salt", "at least 1 character"),
+    ({"prompt": "x", "cache_salt": "\udfff"}, "cache_salt", "unicode string"),
     ({"prompt": "x", "model": 1}, "model", "valid string"),
 ]  # fmt: skip
 
@@ -138,9 +158,27 @@ def test_wrong_embedding(served: Running, body: dict[str, Any], param: str, mess
 def test_what_asks_for_nothing_is_accepted(served: Running) -> None:
     body = {
         "prompt": "x", "max_tokens": 1, "suffix": None, "best_of": None, "user": "me",
-        "logit_bias": {}, "presence_penalty": 0, "frequency_penalty": 0.0, "seed": -1, "stop": None,
+        "logit_bias": {}, "presence_penalty": 0, "frequency_penalty": 0.0, "seed": -1, "stop": "",
+        "top_k": 2**31, "store": True, "metadata": {"a": "b"}, "request_id": "mine",
+        "use_beam_search": False, "length_penalty": 2.0, "priority": 0, "add_special_tokens": True,
+        "response_format": {"type": "text"}, "vllm_xargs": {}, "thinking_token_budget": -1,
     }  # fmt: skip
     assert served.post("completions", json=body).status_code == 200
+    assert served.post("completions", json=body | {"stop": ["", "b"]}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "needed"),
+    [
+        ("completions", schemas.CompletionBody, {"prompt": "x", "max_tokens": 1}),
+        ("embeddings", schemas.EmbeddingBody, {"input": "x"}),
+    ],
+)
+def test_null_is_the_default_of_every_field(
+    served: Running, path: str, body: Any, needed: dict[str, Any]
+) -> None:
+    given = dict.fromkeys(body.model_fields) | needed
+    assert served.post(path, json=given).status_code == 200
 
 
 @pytest.mark.parametrize(

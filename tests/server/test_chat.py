@@ -12,6 +12,7 @@ from helpers.http_server import MODEL, Running, running, shipped
 
 from hybrid_runtime.engine import SamplingParams
 from hybrid_runtime.engine.chat import ChatTemplate
+from hybrid_runtime.server.schemas import ChatBody
 
 TEMPLATE = (
     "{% for m in messages %}"
@@ -117,7 +118,9 @@ def test_as_many_tokens_as_there_is_room_for(served: Running) -> None:
         ({"top_logprobs": 3}, "top_logprobs", "must be 0 unless logprobs"),
         ({"tools": [{"type": "function"}]}, "tools", "not supported"),
         ({"response_format": {"type": "json_object"}}, "response_format", "not supported"),
-        ({"store": True}, "store", "not supported"),
+        ({"logit_bias": {"400": 1}}, "logit_bias", "400"),
+        ({"chat_template": "x"}, "chat_template", "not supported"),
+        ({"echo": True}, "echo", "not supported"),
         ({"prompt": "x"}, "prompt", "Unrecognized request argument"),
     ],
 )  # fmt: skip
@@ -134,11 +137,15 @@ def test_wrong_field(served: Running, wrong: dict[str, Any], param: str, message
 def test_what_changes_nothing_is_accepted(served: Running) -> None:
     body = {
         "messages": [{"role": "user", "content": "x"}], "max_tokens": 1, "tools": [],
-        "store": False,
+        "store": True,
         "tool_choice": "none", "response_format": {"type": "text"}, "metadata": {"a": "b"},
         "service_tier": "auto", "parallel_tool_calls": True, "logprobs": False, "user": "me",
+        "continue_final_message": False, "add_generation_prompt": True, "documents": [],
+        "include_reasoning": False,
     }  # fmt: skip
     assert served.post("chat/completions", json=body).status_code == 200
+    nothing = dict.fromkeys(ChatBody.model_fields) | {"messages": body["messages"], "max_tokens": 1}
+    assert served.post("chat/completions", json=nothing).status_code == 200
 
 
 def test_a_checkpoint_without_a_template() -> None:
