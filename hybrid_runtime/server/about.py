@@ -1,4 +1,4 @@
-"""What the server tells of itself: `/v1/models`, `/health`, `/metrics`."""
+"""What the server tells of itself: models, health, version, metrics."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from fastapi import APIRouter
 from fastapi.responses import JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
+from hybrid_runtime.bench.machine import installed_version
 from hybrid_runtime.server.service import Here, Service
 
 router = APIRouter()
@@ -26,7 +27,15 @@ async def model(name: str, service: Here) -> dict[str, Any]:
     return _model(service)
 
 
+@router.get("/version")
+async def version() -> dict[str, str]:
+    """Of this package."""
+    return {"version": installed_version("hybrid-runtime") or "unknown"}
+
+
 @router.get("/health")
+@router.get("/ping")
+@router.post("/ping")
 async def health(service: Here) -> Response:
     """200 as long as requests are taken."""
     if service.engine.closed:

@@ -11,7 +11,7 @@ from fastapi.routing import APIRoute
 from starlette.types import ASGIApp
 
 from hybrid_runtime.engine import AsyncEngine, Engine
-from hybrid_runtime.server import about, chat, completions, embeddings, errors
+from hybrid_runtime.server import about, chat, completions, embeddings, errors, tokenizer
 from hybrid_runtime.server.gate import Gate
 from hybrid_runtime.server.metrics import Metrics
 from hybrid_runtime.server.options import ServerOptions
@@ -20,7 +20,7 @@ from hybrid_runtime.server.service import Service
 
 def create_app(engine: Engine, options: ServerOptions) -> ASGIApp:
     """The application that serves `engine` from its start-up to its shutdown."""
-    metrics = Metrics(engine)
+    metrics = Metrics(engine, options.model_name)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -29,7 +29,7 @@ def create_app(engine: Engine, options: ServerOptions) -> ASGIApp:
             yield
 
     app = FastAPI(title="hybrid-runtime", lifespan=lifespan, docs_url=None, redoc_url=None)
-    routes = [completions.router, chat.router, embeddings.router, about.router]
+    routes = [completions.router, chat.router, embeddings.router, tokenizer.router, about.router]
     for router in routes:
         app.include_router(router)
     errors.install(app)

@@ -17,7 +17,8 @@ from hybrid_runtime.server.errors import CLIENT_GONE, ApiError, response
 from hybrid_runtime.server.metrics import Metrics
 from hybrid_runtime.server.options import ServerOptions
 
-API = "/v1/"
+GUARDED = ("/v1/", "/tokenize", "/detokenize")
+"""Paths that need a key, and have limits: those on which there is work to do."""
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +64,7 @@ class Gate:
 
     async def _pass(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Refuse a request, or let it through."""
-        if not scope["path"].startswith(API):
+        if not scope["path"].startswith(GUARDED):
             await self.app(scope, receive, send)
             return
         refusal = self._refusal(scope)

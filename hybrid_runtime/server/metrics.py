@@ -16,10 +16,12 @@ _ITL = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.025, 0.05, 0.1, 0.25, 0.5, 
 _SECONDS = (0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 
 
-class Metrics:
-    """Counts of the server, and those of the engine at the time when they are asked for."""
+class Metrics(Collector):
+    """Counts of the server, and those of the engine at the time when they are asked for, all of
+    them with the label `model_name`."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, model_name: str) -> None:
+        self._label = {"model_name": model_name}
         self.registry = CollectorRegistry()
         self.registry.register(EngineCollector(engine))
         self.http = self._counter(
@@ -53,7 +55,12 @@ class Metrics:
 
     def text(self) -> bytes:
         """All of it, as Prometheus reads it."""
-        return generate_latest(self.registry)
+        return generate_latest(self)
+
+    def collect(self) -> Iterator[Metric]:
+        for family in self.registry.collect():
+            family.samples = [s._replace(labels=self._label | s.labels) for s in family.samples]
+            yield family
 
     def _counter(self, name: str, help: str, *labels: str) -> Counter:
         return Counter(name, help, labels, namespace=PREFIX, registry=self.registry)

@@ -43,11 +43,13 @@ class Running:
         return self.http.post(f"/v1/{path}", **options)
 
     def metrics(self) -> dict[str, float]:
-        """Samples by name, with their labels as Prometheus writes them."""
+        """Samples by name, with their labels as Prometheus writes them, but for that of all."""
         found = {}
         for family in text_string_to_metric_families(self.http.get("/metrics").text):
             for sample in family.samples:
-                labels = ",".join(f'{k}="{v}"' for k, v in sorted(sample.labels.items()))
+                given = dict(sample.labels)
+                assert given.pop("model_name") == MODEL
+                labels = ",".join(f'{k}="{v}"' for k, v in sorted(given.items()))
                 found[f"{sample.name}{{{labels}}}" if labels else sample.name] = sample.value
         return found
 

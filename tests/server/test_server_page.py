@@ -13,7 +13,7 @@ from helpers.http_server import shipped
 
 from hybrid_runtime.cli import parser
 from hybrid_runtime.engine import EngineConfig
-from hybrid_runtime.server import about, chat, completions, embeddings, schemas
+from hybrid_runtime.server import about, chat, completions, embeddings, schemas, tokenizer
 from hybrid_runtime.server.metrics import PREFIX, Metrics
 
 PAGE = (Path(__file__).parents[2] / "docs" / "server.md").read_text()
@@ -38,7 +38,7 @@ def test_every_option() -> None:
 
 
 def test_every_path() -> None:
-    routers = (about.router, chat.router, completions.router, embeddings.router)
+    routers = (about.router, chat.router, completions.router, embeddings.router, tokenizer.router)
     paths = {
         re.sub(r"\{.*\}", "NAME", route.path)
         for router in routers for route in router.routes if isinstance(route, APIRoute)
@@ -60,7 +60,7 @@ def test_no_field_that_there_is_not() -> None:
 
 
 def test_every_metric() -> None:
-    families = Metrics(shipped(drafter=None)).registry.collect()
+    families = Metrics(shipped(drafter=None), "x").registry.collect()
     names = {family.name.removeprefix(f"{PREFIX}_") for family in families}
     rows = re.findall(r"^\| (`.*?`) \|", section("Metrics"), re.MULTILINE)
     assert {n for row in rows for n in re.findall(r"`(\w+)`", row)} == names
