@@ -10,7 +10,7 @@ from fastapi import FastAPI
 from fastapi.routing import APIRoute
 from starlette.types import ASGIApp
 
-from hybrid_runtime.engine import AsyncEngine, Engine
+from hybrid_runtime.engine import AsyncEngine
 from hybrid_runtime.server import about, chat, completions, embeddings, errors, tokenizer
 from hybrid_runtime.server.gate import Gate
 from hybrid_runtime.server.metrics import Metrics
@@ -18,13 +18,13 @@ from hybrid_runtime.server.options import ServerOptions
 from hybrid_runtime.server.service import Service
 
 
-def create_app(engine: Engine, options: ServerOptions) -> ASGIApp:
-    """The application that serves `engine` from its start-up to its shutdown."""
-    metrics = Metrics(engine, options.model_name)
+def create_app(serving: AsyncEngine, options: ServerOptions) -> ASGIApp:
+    """The application whose start-up and shutdown are those of `serving`."""
+    metrics = Metrics(serving.engine, options.model_name)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        async with AsyncEngine(engine) as serving:
+        async with serving:
             app.state.service = Service(serving, options, metrics, int(time.time()))
             yield
 

@@ -6,6 +6,7 @@ import json
 import socket
 import struct
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -114,12 +115,31 @@ def test_in_the_middle_of_a_body(served: Running) -> None:
     served.until("hybrid_runtime_http_requests_open", 1)
 
 
-def test_who_takes_longer_than_the_drain_is_cut_off(engine: Engine, want: str) -> None:
-    with running(engine, drain_seconds=0.05) as server:
-        stream = server.http.stream("POST", "/v1/completions", json=LONG | {"stream": True})
-        with stream as answer:
+def test_what_takes_longer_than_the_drain_ends_as_aborted(
+    engine: Engine, want: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A stream with a last chunk, `[DONE]` and the usage; a whole answer with what it has."""
+    body = LONG | {"n": 2, "stream": True, "stream_options": {"include_usage": True}}
+    with running(engine, drain_seconds=0.05) as server, ThreadPoolExecutor() as pool:
+        with server.http.stream("POST", "/v1/completions", json=body) as answer:
             lines = answer.iter_lines()
-            assert next(lines)
+            begun = [next(lines)]
+            whole = pool.submit(httpx.post, f"{server.url}/v1/completions", json=LONG, timeout=60)
+            server.until("hybrid_runtime_requests_waiting", 1)
             server.server.should_exit = True
-            with pytest.raises(httpx.RemoteProtocolError):
-                list(lines)
+            *events, done = [line for line in (*begun, *lines) if line]
+        chunks = [json.loads(event.removeprefix("data: ")) for event in events]
+        reasons = [choice["finish_reason"] for chunk in chunks for choice in chunk["choices"]]
+        assert (done, reasons.count("abort")) == ("data: [DONE]", 2)
+        assert chunks[-1]["usage"]["completion_tokens"] > 0
+        assert whole.result().json()["choices"][0]["finish_reason"] == "abort"
+    assert [record for record in caplog.records if record.exc_info] == []
+
+
+def test_who_does_not_read_holds_no_drain_up(
+    engine: Engine, want: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with running(engine, drain_seconds=0.05) as server, sent(server, LONG | {"stream": True}):
+        server.until("hybrid_runtime_requests_running", 1)
+        server.server.should_exit = True
+    assert [record for record in caplog.records if record.exc_info] == []

@@ -64,6 +64,36 @@ def test_sigterm_lets_open_requests_end() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("signals", "options", "status"),
+    [
+        ([signal.SIGINT, signal.SIGINT], [], 130),
+        ([signal.SIGTERM, signal.SIGINT], [], 130),
+        ([signal.SIGTERM], ["--drain-seconds", "0.05"], 0),
+        ([signal.SIGINT], ["--drain-seconds", "0.05"], 130),
+    ],
+)
+def test_a_drain_that_is_cut_short_ends_streams_and_leaves_no_traceback(
+    signals: list[signal.Signals], options: list[str], status: int
+) -> None:
+    body = LONG | {"max_tokens": 2000, "stream": True}
+    with served(*options) as (process, client):
+        assert process.stderr is not None
+        with client.stream("POST", "/v1/completions", json=body) as stream:
+            lines = stream.iter_lines()
+            got = [next(lines)]
+            for sent in signals:
+                process.send_signal(sent)
+                if sent is not signals[-1]:
+                    next(line for line in process.stderr if "Shutting down" in line)
+            got += [line for line in lines if line]
+        assert got[-1] == "data: [DONE]"
+        assert '"finish_reason":"abort"' in got[-2]
+        assert process.wait(60) == status
+        assert "Traceback" not in process.stderr.read()
+
+
+@pytest.mark.slow
 def test_killed_and_started_again_at_the_same_address() -> None:
     with served() as (process, client):
         port = client.base_url.port
