@@ -21,6 +21,33 @@ NOT_SERVED = {"synthetic_acceptance"}
 MAX_WAITING = 256
 """The queue must end somewhere; the engine's own default is that it does not."""
 
+ENGINE_HELP = {
+    "drafter": "mtp, eagle, ngram, none, or auto: the first of these that there is",
+    "num_speculative_tokens": "most drafts per step, at most 15 (3 with a drafter)",
+    "sampled_drafts": "draw drafts at the request's temperature (off: the likeliest)",
+    "max_requests": "requests that run at once",
+    "max_model_len": "most tokens of a request, prompt and output together",
+    "max_tokens_per_step": "most tokens of a step",
+    "max_prompt_tokens": "most prompt tokens of a step",
+    "max_waiting": "most requests that wait; others get status 429",
+    "steps_ahead": "steps queued before the results of the first are read, 0 or 1 (1 on a GPU)",
+    "graphs": "capture CUDA graphs (on a GPU)",
+    "strategy": "who decides when states are saved: auto, blocking, defer or always",
+    "state_layout": "replay: one state and the inputs behind it; columns: a state per draft",
+    "window": "replay: tokens whose inputs are kept before a state is written (15, with many "
+    "drafts 31)",
+    "ssm_dtype": "of the SSM states: auto, float32, bfloat16 or float16 (the checkpoint's own)",
+    "stochastic_rounding": "round half-precision states of decoding rows stochastically (off)",
+    "conv_layout": "of the convolution windows in memory: SD or DS",
+    "block_size": "tokens per block (the smallest in which a state fits)",
+    "memory_fraction": "share of the GPU's memory that may be in use",
+    "num_blocks": "KV blocks and state blocks (by --memory-fraction; on a CPU for all requests)",
+    "prefix_caching": "start prompts from what earlier ones have left (on)",
+    "retention": "states kept for that: all, prompt, or each so many tokens (all)",
+    "host_blocks": "KV blocks and state blocks in pinned host memory (none)",
+}
+"""By field of `EngineConfig`; in brackets what it is where nothing is given."""
+
 
 def _value(text: str) -> str | int | float | None:
     """A number, none, or a name; `EngineConfig` checks which it must be."""
@@ -46,7 +73,14 @@ def _add_engine_options(group: Any) -> None:
         elif tuple in kinds:
             how = {"type": int, "nargs": 2, "metavar": ("KV", "STATE")}
         default = MAX_WAITING if name == "max_waiting" else argparse.SUPPRESS
-        group.add_argument(_flag(name), default=default, **how)
+        group.add_argument(_flag(name), default=default, help=_engine_help(name), **how)
+
+
+def _engine_help(name: str) -> str:
+    """With the default where that is a number."""
+    default = MAX_WAITING if name == "max_waiting" else getattr(EngineConfig(), name)
+    number = type(default) in (int, float)
+    return ENGINE_HELP[name] + (f" ({default})" if number else "")
 
 
 def add_command(commands: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import gc
 import re
 import signal
@@ -161,6 +162,15 @@ def test_every_option_of_the_engine_can_be_set() -> None:
         drafter=None, max_requests=3, ssm_dtype="float16", retention=112, num_blocks=(100, 50),
         graphs=True, memory_fraction=0.5, block_size=112, prefix_caching=False, max_waiting=256,
     )  # fmt: skip
+
+
+def test_no_option_lacks_help() -> None:
+    (commands,) = (
+        action for action in parser()._actions if isinstance(action, argparse._SubParsersAction)
+    )
+    serve = commands.choices["serve"]
+    assert [action.option_strings for action in serve._actions if not action.help] == []
+    assert "requests that run at once (8)" in " ".join(serve.format_help().split())
 
 
 def test_what_was_built_before_is_not_collected_again(monkeypatch: pytest.MonkeyPatch) -> None:
