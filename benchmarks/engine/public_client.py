@@ -1,7 +1,7 @@
 """Can a client that nobody here wrote drive the server? GuideLLM (https://pypi.org/project/guidellm)
 sends a serving load to `hybrid-runtime serve` and measures it from outside.
 
-    python benchmarks/engine/public_client.py --guidellm ../guidellm/bin/guidellm
+    python benchmarks/engine/public_client.py --guidellm ../bin/guidellm --out guidellm.json
 
 It needs much that the server does not, so it should be installed in an environment of its own.
 """
@@ -25,7 +25,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "common"))
 
-from record import arguments, save, show
+from record import save, show
 
 CHECKPOINT = Path(__file__).parents[2] / "hybrid_runtime" / "checkpoints" / "python-small"
 FIGURES = ("time_to_first_token_ms", "inter_token_latency_ms", "request_latency")
@@ -85,7 +85,11 @@ def measure(args: argparse.Namespace, address: str, streams: int) -> dict[str, A
 
 
 def main() -> None:
-    parser = arguments(__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    # No default: the figures under benchmarks/results/ are those of an idle machine.
+    parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
     parser.add_argument("--guidellm", default="guidellm", help="the command (default: on the path)")
     parser.add_argument("--path", default="/v1/completions", help="what is asked")
     parser.add_argument("--streams", default="1,4,16", help="requests at once, by load")
