@@ -14,7 +14,7 @@ class ServerOptions:
     """What requests call the model, and `/v1/models` lists."""
 
     api_keys: tuple[str, ...] = ()
-    """Keys, one of which every request below `/v1` must bring. None: everybody is let in. Requests
+    """Keys, one of which every request for work (`gate.GUARDED`) must bring. None: all are let in. Requests
     with different keys never share cached prefixes."""
 
     max_body_bytes: int = 4 * 2**20
@@ -24,7 +24,7 @@ class ServerOptions:
     """Most completions (prompts × `n`), or embeddings, of one request."""
 
     max_concurrency: int = 1024
-    """Requests below `/v1` that are open at once; others get status 429 before their body is
+    """Requests for work that are open at once; others get status 429 before their body is
     read."""
 
     body_seconds: float = 30.0

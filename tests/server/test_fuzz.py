@@ -141,7 +141,7 @@ def fuzz(served: Running, bodies: Iterable[tuple[str, dict[str, Any]]]) -> Count
 
 
 def test_a_few(served: Running) -> None:
-    statuses = fuzz(served, mixed(1, 200))
+    statuses = fuzz(served, mixed(4, 200))
     assert min(statuses[200], statuses[400]) > 50
 
 

@@ -17,7 +17,7 @@ def test_after_known_requests() -> None:
         assert server.post("completions", json={"prompt": ""}).status_code == 400
         assert len(server.post("embeddings", json={"input": "x = 1"}).json()["data"]) == 1
         server.until(f"{NAME}_http_requests_open", 1)  # the one that asks
-        found = server.metrics()
+        found, page = server.metrics(), server.http.get("/metrics").text
     want: dict[str, float] = {
         'http_requests_total{path="/v1/completions",status="200"}': 2,
         'http_requests_total{path="/v1/completions",status="400"}': 1,
@@ -38,6 +38,9 @@ def test_after_known_requests() -> None:
         'prefix_short_hits_total{reason="short_prompt"}': 3,
     }
     assert {name: found.get(f"{NAME}_{name}") for name in want} == want
+    assert 'steps_total{model_name="python-small"}' in page
+    samples = [line for line in page.splitlines() if not line.startswith("#")]
+    assert [line for line in samples if 'model_name="python-small"' not in line] == []
     rows, tokens = (found[f"{NAME}_drafted_row{kind}_total"] for kind in ("s", "_tokens"))
     assert found[f"{NAME}_acceptance_length"] == tokens / rows > 1
     assert 0 < found[f"{NAME}_state_steps_skipped_total"] <= found[f"{NAME}_state_steps_total"]

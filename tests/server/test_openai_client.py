@@ -143,6 +143,7 @@ def test_what_shifts_the_choice(client: openai.OpenAI, alone: Engine) -> None:
         ("presence_penalty", 2.0, 2.0), ("frequency_penalty", 2.0, 2.0), ("min_p", 0.9, 0.9),
         ("repetition_penalty", 1.5, 1.5), ("top_k", 2, 2), ("top_p", 0.5, 0.5),
         ("logit_bias", {"97": 100}, {97: 100.0}), ("stop_token_ids", [32], (32,)),
+        ("allowed_token_ids", [97, 98, 99], (97, 98, 99)), ("bad_words", ["s", "e"], ("s", "e")),
     ):  # fmt: skip
         how: dict[str, Any] = {"temperature": 0.9, "seed": 3, "max_tokens": 5}
         (want,) = alone.generate([PROMPTS[0]], SamplingParams(**how | {name: here}))
@@ -151,6 +152,28 @@ def test_what_shifts_the_choice(client: openai.OpenAI, alone: Engine) -> None:
         )
         assert answer.choices[0].text == want.text, name
         assert answer.choices[0].finish_reason == want.finish_reason
+
+
+def test_what_shifts_the_end(client: openai.OpenAI, alone: Engine) -> None:
+    """Of a text that a stop string would end; special tokens are in it where they are wanted."""
+    whole = text(alone, PROMPTS[2])
+    stop = whole[2:4]
+    at = whole.index(stop)
+    end = whole.index(stop, at + 1) if stop in whole[at + 1 :] else None
+    special = alone.tokenizer.decode([256], skip_special_tokens=False) if alone.tokenizer else ""
+    assert special
+    for extra, want in (
+        ({}, whole[:at]),
+        ({"include_stop_str_in_output": True}, whole[: at + len(stop)]),
+        ({"min_tokens": at + len(stop) + 1}, whole[:end]),
+        ({"allowed_token_ids": [256], "max_tokens": 2}, ""),
+        ({"allowed_token_ids": [256], "max_tokens": 2, "skip_special_tokens": False}, 2 * special),
+    ):
+        asked = {"prompt": PROMPTS[2], "max_tokens": 24, "temperature": 0, "stop": stop}
+        more: dict[str, Any] = {"ignore_eos": True} | extra
+        body: dict[str, Any] = asked | {"max_tokens": more.pop("max_tokens", 24)}
+        answer = client.completions.create(model=MODEL, **body, extra_body=more)
+        assert answer.choices[0].text == want, extra
 
 
 def test_what_is_left_out_is_the_checkpoints(alone: Engine) -> None:

@@ -46,15 +46,20 @@ def test_every_path() -> None:
     assert set(re.findall(r"`(?:GET|POST) (\S+)`", section("Paths"))) == paths | {"/openapi.json"}
 
 
-@pytest.mark.parametrize("body", [schemas.CompletionBody, schemas.ChatBody, schemas.EmbeddingBody])
+BODIES: tuple[Any, ...] = (
+    schemas.CompletionBody, schemas.ChatBody, schemas.EmbeddingBody, schemas.TokenizeBody,
+    schemas.DetokenizeBody,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("body", BODIES)
 def test_every_field(body: Any) -> None:
     missing = {f for f in body.model_fields if not re.search(rf"`{f}`", section("Fields"))}
     assert not missing
 
 
 def test_no_field_that_there_is_not() -> None:
-    bodies = (schemas.CompletionBody, schemas.ChatBody, schemas.EmbeddingBody)
-    known: set[str] = {f for body in bodies for f in body.model_fields}
+    known: set[str] = {f for body in BODIES for f in body.model_fields}
     named = re.findall(r"^\| (`.*?`) \|", section("Fields"), re.MULTILINE)
     assert {n for names in named for n in re.findall(r"`(\w+)`", names)} <= known
 
