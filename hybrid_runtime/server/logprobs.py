@@ -63,7 +63,7 @@ def of_prompt(
 
 
 def _ranked(token: int, told: TokenLogprobs, spell: Spell) -> dict[str, Any]:
-    ranked = [(token, told.logprob, None)]
+    ranked: list[tuple[int, float, int | None]] = [(token, told.logprob, None)]
     ranked += [(likely, logprob, rank) for rank, (likely, logprob) in enumerate(told.top, 1)]
     return {
         str(id): {"logprob": _finite(logprob), "rank": rank, "decoded_token": spell(id)}

@@ -14,8 +14,8 @@ class ServerOptions:
     """What requests call the model, and `/v1/models` lists."""
 
     api_keys: tuple[str, ...] = ()
-    """Keys, one of which every request for work (`gate.GUARDED`) must bring. None: all are let in. Requests
-    with different keys never share cached prefixes."""
+    """Keys, one of which every request for work (`gate.GUARDED`) must bring. None: everybody is let
+    in. Requests with different keys never share cached prefixes."""
 
     max_body_bytes: int = 4 * 2**20
     """Bytes of the largest request body."""
