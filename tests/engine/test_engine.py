@@ -152,3 +152,20 @@ def test_sampled_drafts_run_and_use_their_distributions(
     assert all(a.finish_reason == "length" for a in answers)
     assert runs.sequences.draft_probs is not None
     assert runs.stats().mean_acceptance_length > 1
+
+
+@pytest.mark.parametrize("drafter", ["mtp", "eagle"])
+def test_a_drafter_writes_no_block_that_nobody_owns(
+    hf: NemotronHForCausalLM, tokenizer: Tokenizer, prompts: Any, drafter: str
+) -> None:
+    """Its own passes reach beyond the step's tokens, and a column without a block names the last
+    one of memory. Prompts end around a block's end, and all drafts are accepted."""
+    runs = engine(
+        hf, tokenizer, drafter=drafter, num_speculative_tokens=3, synthetic_acceptance=4.0,
+        block_size=8, num_blocks=(80, 40),
+    )  # fmt: skip
+    nobodys = [part[-1] for pair in runs.runner.caches.kv.values() for part in pair]
+    for block in nobodys:
+        block.fill_(7.0)
+    runs.generate([prompts[-1][:n] for n in range(6, 10)], SamplingParams(max_tokens=24))
+    assert all((block == 7.0).all() for block in nobodys)

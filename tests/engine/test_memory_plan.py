@@ -89,6 +89,18 @@ def test_the_output_weight_in_8_bits_is_counted() -> None:
         alone.plan(DeviceMemory(little, little))
 
 
+def test_a_step_is_planned_for_all_requests_to_decode() -> None:
+    """Rows are padded up to all of them, however few tokens a step may have."""
+    rows, few = 64, 8
+    width = planner(CPU).config.num_draft + 1
+    small, whole = (
+        planner(CPU, max_requests=rows, max_tokens_per_step=n).needed(rows)
+        for n in (few, rows * width)
+    )
+    assert small.step == whole.step
+    assert small.step > rows * width * SHAPE.hidden_size * torch.bfloat16.itemsize
+
+
 def test_what_can_never_fit_is_told_apart() -> None:
     memory = DeviceMemory(free=2 * GIB, total=2 * GIB)
     with pytest.raises(ValueError, match=r"the weights need 16.0 GiB, 1\.\d GiB free"):

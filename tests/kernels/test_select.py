@@ -107,6 +107,22 @@ def test_draws_what_the_reference_draws(dtype: torch.dtype, first: int) -> None:
 
 
 @kernels
+def test_top_p_is_of_what_top_k_keeps_of_many_ties() -> None:
+    """Top-k cuts among ties, of which it keeps two: the others have no part in top-p's sum."""
+    logits = torch.zeros(1, 1, V)
+    logits[..., [200, 17, 90, 5]] = torch.tensor([4.0, 3.0, 2.0, 1.0])
+    for top_p, kept in ((0.85, 2), (0.94, 3), (0.97, 4), (0.98, 5), (0.999, 6)):
+        params = SamplingParams(temperature=1.0, top_k=6, top_p=top_p)
+        sampling = sampling_tensors([params], [0], DEVICE)
+        position = torch.zeros(1, dtype=torch.int32, device=DEVICE)
+        _, probs = probabilities.select_with_probabilities(
+            logits.to(DEVICE), sampling, position, STREAM, tiling=SMALL
+        )
+        assert (probs > 0).sum() == kept
+        torch.testing.assert_close(probs, probabilities_reference(logits.to(DEVICE), sampling))
+
+
+@kernels
 @pytest.mark.parametrize("few", [16, 512])
 def test_several_positions_of_rows_that_are_judged(few: int) -> None:
     rows, width = 4, 3

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import httpx
 import pytest
-from helpers.http_server import Running, completed, running, shipped
+from helpers.http_server import MODEL, Running, completed, running, shipped
 
 from hybrid_runtime.engine import SamplingParams
+from hybrid_runtime.server.app import create_app
 from hybrid_runtime.server.options import ServerOptions
 
 JSON = {"content-type": "application/json"}
@@ -50,6 +51,24 @@ def test_large_bodies(guarded: Running) -> None:
     # Who has no key is refused before a body is read.
     answer = guarded.post("completions", content=b" " * 10_000, headers=JSON)
     assert answer.status_code == 401
+
+
+def test_pieces_of_a_body_are_added_up() -> None:
+    """Each piece is small enough; a socket would join those that come at once."""
+    options = ServerOptions(model_name=MODEL, max_body_bytes=1000)
+    served = httpx.ASGITransport(create_app(shipped(drafter=None), options))
+
+    async def pieces() -> AsyncIterator[bytes]:
+        for _ in range(3):
+            yield b" " * 400
+
+    async def send() -> httpx.Response:
+        async with httpx.AsyncClient(transport=served, base_url="http://here") as client:
+            return await client.post("/v1/completions", content=pieces(), headers=JSON)
+
+    answer = asyncio.run(send())
+    assert answer.status_code == 413
+    assert "it may have 1000 bytes" in answer.json()["error"]["message"]
 
 
 def test_a_body_that_never_comes() -> None:
