@@ -115,6 +115,22 @@ def test_candidates_against_every_possible_history(seed: int) -> None:
         assert not bounds.lost[0]
 
 
+@pytest.mark.parametrize("interval", [0, 4 * B])
+def test_a_prompts_end_is_kept_beside_rows_that_are_past_theirs(interval: int) -> None:
+    bounds = Bounds(2, B, asynchronous=False)
+    bounds.retain(interval)
+    bounds.admit(0, 3 * B + 1)
+    bounds.admit(1, 2 * B - 1)
+    slot, computed, prompt = (
+        np.array([0, 1]),
+        np.array([3 * B + 1, 2 * B - 1]),
+        np.array([B, 2 * B]),
+    )
+    found = bounds.candidates(slot, computed, np.array([2, 2]), np.array([1, 1]), prompt)
+    assert found.postcopy.tolist() == [1]
+    assert found.first[1] == 2 * B
+
+
 def test_a_count_out_of_bounds_makes_the_row_a_candidate_until_it_is_readmitted() -> None:
     bounds = Bounds(2, 64, asynchronous=True)
 
