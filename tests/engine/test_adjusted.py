@@ -68,6 +68,22 @@ def test_penalised_text_equals_that_of_transformers(
     nothing_leaked(runs)
 
 
+@pytest.mark.parametrize(
+    "later", [{"logit_bias": {40: -100.0}}, {"presence_penalty": 0.5}], ids=str
+)
+def test_biases_end_with_their_request(
+    hf: NemotronHForCausalLM, tokenizer: Tokenizer, prompts: Any, later: dict[str, Any]
+) -> None:
+    """Those that come after it share its slot, and the buffer by which biases reach the device."""
+    runs = engine(hf, tokenizer, max_requests=1)
+    params = SamplingParams(max_tokens=4, **later)
+    want = runs.generate([prompts[2]], params)[0].tokens
+    biased = SamplingParams(max_tokens=2, logit_bias={3: 100.0, 17: 100.0})
+    for _ in range(2 * runs.runner.sequences._depth):  # through all buffers
+        assert set(runs.generate([prompts[2]], biased)[0].tokens) <= {3, 17}
+    assert runs.generate([prompts[2]], params)[0].tokens == want
+
+
 @pytest.mark.parametrize("options", DRAFTERS, ids=["ngram", "mtp", "graphs"])
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 def test_drafts_change_neither_text_nor_log_probabilities(

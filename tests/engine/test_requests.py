@@ -24,7 +24,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import NemotronHForCausalLM
 
-from hybrid_runtime.engine import QueueFull, SamplingParams
+from hybrid_runtime.engine import QueueFull, Request, SamplingParams, TokenLogprobs
 from hybrid_runtime.specdecode.drafter import VerifyOutput
 
 __all__ = ["hf", "prompts", "tokenizer", "wanted"]  # fixtures
@@ -63,6 +63,24 @@ def test_ends_at_a_stop_string_and_cuts_it(
     # A stream must not have shown the beginning of what is cut.
     assert "".join(runs.stream(prompts[4], params)) == answer.text
     nothing_leaked(runs)
+
+
+def test_what_may_begin_a_stop_string_is_not_settled() -> None:
+    params = SamplingParams(stop=("abcd", "cb"))
+    for text, settled in (("xa", 1), ("xab", 1), ("xabc", 1), ("xabx", 4), ("xc", 1)):
+        request = Request(0, np.zeros(1, np.int32), params, seed=0, text=text)
+        assert request.settled == settled, text
+
+
+def test_log_probabilities_of_tokens_that_come_again_are_told_once() -> None:
+    """An exception between them and their tokens has these computed again."""
+    params = SamplingParams(logprobs=0, max_tokens=4)
+    request = Request(0, np.zeros(1, np.int32), params, seed=0)
+    again = [TokenLogprobs(-1.0, []), TokenLogprobs(-2.0, [])]
+    for told in (again[:1], again):
+        request.tell(told)
+    assert request.append([5, 6], None, (), 10) is None
+    assert request.told == again
 
 
 def test_a_full_model_length_ends_a_request(

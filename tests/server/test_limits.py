@@ -108,8 +108,9 @@ def test_a_flood_is_refused_and_the_others_are_served() -> None:
                 assert answer.headers["retry-after"] == "1"
             else:
                 assert completed(answer) == want.text
-        served = server.metrics()['hybrid_runtime_completions_total{finish_reason="length"}']
-        assert served == statuses.count(200)
+        for reason, status in (("length", 200), ("refused", 429)):
+            name = f'hybrid_runtime_completions_total{{finish_reason="{reason}"}}'
+            assert server.metrics()[name] == statuses.count(status)
 
 
 def test_more_prompts_than_may_wait_take_turns() -> None:

@@ -176,6 +176,17 @@ def test_what_shifts_the_end(client: openai.OpenAI, alone: Engine) -> None:
         assert answer.choices[0].text == want, extra
 
 
+def test_a_negative_seed_is_one_of_the_upper_half(client: openai.OpenAI, alone: Engine) -> None:
+    texts = []
+    for seed, here in ((-1, 2**63 - 1), (1, 1)):
+        answer = client.completions.create(
+            model=MODEL, prompt=PROMPTS[0], seed=seed, temperature=2.0, max_tokens=12
+        )
+        texts.append(answer.choices[0].text)
+        assert texts[-1] == text(alone, PROMPTS[0], seed=here, temperature=2.0, max_tokens=12)
+    assert texts[0] != texts[1]
+
+
 def test_what_is_left_out_is_the_checkpoints(alone: Engine) -> None:
     """Its `generation_config.json`, where that samples; else OpenAI's temperature of 1."""
     engine = shipped(drafter=None)
