@@ -28,6 +28,15 @@ def demands(draw: st.DrawFn) -> tuple[int, ...]:
 STEP = st.dictionaries(st.integers(0, SLOTS - 1), demands(), min_size=1)
 
 
+def test_a_block_that_others_own_too_does_not_become_free() -> None:
+    pool = BlockPool(2)
+    shared, own = pool.take(), pool.take()
+    pool.share(shared)
+    assert pool.sole([shared, own]) == 1
+    pool.put(shared)
+    assert (pool.sole([shared, own]), pool.free) == (2, 0)
+
+
 @pytest.mark.parametrize("always", [None, COLUMNS - 1])
 @given(steps=st.lists(STEP, max_size=8), size=st.integers(4, SLOTS * COLUMNS))
 def test_slots_own_what_they_demand(

@@ -99,3 +99,16 @@ def test_what_was_evicted_and_computed_again_is_found_again(state_layout: str) -
     assert world.events["resumes"] > world.events["resumes from a snapshot"]
     assert hit_of(world, second.tokens[:30]) == below(30)
     world.finish()
+
+
+@pytest.mark.parametrize("state_layout", LAYOUTS)
+@pytest.mark.parametrize("steps_ahead", [0, 1])
+def test_who_continues_a_text_starts_from_its_last_full_block(
+    state_layout: str, steps_ahead: int
+) -> None:
+    """Wherever it ended, and also if guesses of its last step have filled that block."""
+    for prompt, output in itertools.product(range(5, 9), range(1, 9)):
+        world = world_of(state_layout=state_layout, steps_ahead=steps_ahead)
+        first = world.submit(TEXT[:prompt], max_tokens=output)
+        world.drain()
+        assert hit_of(world, [*first.tokens.tolist(), 1]) >= below(first.length)
