@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from helpers.pool_world import BLOCK as SMALL
+from helpers.pool_world import World
 from helpers.small_engine import (
     drain,
     engine,
@@ -105,3 +107,22 @@ def test_without_a_cache_a_prompt_takes_one_step(
     request = runs.submit(text(5 * BLOCK + 3, 1), PARAMS)
     runs.step()
     assert request.prompt_left == 0
+
+
+def test_a_chunk_that_begins_where_a_snapshot_was_wanted_goes_on_to_the_next() -> None:
+    """The prefix that another prompt left without a snapshot ends where the first chunk does."""
+    size = 2 * SMALL
+    world = World(
+        0, num_blocks=(40, 40), max_requests=1, max_tokens_per_step=size, steps_ahead=0,
+        retention="prompt",
+    )  # fmt: skip
+    shared = [1] * size
+    world.submit([*shared, *[2] * size], max_tokens=1)
+    world.drain()
+    request, ends = world.submit([*shared, *[3] * (2 * size)], max_tokens=2), []
+    while not request.output:
+        world.step()
+        ends.append(request.computed)
+    assert request.hit.known == size
+    assert ends == [size, 2 * size, 3 * size]
+    world.finish()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from helpers.pool_world import World
 from helpers.small_engine import engine, hf, text, tokenizer
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -64,6 +65,18 @@ def test_a_prompt_overtakes_until_as_many_tokens_have_run_as_the_longer_one_has(
             if done[b] < done[a]:
                 room = len(earlier.prompt) - (admitted[b] - admitted[a])
                 assert len(requests[b].prompt) < room
+
+
+def test_what_a_prompt_has_hit_does_not_count_for_its_turn() -> None:
+    world = World(0, num_blocks=(40, 40), max_requests=2, max_tokens_per_step=4, steps_ahead=0)
+    known = [1] * 21
+    world.submit(known, max_tokens=1)
+    world.drain()
+    longer, known_before = world.submit([2] * 12, max_tokens=2), world.submit(known, max_tokens=2)
+    world.step()
+    assert known_before.hit.tokens == 20
+    assert (len(known_before.output), longer.computed) == (1, 3)
+    world.finish()
 
 
 def test_a_short_prompt_does_not_wait_for_a_long_one(

@@ -55,6 +55,51 @@ def test_a_chunk_passes_no_boundary_where_that_takes_another_requests_blocks() -
         world.finish()
 
 
+def test_blocks_that_a_hit_takes_are_missing_to_the_others() -> None:
+    """They are free as long as nobody owns them, but not once they are shared."""
+    world = World(0, num_blocks=(6, 20), max_requests=2, max_tokens_per_step=64, steps_ahead=0)
+    prompt = [1] * 3 * BLOCK
+    world.submit(prompt, max_tokens=1)
+    world.drain()
+    world.submit([2] * 2 * BLOCK, max_tokens=4)
+    world.step()
+    again = world.submit(prompt, max_tokens=8)
+    world.drain()
+    assert again.hit.tokens == 2 * BLOCK
+    assert world.engine.stats().preemptions == 0
+    world.finish()
+
+
+def test_who_comes_leaves_room_for_one_block_more_of_those_who_run() -> None:
+    world = World(0, num_blocks=(4, 20), max_requests=2, max_tokens_per_step=64, steps_ahead=0)
+    world.submit([1] * (2 * BLOCK - 1), max_tokens=BLOCK)
+    world.step()
+    world.submit([2] * (2 * BLOCK - 1), max_tokens=BLOCK)
+    world.drain()
+    assert world.engine.stats().preemptions == 0
+    world.finish()
+
+
+def test_a_state_that_a_hit_takes_is_missing_to_the_others() -> None:
+    world = World(0, num_blocks=(40, 20), max_requests=2, max_tokens_per_step=64, steps_ahead=0)
+    prompt = [1] * 3 * BLOCK
+    world.submit(prompt, max_tokens=1)
+    world.drain()
+    world.submit([2], max_tokens=20)
+    world.step()
+    scheduler, pool = world.engine.scheduler, world.pools["state"]
+    again = world.submit(prompt, max_tokens=1)
+    hit = world.engine.prefix_cache.find(again)
+    assert hit.state is not None
+    pool.share(hit.state)
+    pool.put(hit.state)  # the last one that makes room
+    while pool.free > scheduler.manager.layout.block_budget(0).admission:
+        pool.take()
+    assert scheduler.admit() == []
+    world.engine.abort(world.requests[1])
+    assert scheduler.admit() == [again]
+
+
 def test_embeddings_that_fit_run_side_by_side() -> None:
     world = World(0, num_blocks=(4, 20), max_requests=4, max_tokens_per_step=4, steps_ahead=0)
     for token in range(2):
@@ -81,3 +126,19 @@ def test_a_copy_that_fails_costs_no_hit() -> None:
     assert hit.tokens == BLOCK
     world.break_copies(True)
     assert cache.promote(again, hit).tokens == BLOCK
+
+
+def test_only_blocks_that_were_gone_come_from_the_host() -> None:
+    world = World(0, num_blocks=(8, 20), max_requests=1, host_blocks=(20, 20), steps_ahead=0)
+    prompt = [1, 2] * 5
+    world.submit(prompt, max_tokens=1)
+    world.drain()
+    cache, pool, block = world.engine.prefix_cache, world.pools["kv"], -1
+    while not pool.evictions:
+        block = pool.take()
+    pool.put(block)
+    again = world.submit(prompt, max_tokens=1)
+    hit = cache.find(again)
+    assert hit.tokens == 0
+    assert cache.promote(again, hit).tokens == 2 * BLOCK
+    assert cache.stats().host_blocks == 1
