@@ -65,7 +65,8 @@ class ReplayEngine:
             sizes |= {"head_dim": DIM, "ssm_state_size": STATE}
             vars(layer).update(sizes, prefix=name, A=torch.full((HEADS,), -1e-38))
             self.layers.append(layer)
-        shared = ReplayLayers(self.layers, SLOTS, K, torch.float32, "cpu")
+        # The cache's groups have layers in another order than the model.
+        shared = ReplayLayers(self.layers[::-1], SLOTS, K, torch.float32, "cpu")
         model = SimpleNamespace(replay_layers=shared)
         self.shared = shared
         self.state = ReplayState(self.config, model, None, torch.device("cpu"))
@@ -113,7 +114,7 @@ class ReplayEngine:
             guesses = [token(request, n + i) for i in range(s)]
             for i in range(max(int(batch.accepted[row]), 1), s if decodes else 0):
                 guesses[i] = 50 + int(self.random.integers(50))
-            for index, layer in enumerate(self.layers):
+            for layer in self.layers:
                 window, _ = layer.kv_cache
                 block = int(layer.table[slot, column])
                 if n:
@@ -123,7 +124,7 @@ class ReplayEngine:
                     past = inputs(request, n)[1:]
                     window[block] = math.nan
                     window[block, : TAPS + d] = torch.cat([past, inputs_of(guesses)])
-                    self.update(index, layer, row, guesses, d)
+                    self.update(layer.replay_index, layer, row, guesses, d)
                 else:
                     assert a == 1
                     self.write(layer, slot, column, request, n + s - d)
