@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import sys
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -81,11 +83,28 @@ def test_with_tensor_parallelism(caplog: pytest.LogCaptureFixture) -> None:
     assert not caplog.records
 
 
-def test_without_drafts_there_is_nothing_to_say(caplog: pytest.LogCaptureFixture) -> None:
-    model = build(num_speculative_tokens=0)
+def test_without_drafts_the_log_says_what_gives_them(caplog: pytest.LogCaptureFixture) -> None:
+    """For information: a warning is for drafts that do not replay."""
+    with caplog.at_level("INFO"):
+        model = build(num_speculative_tokens=0)
     assert spare_blocks(model) == [K, K]
     assert not issubclass(model.get_model_state_cls(), ReplayStates)
-    assert not caplog.records
+    (record,) = caplog.records
+    assert record.levelname == "INFO"
+    assert "does not replay" in record.getMessage()
+    assert "--speculative-config" in record.getMessage()
+
+
+def test_the_page_quotes_the_line_that_proves_replay(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO"):
+        build()
+    (record,) = caplog.records
+    assert record.levelname == "INFO"
+    page = (Path(__file__).parents[2] / "docs" / "vllm.md").read_text()
+    quoted = re.findall(r"^hybrid-runtime replays: .*$", page, re.MULTILINE)
+    without_numbers = [re.sub(r"[\d.]+ ", "N ", line) for line in (record.getMessage(), *quoted)]
+    assert len(without_numbers) == 2
+    assert without_numbers[0] == without_numbers[1]
 
 
 @pytest.mark.parametrize(("size", "why"), [(256, "256 columns"), (8, "differ in size")])

@@ -42,9 +42,9 @@ def left_to_vllm(reason: str) -> None:
     say_once("warning", "hybrid-runtime leaves Mamba states to vLLM: %s.", reason)
 
 
-def does_not_replay(reason: str) -> None:
+def does_not_replay(reason: str, level: str) -> None:
     """Say once per process that a model keeps vLLM's layout, and why."""
-    say_once("warning", "hybrid-runtime does not replay: %s.", reason)
+    say_once(level, "hybrid-runtime does not replay: %s.", reason)
 
 
 def say_once(level: str, message: str, *values: Any) -> None:

@@ -64,8 +64,9 @@ def model_class(architecture: str) -> type:
             elif why := unhandled(given):
                 left_to_vllm(why)
             else:
-                if why_not and replay_wanted() and given.num_speculative_tokens:
-                    does_not_replay(why_not)
+                if why_not and replay_wanted():
+                    # Without drafts nothing is lost: a user may want it so.
+                    does_not_replay(why_not, "warning" if given.num_speculative_tokens else "info")
                 self.get_model_state_cls = model_state_class
 
         def load_weights(self, *args: Any, **kwargs: Any) -> Any:

@@ -95,8 +95,8 @@ def build(layers: list[Any], vllm_config: Any) -> ReplayLayers:
     )
     say_once(
         "info",
-        "hybrid-runtime replays: one state per request in %d layers, and %.2f GiB of guesses for "
-        "%d requests (--max-num-seqs).",
+        "hybrid-runtime replays: one state per request in %d layers, and %.2f GiB of records of "
+        "drafts for %d requests (--max-num-seqs).",
         len(layers),
         shared.bytes / 2**30,
         len(shared.rows.whole.slot),

@@ -87,7 +87,7 @@ def replay_unhandled(vllm_config: Any) -> str | None:
     if why := unhandled_by_both(vllm_config):
         return why
     if not drafts:
-        return "there are no drafts"
+        return "there are no drafts (--speculative-config gives them)"
     if drafts >= MAX_TOKENS:
         return f"a step has {drafts} drafts, the kernel takes up to {MAX_TOKENS - 1}"
     if cache.mamba_cache_mode not in ("align", "none"):
