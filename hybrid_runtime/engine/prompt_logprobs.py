@@ -60,13 +60,13 @@ class PromptLogprobs:
             lines[:, 1] = np.arange(first, last) - request.computed_min
             lines[:, 2] = request.prompt[first + 1 : last + 1]
             count += n
-        lines = self._staging.upload(index, count)[:count]
-        at = cu_seqlens.index_select(0, lines[:, 0]) + lines[:, 1]
+        uploaded = self._staging.upload(index, count)[:count]
+        at = cu_seqlens.index_select(0, uploaded[:, 0]) + uploaded[:, 1]
         most = self._asked(schedule)
         told = [
             token_logprobs(self._logits(hidden.index_select(0, some))[:, None], follows, most)
             for some, follows in zip(
-                at.split(self._piece), lines[:, 2:].split(self._piece), strict=True
+                at.split(self._piece), uploaded[:, 2:].split(self._piece), strict=True
             )
         ]
         self._results.start(step, torch.cat(told).flatten())

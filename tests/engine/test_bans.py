@@ -59,9 +59,9 @@ def parts(text: list[int]) -> list[list[int]]:
 
 def asked(kind: str, text: list[int]) -> dict[str, Any]:
     """Parameters that forbid this text."""
-    words = {"bad_words": tuple(map(spelled, parts(text)))}
-    ends = {"min_tokens": 7, "stop_token_ids": (text[2], text[5], text[12], 500)}
-    allowed = {"allowed_token_ids": tuple(range(1, VOCABULARY, 3))}
+    words: dict[str, Any] = {"bad_words": tuple(map(spelled, parts(text)))}
+    ends: dict[str, Any] = {"min_tokens": 7, "stop_token_ids": (text[2], text[5], text[12], 500)}
+    allowed: dict[str, Any] = {"allowed_token_ids": tuple(range(1, VOCABULARY, 3))}
     return {"words": words, "ends": ends, "allowed": allowed, "all": words | ends | allowed}[kind]
 
 

@@ -64,9 +64,9 @@ def case(
     lines.view(torch.int32)[:, 3] = prompt
     lines = lines.to(DEVICE)
     biases = []
-    for slot in range(SLOTS):
-        some = torch.randperm(V, generator=generator)[: slot + 1].tolist()
-        values = torch.randn(slot + 1, generator=generator).tolist()
+    for at in range(SLOTS):
+        some = torch.randperm(V, generator=generator)[: at + 1].tolist()
+        values = torch.randn(at + 1, generator=generator).tolist()
         biases.append(dict(zip(some, values, strict=True)))
     history = torch.randint(0, V // 2, (SLOTS, LENGTH), generator=generator)
     slot = torch.tensor([4, 2, -1, 0, 1, 3])

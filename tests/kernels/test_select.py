@@ -123,6 +123,23 @@ def test_top_p_is_of_what_top_k_keeps_of_many_ties() -> None:
 
 
 @kernels
+@pytest.mark.parametrize("left", [1, 3])
+def test_draws_among_the_few_tokens_that_are_allowed(left: int) -> None:
+    """Fewer than top-k keeps, in the middle of the line."""
+    rows = len(PARAMS)
+    logits = torch.full((rows, 1, V), -torch.inf, device=DEVICE)
+    logits[..., 130 : 130 + left] = torch.tensor([0.5, -1.0, 2.0], device=DEVICE)[:left]
+    sampling = sampling_tensors(PARAMS, list(range(rows)), DEVICE)
+    position = torch.arange(rows, device=DEVICE, dtype=torch.int32)
+    got, probs = probabilities.select_with_probabilities(
+        logits, sampling, position, STREAM, marks=True, tiling=SMALL
+    )
+    torch.testing.assert_close(probs, probabilities_reference(logits, sampling))
+    u = uniform.uniform(sampling.seed, position[:, None].long(), STREAM)
+    assert not misdrawn(got, probs, u).any()
+
+
+@kernels
 @pytest.mark.parametrize("few", [16, 512])
 def test_several_positions_of_rows_that_are_judged(few: int) -> None:
     rows, width = 4, 3
