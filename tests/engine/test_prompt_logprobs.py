@@ -89,13 +89,19 @@ def test_log_probabilities_of_prompts_are_those_of_one_pass(
     nothing_leaked(runs)
 
 
-@pytest.mark.parametrize("after", [1, 2, 4, 5, 9])
+@pytest.mark.parametrize(("chunk", "after"), [(17, 1), (17, 2), (17, 5), (17, 9), (5, 4), (5, 8)])
 def test_a_preempted_prompt_is_told_once(
-    hf: NemotronHForCausalLM, tokenizer: Tokenizer, wanted: Any, prompts: Any, after: int
+    hf: NemotronHForCausalLM,
+    tokenizer: Tokenizer,
+    wanted: Any,
+    prompts: Any,
+    chunk: int,
+    after: int,
 ) -> None:
-    """In the middle of it from where it was told, after it as any other: by a hit."""
+    """In the middle of it from where it was told, which need not be where a block ends; after it
+    as any other: by a hit."""
     prompt = prompts[7]
-    runs = engine(hf, tokenizer, max_tokens_per_step=17, block_size=8, steps_ahead=1)
+    runs = engine(hf, tokenizer, max_tokens_per_step=chunk, block_size=8, steps_ahead=1)
     request = runs.submit(prompt, SamplingParams(max_tokens=NEW_TOKENS, prompt_logprobs=3))
     for _ in range(after):
         runs.step()
