@@ -80,6 +80,7 @@ class HashTarget:
     config = SimpleNamespace(
         vocab_size=VOCABULARY, hidden_size=1, mamba_num_heads=1, mamba_head_dim=1,
         ssm_state_size=1, n_groups=1, conv_kernel=WINDOW + 1, ssm_cache_dtype=torch.float32,
+        pattern="M" * len(STATE_LAYERS) + "*", max_position_embeddings=None,
     )  # fmt: skip
     device, dtype = torch.device("cpu"), torch.float32
     state_layers, kv_layers, kv_shape = STATE_LAYERS, (KV_LAYER,), (1, 1)
