@@ -1,81 +1,83 @@
-"""`hybrid-runtime demo`: text from the shipped checkpoint, then what drafts and strategies do."""
+"""`hybrid-runtime demo`: code from the shipped checkpoint, then what drafts and layouts change."""
 
 from __future__ import annotations
 
 import platform
-import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
 
-import numpy as np
 import torch
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from hybrid_runtime.engine import Engine, EngineStats, SamplingParams
+from hybrid_runtime.engine import Engine, SamplingParams
 from hybrid_runtime.engine.config import EngineOptions
 from hybrid_runtime.state.checks import Strategy
 
 SHIPPED = Path(__file__).parent / "checkpoints" / "python-small"
 """The small checkpoint that comes with the package."""
 
-PROMPT = '''import os
+CLASS = """class File:
+    def __init__(self, fp):
+        self._fp = fp
+        self._closed = False
+
+    def read(self, size=-1):
+        return self._fp.read(size)
+
+"""
+METHODS = [
+    "    def readline(self, size=-1):\n",
+    "    def readlines(self, hint=-1):\n",
+    "    def write(self, data):\n",
+    "    def close(self):\n",
+]
+"""What the model completes, each behind `CLASS` and in a request of its own."""
+METHOD = SamplingParams(max_tokens=64, stop=("\n\n",))
+
+PROMPTS = [
+    '''import os
 import sys
 
 def read_lines(path):
     """Return the lines of a file."""
     with open(path) as f:
-'''
-# Beginnings in the style of what the model was trained on, of different lengths.
-PROMPTS = [
-    PROMPT,
+''',
     "class Stack:\n    def __init__(self):\n        self.items = []\n\n    def push(self, item):\n",
     "def main(argv=None):\n    parser = argparse.ArgumentParser(\n",
     "import unittest\n\nclass TestCase(unittest.TestCase):\n\n    def test_empty(self):\n",
 ]
+"""A batch in the style of what the model was trained on, of different lengths."""
 TOKENS = 96
 
-
-@dataclass(frozen=True, slots=True)
-class Measured:
-    """One line of the table: tokens per second over the batch, ITL in ms, counters of the run."""
-
-    tps: float
-    itl_p50: float
-    itl_p99: float
-    steps: int
-    length: float
-    skipped: int
-    waits: int
-
-
-def measure(engine: Engine) -> Measured:
-    """Complete `PROMPTS` as one batch."""
-    engine.generate(PROMPTS[:1], SamplingParams(max_tokens=4))  # first-use costs are not the run's
-    before = _counters(engine.stats())
-    start = time.perf_counter()
-    answers = engine.generate(PROMPTS, SamplingParams(max_tokens=TOKENS, ignore_eos=True))
-    seconds = time.perf_counter() - start
-    steps, skipped, waits = (
-        now - then for now, then in zip(_counters(engine.stats()), before, strict=True)
-    )
-    itl = np.concatenate([a.itl for a in answers]) * 1e3
-    return Measured(
-        tps=sum(len(a.tokens) for a in answers) / seconds,
-        itl_p50=float(np.percentile(itl, 50)),
-        itl_p99=float(np.percentile(itl, 99)),
-        steps=steps,
-        length=engine.stats().mean_acceptance_length,
-        skipped=skipped,
-        waits=waits,
-    )
+RUNS: list[tuple[str, EngineOptions]] = [
+    ("no drafts", EngineOptions(drafter=None)),
+    ("n-gram, replay", EngineOptions(drafter="ngram")),
+    ("EAGLE, replay", EngineOptions(drafter="eagle")),
+    ("MTP, replay", EngineOptions(drafter="mtp")),
+    *(
+        (f"MTP, columns, {s}", EngineOptions(drafter="mtp", state_layout="columns", strategy=s))
+        for s in get_args(Strategy)
+    ),
+]
+"""Lines of the table."""
 
 
-def _counters(stats: EngineStats) -> tuple[int, int, int]:
-    return stats.state.steps, stats.state.skipped, stats.state.waits
+def counted(engine: Engine) -> list[str]:
+    """Complete `PROMPTS` as one batch; the cells of a line of the table."""
+    engine.generate(PROMPTS, SamplingParams(max_tokens=TOKENS, ignore_eos=True))
+    stats, layout = engine.stats(), engine.manager.layout
+    accepted = stats.mean_acceptance_length if layout.num_speculative_tokens else 1.0
+    return [
+        f"{stats.steps}",
+        f"{accepted:.2f}",
+        f"{layout.states_per_step(accepted) - 1:.2f}",  # less the one that it reads
+        f"{stats.state.copy_launches}",
+        f"{stats.state.waits}",
+        f"{layout.bytes_per_request(len(engine.model.state_layers)) / 2**10:.0f}",
+    ]
 
 
 def device_name(device: torch.device) -> str:
@@ -85,52 +87,57 @@ def device_name(device: torch.device) -> str:
     return f"CPU ({platform.machine()}, {torch.get_num_threads()} thread)"
 
 
+def write_methods(engine: Engine, console: Console) -> None:
+    """A class, whose methods the model writes; its lines have a bar in front, as colours may be
+    missing."""
+
+    def show(text: str, bar: str, style: str) -> None:
+        for line in text.splitlines():
+            console.out(f"{bar} {line}".rstrip(), style=style, highlight=False)
+
+    show(CLASS, " ", "dim")
+    for method in METHODS:
+        request = engine.submit(CLASS + method, METHOD)
+        while request.finish_reason is None:
+            engine.step()
+        show(method, " ", "dim")
+        show(request.text, "┃", "bold green")
+        console.out()
+    console.print(
+        f"┃ is what the model wrote, one request a method. The last one found {request.hit.tokens} "
+        f"of its {len(request.prompt)} prompt tokens in the prefix cache.\n"
+    )
+
+
 def run(model: str | Path, device: str | None) -> None:
-    """Stream a completion, then print the table."""
+    """Code from the model, then the table."""
     console = Console()
     # Operations this small gain nothing from a second thread, and wait at its barriers for long
     # when another program keeps a core busy.
     torch.set_num_threads(1)
     with Engine.from_pretrained(model, device=device) as engine:
-        block = engine.manager.layout.block_size
         console.print(f"[bold]{Path(model).name}[/] on {device_name(engine.model.device)}\n")
-        console.out(PROMPT, end="", style="dim", highlight=False)
-        for piece in engine.stream(PROMPT, SamplingParams(max_tokens=160)):
-            console.out(piece, end="", highlight=False)
-    console.print("\n")
+        write_methods(engine, console)
 
-    runs: list[tuple[str, EngineOptions]] = [
-        ("no drafts", EngineOptions(drafter=None)),
-        ("n-gram", EngineOptions(drafter="ngram")),
-        ("EAGLE", EngineOptions(drafter="eagle")),
-        *((f"MTP, {s}", EngineOptions(drafter="mtp", strategy=s)) for s in get_args(Strategy)),
-    ]
-    table = Table(
-        title=f"{len(PROMPTS)} prompts x {TOKENS} tokens, 3 drafts, block of "
-        f"{block} tokens, ITL in ms",
-        box=SIMPLE_HEAD,
-    )
+    table = Table(title=f"{len(PROMPTS)} prompts at once, {TOKENS} tokens each", box=SIMPLE_HEAD)
     table.add_column("", no_wrap=True)
-    for name in ("tok/s", "ITL p50", "p99", "steps", "accepted", "skipped", "waits"):
+    for name in ("steps", "accepted", "written", "launches", "waits", "KiB"):
         table.add_column(name, justify="right", no_wrap=True)
     with Progress(console=console, transient=True) as progress:
-        for name, options in progress.track(runs, description="measuring"):
-            with Engine.from_pretrained(model, device=device, **options) as engine:
-                m = measure(engine)
-            accepted = "-" if np.isnan(m.length) else f"{m.length:.2f}"
-            table.add_row(
-                name,
-                f"{m.tps:.0f}",
-                f"{m.itl_p50:.2f}",
-                f"{m.itl_p99:.2f}",
-                str(m.steps),
-                accepted,
-                str(m.skipped),
-                str(m.waits),
-            )
+        for name, options in progress.track(RUNS, description="counting"):
+            # A step is queued before the results of the last one are read, as on a GPU: who must
+            # wait for counts then, shows.
+            with Engine.from_pretrained(model, device=device, steps_ahead=1, **options) as engine:
+                table.add_row(name, *counted(engine))
     console.print(table)
     console.print(
-        "accepted: tokens per verified step, the bonus token included. skipped: steps in which no "
-        "block boundary could be crossed, so that no state had to be saved. waits: times the host "
-        "asked for a count before going on; tokens, which every step hands out, are not counted."
+        "Drafts make steps fewer. What they cost is up to the layout of the states. `columns`, as "
+        "in vLLM, writes a state for every draft and copies states at block boundaries: for that "
+        "`blocking` waits in each step for the accepted counts, `defer` a step later where no "
+        "boundary can be crossed, `always` launches a kernel in each step, and `auto` only where "
+        "one can be crossed. `replay` keeps one state and the inputs of the last tokens, writes "
+        "the state every few steps, and copies none.\n\n"
+        "accepted: tokens that a step emits per request. written: states per request, step and "
+        "Mamba layer, computed. launches: of kernels that copy states. waits: of the host for "
+        "accepted counts. KiB: of states per request, without those saved for the prefix cache."
     )

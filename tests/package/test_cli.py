@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import io
 import pydoc
+import re
 import shutil
 import subprocess
 import sys
@@ -19,6 +21,7 @@ from hybrid_runtime.cli import main, parser
 from hybrid_runtime.engine import Engine, SamplingParams
 
 MODEL = str(demo.SHIPPED)
+MTP = "MTP, columns, "
 
 
 def test_generate_streams_prompt_and_completion(capsys: pytest.CaptureFixture[str]) -> None:
@@ -157,11 +160,22 @@ def test_generate_runs_a_small_model_on_one_thread_unless_told_otherwise() -> No
 
 
 @pytest.mark.slow
-def test_demo_shows_text_and_every_strategy(
+def test_demo_shows_code_and_what_layouts_cost(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(demo, "TOKENS", 12)
-    assert main(["demo"]) == 0
-    printed = capsys.readouterr().out
-    for word in ("CPU", "def read_lines", "n-gram", "EAGLE", "blocking", "defer", "always", "auto"):
-        assert word in printed
+    monkeypatch.setattr(demo, "TOKENS", 24)
+    assert main(["demo", "--device", "cpu"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    at = lines.index("┃         return self._fp.readline(size)")
+    assert lines[at - 1] == "      def readline(self, size=-1):"
+    ast.parse("\n".join(line[2:] for line in lines[lines.index("  class File:") : at + 1]))
+    cells = [line.rsplit(maxsplit=6) for line in lines if re.search(r"(\s+[\d.]+){6}\s*$", line)]
+    table = {name.strip(): list(map(float, numbers)) for name, *numbers in cells}
+    assert len(table) == len(demo.RUNS)
+    plain, replay, columns = (table[name] for name in ("no drafts", "MTP, replay", f"{MTP}auto"))
+    assert plain[0] > replay[0]  # steps
+    assert plain[1] == 1 < replay[1] == columns[1]  # accepted
+    assert replay[2] < plain[2] == 1 < columns[2] == 4  # written
+    assert replay[3] == 0 < columns[3] < table[f"{MTP}always"][3]  # launches
+    assert replay[4] == columns[4] == 0 < table[f"{MTP}blocking"][4]  # waits
+    assert plain[5] < replay[5] < columns[5]  # KiB
