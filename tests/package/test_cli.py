@@ -50,7 +50,7 @@ BAD = [
     (["generate", MODEL, "-p", ""], "prompt is empty"),
     (["generate", MODEL, "-p", "x", "--temperature", "-1"], "temperature is -1.0"),
     (["generate", MODEL, "-p", "x", "--top-p", "0"], "top_p is 0.0"),
-    (["generate", MODEL, "-p", "x", "--max-tokens", "0"], "max_tokens is 0"),
+    (["generate", MODEL, "-p", "x", "--max-tokens", "-1"], "max_tokens is -1"),
     (["generate", MODEL, "-p", "x", "--drafts", "0"], "num_speculative_tokens is 0"),
     (["generate", MODEL, "-p", "x", "--drafts", "-2"], "num_speculative_tokens is -2"),
     (["generate", MODEL, "-p", "x", "--block-size", "2"], "block_size is 2"),
