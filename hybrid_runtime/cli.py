@@ -9,10 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import get_args
 
-from hybrid_runtime import demo
+from hybrid_runtime import __version__, demo
 from hybrid_runtime.bench import checkpoint
 from hybrid_runtime.bench import options as bench_options
-from hybrid_runtime.bench.machine import installed_version
 from hybrid_runtime.engine import Engine, SamplingParams
 from hybrid_runtime.engine.checks import DTypeName
 from hybrid_runtime.engine.threads import use_threads
@@ -87,9 +86,7 @@ def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(
         prog="hybrid-runtime", description="Hybrid Mamba/attention models without waiting."
     )
-    top.add_argument(
-        "--version", action="version", version=installed_version("hybrid-runtime") or "unknown"
-    )
+    top.add_argument("--version", action="version", version=__version__)
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     d = commands.add_parser("demo", help="complete some code, then compare drafters and strategies")

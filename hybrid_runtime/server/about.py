@@ -8,7 +8,7 @@ from fastapi import APIRouter
 from fastapi.responses import JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
-from hybrid_runtime.bench.machine import installed_version
+from hybrid_runtime import __version__
 from hybrid_runtime.server.service import Here, Service
 
 router = APIRouter()
@@ -30,7 +30,7 @@ async def model(name: str, service: Here) -> dict[str, Any]:
 @router.get("/version")
 async def version() -> dict[str, str]:
     """Of this package."""
-    return {"version": installed_version("hybrid-runtime") or "unknown"}
+    return {"version": __version__}
 
 
 @router.get("/health")

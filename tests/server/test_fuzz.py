@@ -36,7 +36,7 @@ VALUES: list[Any] = [
     {"1": math.nan}, {"1": None}, {"1_0": 1}, {"\u0663": 1}, {"": 1}, {"\ud800": 1},
     {"99999999999999999999": 1}, {str(i): 1 for i in range(301)}, {"type": "text"},
     {"type": "json_object"}, {"include_usage": True}, {"include_usage": 1}, {"messages": "x"},
-    {"add_generation_prompt": False}, {"x": [1]},
+    {"add_generation_prompt": False}, {"x": [1]}, {"x": 0},
     {"messages": 1, "bos_token": [1], "x": {"y": "\ud800"}},
     [{"role": "user", "content": "x"}], [{"role": "user", "content": ["x"]}],
     [{"role": "tool", "content": "x"}], [{"role": "user", "content": "\ud800"}],
@@ -57,18 +57,14 @@ BASES: dict[str, tuple[type[schemas.Body], dict[str, Any]]] = {
     "/detokenize": (schemas.DetokenizeBody, {"tokens": [97]}),
 }
 WEIGHTS = [10, 6, 2, 1, 1]
-TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}{{ x + 1 if x }}"
+TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}{{ x + 1 if x }}{{ 1 / x if x == 0 }}"
 UNKNOWN = ["tempreature", "", "__class__", "\ud800", "a\nb", "model.name", "0"]
 
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[Running]:
     engine = shipped()
-    engine.chat_template = ChatTemplate(
-        {"default": TEMPLATE},
-        {},
-        "a\nb",
-    )
+    engine.chat_template = ChatTemplate({"default": TEMPLATE}, {}, {"default": "a\nb"})
     with running(engine, max_choices=8, max_body_bytes=100_000) as server:
         yield server
 

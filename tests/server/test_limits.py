@@ -11,7 +11,7 @@ import httpx
 import pytest
 from helpers.http_server import MODEL, Running, completed, running, shipped
 
-from hybrid_runtime.engine import SamplingParams
+from hybrid_runtime.engine import AsyncEngine, SamplingParams
 from hybrid_runtime.server.app import create_app
 from hybrid_runtime.server.options import ServerOptions
 
@@ -56,7 +56,7 @@ def test_large_bodies(guarded: Running) -> None:
 def test_pieces_of_a_body_are_added_up() -> None:
     """Each piece is small enough; a socket would join those that come at once."""
     options = ServerOptions(model_name=MODEL, max_body_bytes=1000)
-    served = httpx.ASGITransport(create_app(shipped(drafter=None), options))
+    served = httpx.ASGITransport(create_app(AsyncEngine(shipped(drafter=None)), options))
 
     async def pieces() -> AsyncIterator[bytes]:
         for _ in range(3):

@@ -17,7 +17,7 @@ TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{{
 @pytest.fixture(scope="module")
 def served() -> Iterator[Running]:
     engine = shipped(drafter=None)
-    engine.chat_template = ChatTemplate({"default": TEMPLATE}, {}, "here")
+    engine.chat_template = ChatTemplate({"default": TEMPLATE}, {}, {"default": "here"})
     with running(engine, api_keys=("key",), max_body_bytes=1000) as server:
         server.http.headers["authorization"] = "Bearer key"
         yield server
