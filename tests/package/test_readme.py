@@ -10,7 +10,7 @@ README = (ROOT / "README.md").read_text()
 
 
 def test_readme_is_one_to_two_screens() -> None:
-    assert len(README.splitlines()) < 150
+    assert len(README.splitlines()) <= 105
 
 
 def test_quick_start_is_two_commands() -> None:
