@@ -29,7 +29,7 @@ def generate(args: argparse.Namespace) -> None:
         top_p=args.top_p,
         seed=args.seed,
         max_tokens=args.max_tokens,
-        stop=tuple(args.stop),
+        stop=tuple(filter(None, args.stop)),
     )
     engine = Engine.from_pretrained(
         args.model,

@@ -127,7 +127,8 @@ def run(model: str | Path, device: str | None) -> None:
         for name, options in progress.track(RUNS, description="counting"):
             # A step is queued before the results of the last one are read, as on a GPU: who must
             # wait for counts then, shows.
-            with Engine.from_pretrained(model, device=device, steps_ahead=1, **options) as engine:
+            ahead: EngineOptions = {**options, "steps_ahead": 1}
+            with Engine.from_pretrained(model, device=device, **ahead) as engine:
                 table.add_row(name, *counted(engine))
     console.print(table)
     console.print(

@@ -206,14 +206,12 @@ class SamplingParams:
 
     @property
     def adjusts(self) -> bool:
-        """Penalties, biases or bans change the logits."""
+        """Penalties, biases or a choice of tokens change the logits; bans do besides."""
         return (
             self.repetition_penalty != 1
             or self.presence_penalty != 0
             or self.frequency_penalty != 0
             or bool(self.logit_bias)
-            or bool(self.bad_words)
-            or self.min_tokens > 0
             or self.allowed_token_ids is not None
         )
 

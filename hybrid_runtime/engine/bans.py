@@ -7,7 +7,7 @@ from collections.abc import Collection
 
 from tokenizers import Tokenizer
 
-from hybrid_runtime.engine.tokenize import check_text
+from hybrid_runtime.engine.tokenize import check_text, encoded
 from hybrid_runtime.specdecode.biases import (
     FOREVER,
     MAX_BAD_WORD_TOKENS,
@@ -40,11 +40,16 @@ def bans(
             )
         until = min(prompt + params.min_tokens, FOREVER)
         found += [Ban((token,), until) for token in known]
-    allowed = params.allowed_token_ids
-    if allowed is not None and {(token,) for token in allowed} <= {ban.tokens for ban in found}:
+    # A longer ban holds behind its first tokens only, but there it must leave something to draw.
+    allowed, last = params.allowed_token_ids, {ban.tokens[-1] for ban in found}
+    if allowed is not None and last.issuperset(allowed):
         raise ValueError(
-            f"allowed_token_ids is {reprlib.repr(allowed)}; it must have a token that neither "
-            "bad_words nor min_tokens keep from being drawn"
+            f"allowed_token_ids is {reprlib.repr(allowed)}; it must have a token that no text of "
+            "bad_words ends with, and that min_tokens does not keep from being drawn"
+        )
+    if len(last) >= vocabulary:
+        raise ValueError(
+            f"bad_words end with {len(last)} tokens; they must leave one of the vocabulary"
         )
     return tuple(found)
 
@@ -60,9 +65,10 @@ def _words(
     for word in dict.fromkeys(words):
         check_text("bad_words", word)
         assert tokenizer is not None
+        space = "" if word[:1].isspace() else " "
         bare, spaced = (
-            tuple(tokenizer.encode(space + word.lstrip(), add_special_tokens=False).ids)
-            for space in ("", " ")
+            tuple(encoded("bad_words", text, tokenizer, special=False).ids)
+            for text in (word, space + word)
         )
         if not bare:
             raise ValueError(f"bad_words has {word!r}; each must give at least one token")

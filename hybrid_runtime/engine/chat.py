@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from jinja2 import Template, TemplateError, nodes
-from jinja2.exceptions import SecurityError
+from jinja2.exceptions import SecurityError, TemplateSyntaxError
 from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -53,10 +53,12 @@ class ChatTemplate:
             try:
                 self._templates[name] = _compile(source)
             except Exception as error:  # what Jinja makes of it may be no Python either
-                line = getattr(error, "lineno", None)
+                # Of what Jinja compiles to, the line is none of the template's.
+                line = error.lineno if isinstance(error, TemplateSyntaxError) else None
+                why = error.msg if isinstance(error, SyntaxError) else error
                 self._broken[name] = (
                     f"chat template {name!r} in {origins[name]} is broken, must be what Jinja can "
-                    f"read: {one_line(error)}" + ("" if line is None else f" (line {line})")
+                    f"read: {one_line(why)}" + ("" if line is None else f" (line {line})")
                 )
                 logger.warning("no chat: %s", self._broken[name])
 
@@ -109,7 +111,7 @@ class ChatTemplate:
         except Exception as error:  # a template is a program of strangers
             raise ValueError(
                 f"messages do not go with the chat template in {self._origins[name]}: "
-                f"{one_line(error)}"
+                f"{one_line(error) or type(error).__name__}"
             ) from error
 
 

@@ -272,7 +272,8 @@ class EngineCore:
         if not schedule.samples:
             return None
         requests = schedule.requests
-        penalises, tells = any(r.params.adjusts for r in requests), _tells(schedule)
+        penalises = any(r.bans or r.params.adjusts for r in requests)
+        tells = _tells(schedule)
         if penalises or tells:
             allows = any(r.params.allowed_token_ids is not None for r in requests)
             return self._adjusted(penalises, allows, tells)

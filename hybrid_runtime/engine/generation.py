@@ -74,9 +74,9 @@ def _end_of_tokenizer(directory: Path, tokenizer: Tokenizer, vocabulary: int) ->
 
 
 def _params(given: Mapping[str, Any]) -> SamplingParams:
+    if not given.get("do_sample"):
+        return SamplingParams()  # and what else the file has is not looked at
     wanted = {name: given[name] for name in SAMPLING if given.get(name) is not None}
     params = SamplingParams(**{"temperature": 1.0} | wanted)
-    if not given.get("do_sample"):
-        return SamplingParams()
     logger.info("requests without parameters are sampled: %s", params)
     return params

@@ -104,7 +104,7 @@ class PrefixCache:
             short = "evicted_keys"
         usable = count = min(known, request.most_hit // self.block)
         if usable < known:
-            short = "told" if request.pooled_from is None else "pooled"
+            short = "prompt_logprobs" if request.pooled_from is None else "pooled"
         while count and self.state.pool.find(request.hashes[count - 1]) is None:
             count -= 1
         if count < usable:

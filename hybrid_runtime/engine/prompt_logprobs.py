@@ -16,7 +16,7 @@ from hybrid_runtime.kernels.sampling.logprobs import token_logprobs
 from hybrid_runtime.specdecode.sampling import MAX_LOGPROBS
 from hybrid_runtime.state.step import Step
 
-PIECE = 2**25
+PIECE = 2**23
 """Logits that exist at once; those of a whole long prompt would be gigabytes."""
 
 

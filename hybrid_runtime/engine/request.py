@@ -27,7 +27,7 @@ FinishReason = Literal["stop", "length", "embedded", "abort", "deadline", "error
 
 
 ShortHit = Literal[
-    "short_prompt", "pooled", "told", "no_snapshot", "evicted_keys", "evicted_snapshot"
+    "short_prompt", "pooled", "prompt_logprobs", "no_snapshot", "evicted_keys", "evicted_snapshot"
 ]
 
 
@@ -39,10 +39,10 @@ class Hit:
     keys: their KV blocks. state: block of the snapshot behind them, None without a hit.
     known: leading tokens whose keys and values are there, with a snapshot or without.
     short: why `tokens` is not more. "short_prompt": the prompt is not longer than a block.
-    "pooled", "told": an embedding, or log-probabilities of the prompt, need the hidden states that
-    follow. "no_snapshot": no state was saved where the known keys and values end. "evicted_keys",
-    "evicted_snapshot": they were there, and made room for others. None: more of this prefix was
-    never there.
+    "pooled", "prompt_logprobs": an embedding, or log-probabilities of the prompt, need the hidden
+    states that follow. "no_snapshot": no state was saved where the known keys and values end.
+    "evicted_keys", "evicted_snapshot": they were there, and made room for others. None: more of
+    this prefix was never there.
     """
 
     tokens: int = 0

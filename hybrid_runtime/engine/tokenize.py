@@ -52,7 +52,7 @@ def encode_rendered(text: str, tokenizer: Tokenizer | None, vocabulary: int) -> 
     if tokenizer is None:
         raise ValueError("messages are text; without a tokenizer there is no chat")
     check_text("messages", text)
-    return _checked("prompt", _encoded("messages", text, tokenizer, False).ids, vocabulary)
+    return _checked("prompt", encoded("messages", text, tokenizer, False).ids, vocabulary)
 
 
 def encode_instructed(
@@ -108,10 +108,11 @@ def _encoding(name: str, text: str, tokenizer: Tokenizer | None) -> Encoding:
     if tokenizer is None:
         raise ValueError(f"{name} is a str; without a tokenizer it must be token ids")
     check_text(name, text)
-    return _encoded(name, text, tokenizer)
+    return encoded(name, text, tokenizer)
 
 
-def _encoded(name: str, text: str, tokenizer: Tokenizer, special: bool = True) -> Encoding:
+def encoded(name: str, text: str, tokenizer: Tokenizer, special: bool = True) -> Encoding:
+    """`ValueError` for a text that the tokenizer cannot encode."""
     try:
         return tokenizer.encode(text, add_special_tokens=special)
     except Exception as error:  # tokenizers raises nothing narrower

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 from hybrid_runtime.engine import TokenLogprobs
@@ -20,6 +21,7 @@ def of_completion(
     """As completions have them; None is a token of which nothing is known, a prompt's first.
     offset: characters of the tokens before these. The likeliest tokens are keyed by their text; of
     several with the same text the likeliest stays."""
+    spell = cache(spell)  # the same few thousand tokens come again and again
     texts = [spell(token) for token in tokens]
     offsets: list[int] = []
     top: list[dict[str, float] | None] = []
@@ -56,6 +58,7 @@ def of_prompt(
 ) -> list[dict[str, Any] | None]:
     """As vLLM has a prompt's: per token, by id, its own and at most so many of the likeliest. The
     rank of a token that is not one of those is not known."""
+    spell = cache(spell)
     return [
         None if each is None else _ranked(token, each._replace(top=each.top[:most]), spell)
         for token, each in zip(tokens, told, strict=False)

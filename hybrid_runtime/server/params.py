@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from hybrid_runtime.engine import SamplingParams
+from hybrid_runtime.models.json_fields import shown
 from hybrid_runtime.server.errors import ApiError, refused
 from hybrid_runtime.server.schemas import Sampled
 
@@ -69,5 +70,7 @@ def _logit_bias(body: Sampled) -> dict[int, float] | None:
         return {int(token): value for token, value in body.logit_bias.items()}
     except ValueError as error:
         raise ApiError(
-            400, "logit_bias has a key that is no token id", param="logit_bias"
+            400,
+            f"logit_bias has keys {shown(list(body.logit_bias))}; they must be token ids",
+            param="logit_bias",
         ) from error

@@ -8,6 +8,7 @@ from typing import Any
 from fastapi import APIRouter
 from tokenizers import Tokenizer
 
+from hybrid_runtime.engine.tokenize import encoded
 from hybrid_runtime.server.errors import ApiError
 from hybrid_runtime.server.schemas import DetokenizeBody, TokenizeBody
 from hybrid_runtime.server.service import Here, Service
@@ -25,10 +26,8 @@ async def tokenize(body: TokenizeBody, service: Here) -> dict[str, Any]:
         ids = await service.chat_prompt(messages, body.chat_template_kwargs)
     else:
         special = body.add_special_tokens is not False
-        coded = await asyncio.to_thread(
-            tokenizer.encode, body.prompt or "", add_special_tokens=special
-        )
-        ids = coded.ids
+        text = body.prompt or ""
+        ids = (await asyncio.to_thread(encoded, "prompt", text, tokenizer, special)).ids
     texts = [tokenizer.id_to_token(id) for id in ids] if body.return_token_strs else None
     most = service.max_model_len
     return {"count": len(ids), "max_model_len": most, "tokens": ids, "token_strs": texts}

@@ -304,8 +304,9 @@ def penalise(
         num_warps=4,
         **by_slot,
     )
-    table = penalties[5:10]
-    assert all(x.stride(0) == table[0].stride(0) for x in table)
+    table = penalties.bias_tokens.stride(0)
+    for part in (penalties.bias, penalties.ban_until, penalties.ban_end, penalties.ban_tokens):
+        assert part.stride(0) == table  # one line of one upload has all of a slot's
     biases, bans = penalties.bias_tokens.shape[1], penalties.ban_until.shape[1]
     _bias_kernel[(rows * width,)](
         out=out,
@@ -314,7 +315,7 @@ def penalise(
         ban_until=penalties.ban_until,
         ban_end=penalties.ban_end,
         ban_tokens=penalties.ban_tokens,
-        table_stride=table[0].stride(0),
+        table_stride=table,
         history=penalties.history,
         history_stride=penalties.history.stride(0),
         prompt_length=penalties.prompt_length,

@@ -242,6 +242,29 @@ def test_words_are_banned_with_a_space_in_front_and_without() -> None:
         assert bare != spaced
 
 
+def test_white_space_is_banned_as_it_stands() -> None:
+    runs = Engine.from_pretrained(SHIPPED, device="cpu", drafter="ngram")
+    prompt = "class Stack:\n    def pop(self):\n"
+    for word in ("\n", " self", " "):
+        plain, banned = (
+            runs.generate([prompt], SamplingParams(max_tokens=48, bad_words=words))[0].text
+            for words in ((), (word,))
+        )
+        assert word in plain
+        assert word not in banned
+        assert "s" in banned
+
+
+def test_what_is_allowed_may_not_be_the_end_of_a_ban() -> None:
+    """Else a text could come to where nothing can be drawn."""
+    runs = Engine.from_pretrained(SHIPPED, device="cpu", drafter=None)
+    params = SamplingParams(max_tokens=4, allowed_token_ids=(115,), bad_words=("ss",))
+    with pytest.raises(ValueError, match=r"^allowed_token_ids is \(115,\); it must have a token"):
+        runs.submit("class", params)
+    every = SamplingParams(max_tokens=4, bad_words=tuple(chr(i) for i in range(128)))
+    runs.submit("class", every)
+
+
 def test_what_cannot_be_kept_is_refused(
     hf: NemotronHForCausalLM, tokenizer: Tokenizer, prompts: Any
 ) -> None:
@@ -251,7 +274,8 @@ def test_what_cannot_be_kept_is_refused(
         ({"allowed_token_ids": (5, 96)}, r"^allowed_token_ids is \(5, 96\), must be .* 0\.\.95"),
         ({"allowed_token_ids": (3,), "min_tokens": 1}, r"^allowed_token_ids is \(3,\); it must"),
         ({"allowed_token_ids": (5,), "bad_words": ("t5",)}, "^allowed_token_ids is"),
-        ({"bad_words": (" ",)}, "^bad_words has ' '; each must give at least one token"),
+        ({"allowed_token_ids": (5,), "bad_words": ("t4t5", "t5")}, "^allowed_token_ids is"),
+        ({"allowed_token_ids": (5,), "stop_token_ids": (5,), "min_tokens": 2}, "^allowed_token"),
         ({"bad_words": ("\ud800",)}, "^bad_words has "),
         ({"bad_words": tuple(f"t{i} " * 40 for i in range(26))}, "^bad_words has 1040 tokens"),
     ):

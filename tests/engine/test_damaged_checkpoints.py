@@ -262,10 +262,15 @@ FIELDS: list[tuple[str, str, list[Any], str]] = [
     ("generation_config.json", "top_k", [-1, 1.5, True], "an integer >= 0"),
     ("generation_config.json", "top_p", [0, 7, "x"], "a number > 0"),
 ]
+ALSO = {"generation_config.json": {"do_sample": True}}  # without, the others are not looked at
 CASES: list[tuple[str, Damage, str]] = [
     *FILES,
     *(
-        (name, change(name, **{field: value}), f": (config field )?{field} is .*, must be {must}")
+        (
+            name,
+            change(name, **ALSO.get(name, {}) | {field: value}),
+            f": (config field )?{field} is .*, must be {must}",
+        )
         for name, field, values, must in FIELDS
         for value in values
     ),

@@ -72,6 +72,7 @@ def test_a_checkpoint_without_an_end_token_says_so(
     ("given", "params"),
     [
         ({"temperature": 0.3}, SamplingParams()),
+        ({"do_sample": False, "top_k": -1}, SamplingParams()),  # nobody reads it
         ({"do_sample": True}, SamplingParams(temperature=1.0)),
         (
             {"do_sample": True, "temperature": 0.6, "top_p": 0.95, "top_k": None},
@@ -99,10 +100,13 @@ def test_sampling_where_a_request_does_not_say(
         ({"generation_config": {"do_sample": 1}}, "G: config field do_sample is 1, must be true"),
         ({"generation_config": {"do_sample": True, "top_p": 7}}, "G: top_p is 7, must be a number"),
         (
-            {"generation_config": {"temperature": "0.7"}},
+            {"generation_config": {"do_sample": True, "temperature": "0.7"}},
             "G: temperature is '0.7', must be a",
         ),
-        ({"generation_config": {"top_k": -1}}, "G: top_k is -1, must be an integer >= 0"),
+        (
+            {"generation_config": {"do_sample": True, "top_k": -1}},
+            "G: top_k is -1, must be an integer >= 0",
+        ),
         ({"config": {"eos_token_id": "x"}}, r"/config\.json: config field eos_token_id is 'x'"),
         ({"config": {"eos_token_id": [7, 320]}}, r"eos_token_id is \(7, 320\), must be below"),
         (

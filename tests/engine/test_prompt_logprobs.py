@@ -84,7 +84,7 @@ def test_log_probabilities_of_prompts_are_those_of_one_pass(
                 check(hf, prompt, answer, params.prompt_logprobs or 0)
                 assert answer.hit.tokens == 0
     if options.get("prefix_caching", True):
-        assert answers[-1].hit.short == "told"
+        assert answers[-1].hit.short == "prompt_logprobs"
         assert answers[-2].hit.known > 0
     nothing_leaked(runs)
 

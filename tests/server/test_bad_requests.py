@@ -90,7 +90,7 @@ FIELDS: list[tuple[dict[str, Any], str, str]] = [
     ({"prompt": ["x"] * 3, "n": 3}, "n", "asks for 9 results; at most 8"),
     ({"prompt": "x", "deadline": float("inf")}, "deadline", "finite"),
     ({"prompt": "x", "deadline": -1}, "deadline", "greater than or equal to 0"),
-    ({"prompt": "x", "logit_bias": {"a": 1}}, "logit_bias", "no token id"),
+    ({"prompt": "x", "logit_bias": {"a": 1}}, "logit_bias", "has keys ['a']"),
     ({"prompt": "x", "logit_bias": {"1": 101}}, "logit_bias.1", "less than or equal to 100"),
     ({"prompt": "x", "logit_bias": {"400": 1}}, "logit_bias", "400"),
     ({"prompt": "x", "logit_bias": {"-1": 1}}, "logit_bias", "integers >= 0"),
