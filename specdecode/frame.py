@@ -136,4 +136,5 @@ class StepBuffers:
             replay=state.replay,
             rounding=self._rounding,
             cuts=state.cuts,
+            ring=self._manager.layout.ring,
         )

@@ -143,6 +143,8 @@ class StatePositions:
         rounding: how update rows round their states stochastically, for every layer (its `layer`
             is not used); None rounds to nearest.
         cuts: snapshots that prompt rows leave on the way; None: there are none.
+        ring: tokens of a slot's ring in the window cache by which `replay` was made; None: by the
+            cache's own.
     """
 
     draft: Tensor
@@ -152,6 +154,7 @@ class StatePositions:
     replay: ReplayPositions | None = None
     rounding: Rounding | None = None
     cuts: Cuts | None = None
+    ring: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -201,6 +201,7 @@ def mamba_parts(
                 cu_seqlens=rows.cu_seqlens,
                 draft=rows.draft,
                 positions=ReplayPositions(*(part.rows(field) for field in positions.replay)),
+                ring=positions.ring,
             )
             parts.append(ReplayUpdatePart(part, replay, limit, positions.rounding))
     return parts

@@ -20,6 +20,7 @@ from tokenizers import Tokenizer
 from transformers import NemotronHForCausalLM
 
 from hybrid_runtime.engine import SamplingParams
+from hybrid_runtime.kernels.replay.window_cache import WindowCache
 
 __all__ = ["hf", "prompts", "tokenizer", "wanted"]  # fixtures
 
@@ -169,3 +170,14 @@ def test_a_drafter_writes_no_block_that_nobody_owns(
         block.fill_(7.0)
     runs.generate([prompts[-1][:n] for n in range(6, 10)], SamplingParams(max_tokens=24))
     assert all((block == 7.0).all() for block in nobodys)
+
+
+def test_a_window_cache_of_another_ring_is_refused(hf: NemotronHForCausalLM) -> None:
+    """The manager places rows by its layout's ring; with another the outputs would be wrong."""
+    runs = engine(hf, None, drafter="ngram", state_layout="replay")
+    caches = runs.runner.caches.window_cache
+    for layer, cache in caches.items():
+        shorter = (cache.x[:, :, 1:], cache.B[:, :, 1:], cache.dt[:, :, 1:])
+        caches[layer] = WindowCache(*(part.contiguous() for part in shorter))
+    with pytest.raises(ValueError, match=r"window_cache has rings of .* must be rows\.ring"):
+        runs.generate([[5, 6, 7]], SamplingParams(max_tokens=4))
