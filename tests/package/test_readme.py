@@ -41,3 +41,14 @@ def test_user_reports_name_tests_that_exist() -> None:
         for test in found:
             begins = f"def {test}(" if test.startswith("test_") else f"\n{test} = "
             assert begins in written, f"row {name} names {test}"
+
+
+def test_what_is_said_of_vllm_is_said_on_its_page() -> None:
+    """`tests/vllm_release` gives the commands of that page to vLLM itself."""
+    page = (ROOT / "docs" / "vllm.md").read_text()
+    (command,) = re.findall(r"^vllm serve .*\n.*$", README, re.MULTILINE)
+    configs = re.findall(r"'(\{.*?\})'", README)
+    assert command in page
+    assert len(configs) == 2
+    assert all(config in page for config in configs)
+    assert "hybrid-runtime replays: one state per request" in page
