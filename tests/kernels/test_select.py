@@ -97,7 +97,7 @@ def test_draws_what_the_reference_draws(dtype: torch.dtype, first: int) -> None:
     slots = torch.randperm(rows, generator=torch.Generator().manual_seed(1)).to(DEVICE)
     position = torch.arange(rows, device=DEVICE, dtype=torch.int32) * 5
     got, probs = probabilities.select_with_probabilities(
-        logits, strided(sampling, slots), position, STREAM, SMALL
+        logits, strided(sampling, slots), position, STREAM, tiling=SMALL
     )
     expected = probabilities_reference(logits, sampling)
     assert torch.equal(probs > 1e-11, expected > 1e-11)  # see `cut._NOTHING`
