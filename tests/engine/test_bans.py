@@ -24,6 +24,7 @@ from transformers import NemotronHForCausalLM
 
 from hybrid_runtime.demo import PROMPTS, SHIPPED
 from hybrid_runtime.engine import Completion, Engine, SamplingParams
+from hybrid_runtime.engine.bans import bans
 from hybrid_runtime.state import sync_guard
 
 __all__ = ["hf", "prompts", "wanted"]  # fixtures
@@ -263,6 +264,12 @@ def test_what_is_allowed_may_not_be_the_end_of_a_ban() -> None:
         runs.submit("class", params)
     every = SamplingParams(max_tokens=4, bad_words=tuple(chr(i) for i in range(128)))
     runs.submit("class", every)
+
+
+def test_words_of_tokens_that_the_model_does_not_have_need_no_ban(tokenizer: Tokenizer) -> None:
+    params = SamplingParams(bad_words=(f"t{VOCABULARY - 2}", f"t{VOCABULARY - 1}"))
+    found = bans(params, 0, tokenizer, (), VOCABULARY - 1)
+    assert [ban.tokens for ban in found] == [(VOCABULARY - 2,)]
 
 
 def test_what_cannot_be_kept_is_refused(

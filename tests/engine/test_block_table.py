@@ -37,6 +37,16 @@ def test_a_block_that_others_own_too_does_not_become_free() -> None:
     assert (pool.sole([shared, own]), pool.free) == (2, 0)
 
 
+def test_what_is_forgotten_leaves_a_block_as_any_other() -> None:
+    pool = BlockPool(1)
+    block = pool.take()
+    for key in (b"one", b"two"):
+        assert pool.file(key, block)
+        pool.put(block)
+        pool.forget(key)
+        assert (pool.find(key), pool.free, pool.take()) == (None, 1, block)
+
+
 @pytest.mark.parametrize("always", [None, COLUMNS - 1])
 @given(steps=st.lists(STEP, max_size=8), size=st.integers(4, SLOTS * COLUMNS))
 def test_slots_own_what_they_demand(

@@ -148,6 +148,28 @@ def test_sparse_retention_keeps_what_can_be_asked_for(
     assert runs.stats().prefix.short["no_snapshot"] == 1
 
 
+def test_a_hit_below_a_snapshot_that_was_evicted_says_so(
+    hf: NemotronHForCausalLM, tokenizer: Tokenizer
+) -> None:
+    runs = small(hf, tokenizer)
+    request = runs.submit(text(41, 11), GREEDY)
+    while not runs.idle:
+        runs.step()
+    pool, (*lower, longest) = runs.prefix_cache.state.pool, request.hashes[:5]
+    for key in lower:  # the longest one was used the longest time ago
+        block = pool.find(key)
+        assert block is not None
+        pool.share(block)
+        pool.put(block)
+    taken = []
+    while pool.find(longest) is not None:
+        taken.append(pool.take())
+    for block in taken:
+        pool.put(block)
+    hit = runs.generate([text(41, 11)], GREEDY)[0].hit
+    assert (hit.tokens, hit.short) == (32, "evicted_snapshot")
+
+
 def test_what_was_evicted_says_so(hf: NemotronHForCausalLM, tokenizer: Tokenizer) -> None:
     runs = small(hf, tokenizer, max_requests=1, num_blocks=(60, 6))
     prompt = text(41, 11)

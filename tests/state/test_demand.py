@@ -166,3 +166,21 @@ def test_exact_counts_own_no_more_than_one_snapshots_column(draft: int) -> None:
         step = made.begin_step(rows)
         made.end_step(step, torch.tensor([min(3, draft + 1) if n else 1], dtype=torch.int32))
         n += int(rows.certain[0]) + (min(3, draft + 1) - 1 if n else 0)
+
+
+def test_a_chunk_that_begins_at_a_boundary_owns_no_column_for_it() -> None:
+    """The chunk before has stored that snapshot."""
+    made = manager("replay", 3, 8, prompt_cuts=True)
+    made.admit(0)
+    made.end_step(made.begin_step(StepRows.exact([0], [0], [8], [0])), torch.tensor([1]).int())
+    _, fresh, last, _ = made.block_demand(StepRows.exact([0], [8], [8], [0]))
+    assert (fresh[0], last[0]) == (1, 1)
+
+
+def test_a_state_in_a_boundarys_column_is_all_that_is_owned_below() -> None:
+    """A step that stores nothing reads it there."""
+    made = manager("replay", 3, 8)
+    made.admit(0)
+    made.end_step(made.begin_step(StepRows.exact([0], [0], [24], [0])), torch.tensor([1]).int())
+    demand = made.block_demand(StepRows.exact([0], [24], [1], [0]))
+    assert [int(part[0]) for part in demand] == [2, 0, -1, 2]
