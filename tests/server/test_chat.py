@@ -62,6 +62,13 @@ def test_whole(client: openai.OpenAI, want: str) -> None:
     assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (len(PROMPT), 40)
 
 
+@pytest.mark.parametrize("name", ["max_completion_tokens", "max_tokens"])
+def test_no_tokens_are_not_as_many_as_there_is_room_for(client: openai.OpenAI, name: str) -> None:
+    answer = client.chat.completions.create(**ASKED | {"max_completion_tokens": None, name: 0})
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == 0
+
+
 def test_stream(client: openai.OpenAI, want: str) -> None:
     chunks = list(
         client.chat.completions.create(**ASKED, stream=True, stream_options={"include_usage": True})
