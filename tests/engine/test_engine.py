@@ -175,7 +175,7 @@ def test_a_drafter_writes_no_block_that_nobody_owns(
 def test_a_window_cache_of_another_ring_is_refused(hf: NemotronHForCausalLM) -> None:
     """The manager places rows by its layout's ring; with another the outputs would be wrong."""
     runs = engine(hf, None, drafter="ngram", state_layout="replay")
-    caches = runs.runner.caches.window_cache
+    caches: Any = runs.runner.caches.window_cache
     for layer, cache in caches.items():
         shorter = (cache.x[:, :, 1:], cache.B[:, :, 1:], cache.dt[:, :, 1:])
         caches[layer] = WindowCache(*(part.contiguous() for part in shorter))
