@@ -272,6 +272,24 @@ def test_words_of_tokens_that_the_model_does_not_have_need_no_ban(tokenizer: Tok
     assert [ban.tokens for ban in found] == [(VOCABULARY - 2,)]
 
 
+def test_a_minimum_that_bans_nothing_changes_no_logits(hf: NemotronHForCausalLM) -> None:
+    """Else every step of the whole batch would copy its logits to float32."""
+    runs = engine(hf, None)
+    params = SamplingParams(max_tokens=8, min_tokens=8, ignore_eos=True)
+    request = runs.submit([5, 6, 7], params)
+    assert request.bans == ()
+    assert not params.adjusts
+    while request.finish_reason is None:
+        runs.step()
+    assert len(request.output) == 8
+
+
+def test_a_word_that_the_tokenizer_does_not_know_is_refused(hf: NemotronHForCausalLM) -> None:
+    runs = engine(hf, Tokenizer(WordLevel({"t0": 0}, unk_token="none")))
+    with pytest.raises(ValueError, match=r"^bad_words is not what the tokenizer can encode: "):
+        runs.submit([5, 6, 7], SamplingParams(max_tokens=4, bad_words=("t1",)))
+
+
 def test_what_cannot_be_kept_is_refused(
     hf: NemotronHForCausalLM, tokenizer: Tokenizer, prompts: Any
 ) -> None:
