@@ -77,8 +77,9 @@ def test_sigterm_lets_open_requests_end() -> None:
 def test_a_drain_that_is_cut_short_ends_streams_and_leaves_no_traceback(
     signals: list[signal.Signals], options: list[str], status: int
 ) -> None:
-    body = LONG | {"max_tokens": 2000, "stream": True}
-    with served(*options) as (process, client):
+    body = LONG | {"max_tokens": 32000, "stream": True}  # no machine is done before it is cut
+    room = ("--max-model-len", "32768", "--num-blocks", "2100", "24")
+    with served(*options, *room) as (process, client):
         assert process.stderr is not None
         with client.stream("POST", "/v1/completions", json=body) as stream:
             lines = stream.iter_lines()
