@@ -3,8 +3,9 @@
 Beside each kernel stands the plain-torch reference that specifies it; it runs on CPU tensors, and
 where a kernel's limits are exceeded.
 
-- `mamba`: convolution and state update of the columns layout, and of prompts in both layouts.
-- `replay`: the same for rows that decode in the replay layout, and `flush`.
+- `mamba2`: the recurrence: prompts, decoding rows of either layout, and `flush`.
+- `conv`: the causal convolution before it, which other recurrences share.
+- `replay`: what every recurrence with a ring of records shares: ring, rows, rounding.
 - `step`: what the state manager and the speculative step launch between forward passes.
 - `attention`, `moe`, `layers`, `sampling`: the rest of a model and of a step.
 - `common`: what they share, among it `StateRows`, the rows of a launch.

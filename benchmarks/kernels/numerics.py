@@ -27,12 +27,13 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from hybrid_runtime.kernels.common.varlen import StateRows
-from hybrid_runtime.kernels.mamba.selective_state_update import selective_state_update
-from hybrid_runtime.kernels.replay.naive import fold_reference
+from hybrid_runtime.kernels.mamba2.replay_naive import fold_reference
+from hybrid_runtime.kernels.mamba2.replay_update import replay_update
+from hybrid_runtime.kernels.mamba2.state_update import selective_state_update
+from hybrid_runtime.kernels.mamba2.window_cache import WindowCache
+from hybrid_runtime.kernels.replay.ring import SHORT_WINDOW
 from hybrid_runtime.kernels.replay.rounding import Rounding
 from hybrid_runtime.kernels.replay.rows import ReplayRows
-from hybrid_runtime.kernels.replay.update import replay_update
-from hybrid_runtime.kernels.replay.window_cache import SHORT_WINDOW, WindowCache
 from hybrid_runtime.kernels.step.advance_replay import ReplayPositions
 
 HEADS, DIM, GROUPS, STATE, DRAFTS = 8, 64, 2, 128, 3

@@ -26,11 +26,12 @@ from baseline import LAUNCHES, baseline
 from record import copy_bandwidth, graph_us, save, show
 
 from hybrid_runtime.kernels.common.varlen import StateRows
-from hybrid_runtime.kernels.mamba.conv1d_update import conv1d_update
-from hybrid_runtime.kernels.mamba.selective_state_update import selective_state_update
+from hybrid_runtime.kernels.conv.update import conv1d_update
+from hybrid_runtime.kernels.mamba2.replay_update import replay_update
+from hybrid_runtime.kernels.mamba2.state_update import selective_state_update
+from hybrid_runtime.kernels.mamba2.window_cache import WindowCache
+from hybrid_runtime.kernels.replay.ring import SHORT_WINDOW
 from hybrid_runtime.kernels.replay.rows import ReplayRows
-from hybrid_runtime.kernels.replay.update import replay_update
-from hybrid_runtime.kernels.replay.window_cache import SHORT_WINDOW, WindowCache
 from hybrid_runtime.kernels.step.advance_replay import ReplayPositions
 from hybrid_runtime.state import StateLayout
 

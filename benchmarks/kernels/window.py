@@ -31,10 +31,11 @@ from record import arguments, copy_bandwidth, graph_us, save, show
 from torch import Tensor
 from vllm_peer import vllm_side
 
-from hybrid_runtime.kernels.replay.naive import advance_state
+from hybrid_runtime.kernels.mamba2.replay_naive import advance_state
+from hybrid_runtime.kernels.mamba2.replay_update import replay_update
+from hybrid_runtime.kernels.mamba2.window_cache import WindowCache
+from hybrid_runtime.kernels.replay.ring import default_window
 from hybrid_runtime.kernels.replay.rows import ReplayRows
-from hybrid_runtime.kernels.replay.update import replay_update
-from hybrid_runtime.kernels.replay.window_cache import WindowCache, default_window
 from hybrid_runtime.kernels.step.advance_replay import ReplayPositions
 
 HEADS, DIM, GROUPS, STATE = 128, 64, 8, 128

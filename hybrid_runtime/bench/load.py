@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from hybrid_runtime.engine.scheduler import overshoot
-from hybrid_runtime.kernels.replay.window_cache import default_window
+from hybrid_runtime.kernels.replay.ring import default_window
 from hybrid_runtime.models.config import NemotronHConfig
 from hybrid_runtime.state.checks import Strategy
 from hybrid_runtime.state.layout import LayoutKind, StateLayout

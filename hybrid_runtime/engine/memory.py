@@ -13,7 +13,7 @@ from hybrid_runtime.engine.block_pool import BlockPool, BlockTable
 from hybrid_runtime.engine.device_tables import DeviceTables
 from hybrid_runtime.engine.offload.tier import HostTier
 from hybrid_runtime.engine.prefix_cache import KEYS, STATE
-from hybrid_runtime.kernels.replay.window_cache import WindowCache
+from hybrid_runtime.kernels.mamba2.window_cache import WindowCache
 from hybrid_runtime.models.forward_batch import Caches
 from hybrid_runtime.models.nemotron_h import NemotronH
 from hybrid_runtime.state.layout import StateLayout

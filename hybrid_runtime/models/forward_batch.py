@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from hybrid_runtime.kernels.common.varlen import Cuts
+from hybrid_runtime.kernels.mamba2.window_cache import WindowCache
 from hybrid_runtime.kernels.replay.rounding import Rounding
-from hybrid_runtime.kernels.replay.window_cache import WindowCache
 from hybrid_runtime.kernels.step.advance_replay import ReplayPositions
 
 

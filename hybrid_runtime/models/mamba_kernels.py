@@ -8,15 +8,15 @@ from typing import NamedTuple, Protocol
 from torch import Tensor
 
 from hybrid_runtime.kernels.common.varlen import Cuts, StateRows
-from hybrid_runtime.kernels.mamba.chunk_scan import chunk_scan
-from hybrid_runtime.kernels.mamba.conv1d_update import conv1d_update
-from hybrid_runtime.kernels.mamba.conv1d_varlen import conv1d_varlen
-from hybrid_runtime.kernels.mamba.selective_state_update import selective_state_update
-from hybrid_runtime.kernels.replay.conv1d import replay_conv1d_update
+from hybrid_runtime.kernels.conv.replay import replay_conv1d_update
+from hybrid_runtime.kernels.conv.update import conv1d_update
+from hybrid_runtime.kernels.conv.varlen import conv1d_varlen
+from hybrid_runtime.kernels.mamba2.chunk_scan import chunk_scan
+from hybrid_runtime.kernels.mamba2.replay_update import replay_update
+from hybrid_runtime.kernels.mamba2.state_update import selective_state_update
+from hybrid_runtime.kernels.mamba2.window_cache import WindowCache
 from hybrid_runtime.kernels.replay.rounding import Rounding
 from hybrid_runtime.kernels.replay.rows import ReplayRows
-from hybrid_runtime.kernels.replay.update import replay_update
-from hybrid_runtime.kernels.replay.window_cache import WindowCache
 from hybrid_runtime.kernels.step.advance_replay import ReplayPositions
 from hybrid_runtime.models.config import NemotronHConfig
 from hybrid_runtime.models.forward_batch import BatchPart, Caches, RowBatch, StatePositions

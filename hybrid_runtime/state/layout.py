@@ -9,11 +9,11 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from hybrid_runtime.kernels.replay.window_cache import (
+from hybrid_runtime.kernels.mamba2.window_cache import WindowCache
+from hybrid_runtime.kernels.replay.ring import (
     LONG_WINDOW,
     MAX_TOKENS,
     SHORT_WINDOW,
-    WindowCache,
     default_window,
     ring_length,
 )

@@ -64,7 +64,7 @@ class HybridStateManager(OneProcess):
     debug: `begin_step` waits for the device and checks each step against its exact counts and the
         block tables, see `debug.check_step`; for a runner that is being written.
     prompt_cuts: the runner's prompt kernels also store the states that `StepPositions.cuts` names,
-        as those of kernels.mamba do, and run every row without guesses of two tokens or more. Such
+        as those of kernels.mamba2 do, and run every row without guesses of two tokens or more. Such
         a row may then pass one retained boundary, and end up to a block behind it. False: a row
         leaves a snapshot only where it ends.
     max_rows: most rows of a step, padded ones among them. None: as many as there are slots.

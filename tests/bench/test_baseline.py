@@ -9,7 +9,7 @@ import torch
 from helpers.interpreter import CUDA, elsewhere, kernels, run_in_interpreter
 
 from hybrid_runtime.kernels.common.varlen import StateRows
-from hybrid_runtime.kernels.mamba.naive import selective_state_update_reference
+from hybrid_runtime.kernels.mamba2.naive import selective_state_update_reference
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ from tokenizers import Tokenizer
 from transformers import NemotronHForCausalLM
 
 from hybrid_runtime.engine import SamplingParams
-from hybrid_runtime.kernels.replay.window_cache import WindowCache
+from hybrid_runtime.kernels.mamba2.window_cache import WindowCache
 
 __all__ = ["hf", "prompts", "tokenizer", "wanted"]  # fixtures
 

@@ -16,8 +16,8 @@ import torch
 from helpers.hash_request import PRIME
 from torch import Tensor
 
+from hybrid_runtime.kernels.mamba2.window_cache import WindowCache
 from hybrid_runtime.kernels.replay.rounding import Rounding
-from hybrid_runtime.kernels.replay.window_cache import WindowCache
 from hybrid_runtime.kernels.step.advance_replay import ReplayPositions
 from hybrid_runtime.kernels.step.state_table import StateTable
 from hybrid_runtime.models.forward_batch import Caches, RowBatch, StatePositions

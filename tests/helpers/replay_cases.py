@@ -13,14 +13,10 @@ from helpers.tensors import DEVICE, ints, noise
 from torch import Tensor
 
 from hybrid_runtime.kernels.common.varlen import StateRows
-from hybrid_runtime.kernels.mamba.naive import selective_state_update_reference
+from hybrid_runtime.kernels.mamba2.naive import selective_state_update_reference
+from hybrid_runtime.kernels.mamba2.window_cache import WindowCache
+from hybrid_runtime.kernels.replay.ring import MAX_TOKENS, SHORT_WINDOW, ring_length
 from hybrid_runtime.kernels.replay.rows import ReplayRows
-from hybrid_runtime.kernels.replay.window_cache import (
-    MAX_TOKENS,
-    SHORT_WINDOW,
-    WindowCache,
-    ring_length,
-)
 from hybrid_runtime.kernels.step.advance_replay import ReplayPositions
 
 plain = pytest.mark.skipif(INTERPRETED, reason="runs no kernel")

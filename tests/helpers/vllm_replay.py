@@ -23,7 +23,7 @@ from helpers.vllm_stand_in import (
 
 from hybrid_runtime.integrations.vllm.replay_layers import ReplayLayers
 from hybrid_runtime.integrations.vllm.replay_state import ReplayStates
-from hybrid_runtime.kernels.replay.naive import replay_update_reference
+from hybrid_runtime.kernels.mamba2.replay_naive import replay_update_reference
 from hybrid_runtime.kernels.replay.rows import ReplayRows
 
 HEADS, DIM, STATE = 2, 2, 4

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from triton.runtime.jit import JITFunction
 
-from hybrid_runtime.kernels.replay.window_cache import ring_length
+from hybrid_runtime.kernels.replay.ring import ring_length
 from hybrid_runtime.kernels.step import advance_replay as advance_replay_module
 from hybrid_runtime.kernels.step import entry as fields
 from hybrid_runtime.kernels.step.advance_replay import (

@@ -16,21 +16,19 @@ from triton.runtime.jit import JITFunction
 
 from hybrid_runtime.kernels.attention import paged, reduce, store_kv
 from hybrid_runtime.kernels.attention.launch import AttentionShape, CacheStrides, TokenStrides
-from hybrid_runtime.kernels.common.types import FLOAT_TYPES
-from hybrid_runtime.kernels.layers import activation, embedding, norm, pooling
-from hybrid_runtime.kernels.mamba import (
-    chunk_scan_kernels,
-    conv1d_update,
-    conv1d_varlen,
-    selective_state_update,
-)
-from hybrid_runtime.kernels.mamba.chunk_scan import STEP_HEADS, ScanShape, scan_shape, scan_tiling
-from hybrid_runtime.kernels.mamba.strides import (
+from hybrid_runtime.kernels.common.strides import (
     ChannelStrides,
     HeadStrides,
     StateStrides,
     WindowStrides,
 )
+from hybrid_runtime.kernels.common.types import FLOAT_TYPES
+from hybrid_runtime.kernels.conv import update as conv1d_update
+from hybrid_runtime.kernels.conv import varlen as conv1d_varlen
+from hybrid_runtime.kernels.layers import activation, embedding, norm, pooling
+from hybrid_runtime.kernels.mamba2 import chunk_scan_kernels
+from hybrid_runtime.kernels.mamba2 import state_update as selective_state_update
+from hybrid_runtime.kernels.mamba2.chunk_scan import STEP_HEADS, ScanShape, scan_shape, scan_tiling
 from hybrid_runtime.kernels.moe import align_block_size, fused_moe, topk
 from hybrid_runtime.kernels.sampling import argmax
 from hybrid_runtime.kernels.step import (

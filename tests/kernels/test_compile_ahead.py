@@ -16,7 +16,7 @@ from helpers.hopper import HOPPER
 from triton.runtime.jit import JITFunction
 
 from hybrid_runtime.device.compile import compiling
-from hybrid_runtime.kernels.mamba import chunk_scan_kernels
+from hybrid_runtime.kernels.mamba2 import chunk_scan_kernels
 
 
 @triton.jit

@@ -13,9 +13,10 @@ from helpers.tensors import DEVICE, ints, noise, same_bytes
 from torch import Tensor
 
 from hybrid_runtime.kernels.common.varlen import Cuts, StateRows, split_rows
-from hybrid_runtime.kernels.mamba.chunk_scan import ScanTiling, chunk_scan
-from hybrid_runtime.kernels.mamba.conv1d_varlen import ConvTiling, conv1d_varlen
-from hybrid_runtime.kernels.mamba.naive import chunk_scan_reference, conv1d_reference
+from hybrid_runtime.kernels.conv.naive import conv1d_reference
+from hybrid_runtime.kernels.conv.varlen import ConvTiling, conv1d_varlen
+from hybrid_runtime.kernels.mamba2.chunk_scan import ScanTiling, chunk_scan
+from hybrid_runtime.kernels.mamba2.naive import chunk_scan_reference
 
 CHUNK = 32
 SCAN = ScanTiling(CHUNK, 16, 16, 2, 16)

@@ -14,9 +14,10 @@ from helpers.tensors import DEVICE, frame_is_whole, framed, ints, noise, same_by
 from torch import Tensor
 
 from hybrid_runtime.kernels.common.varlen import StateRows
-from hybrid_runtime.kernels.mamba.chunk_scan import ScanTiling, _heads_each, chunk_scan
-from hybrid_runtime.kernels.mamba.conv1d_varlen import ConvTiling, conv1d_varlen
-from hybrid_runtime.kernels.mamba.naive import chunk_scan_reference, conv1d_reference
+from hybrid_runtime.kernels.conv.naive import conv1d_reference
+from hybrid_runtime.kernels.conv.varlen import ConvTiling, conv1d_varlen
+from hybrid_runtime.kernels.mamba2.chunk_scan import ScanTiling, _heads_each, chunk_scan
+from hybrid_runtime.kernels.mamba2.naive import chunk_scan_reference
 
 SEEDS = range(5 if CUDA else 1)
 

@@ -14,9 +14,10 @@ from helpers.tensors import DEVICE, frame_is_whole, framed, noise, same_bytes
 from torch import Tensor
 
 from hybrid_runtime.kernels.common.varlen import StateRows
-from hybrid_runtime.kernels.mamba.conv1d_update import conv1d_update
-from hybrid_runtime.kernels.mamba.naive import conv1d_reference, selective_state_update_reference
-from hybrid_runtime.kernels.mamba.selective_state_update import selective_state_update
+from hybrid_runtime.kernels.conv.naive import conv1d_reference
+from hybrid_runtime.kernels.conv.update import conv1d_update
+from hybrid_runtime.kernels.mamba2.naive import selective_state_update_reference
+from hybrid_runtime.kernels.mamba2.state_update import selective_state_update
 
 SEEDS = range(5 if CUDA else 1)
 

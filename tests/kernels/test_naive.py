@@ -13,9 +13,9 @@ from torch import Tensor
 from hybrid_runtime.kernels.attention.launch import AttentionRows, KVCache
 from hybrid_runtime.kernels.attention.paged import paged_attention_reference
 from hybrid_runtime.kernels.attention.store_kv import store_kv_reference
-from hybrid_runtime.kernels.mamba.naive import (
+from hybrid_runtime.kernels.conv.naive import conv1d_reference
+from hybrid_runtime.kernels.mamba2.naive import (
     chunk_scan_reference,
-    conv1d_reference,
     selective_state_update_reference,
 )
 

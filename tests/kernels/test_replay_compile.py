@@ -12,7 +12,9 @@ import triton.language as tl
 from helpers.hopper import compiled, spilled, spilled_in_copying_loop
 from triton.runtime.jit import JITFunction
 
-from hybrid_runtime.kernels.replay import flush, launch, update
+from hybrid_runtime.kernels.mamba2 import flush
+from hybrid_runtime.kernels.mamba2 import replay_launch as launch
+from hybrid_runtime.kernels.mamba2 import replay_update as update
 from hybrid_runtime.kernels.replay.rounding import LAST_PLACE
 
 TYPES = dict.fromkeys(

@@ -13,8 +13,8 @@ from helpers.tensors import DEVICE, ints, noise, same_bytes
 from torch import Tensor
 
 from hybrid_runtime.kernels.common.varlen import StateRows
-from hybrid_runtime.kernels.mamba.naive import conv1d_reference
-from hybrid_runtime.kernels.replay.conv1d import replay_conv1d_reference, replay_conv1d_update
+from hybrid_runtime.kernels.conv.naive import conv1d_reference
+from hybrid_runtime.kernels.conv.replay import replay_conv1d_reference, replay_conv1d_update
 from hybrid_runtime.kernels.replay.rows import ReplayRows
 from hybrid_runtime.kernels.step.advance_replay import ReplayPositions
 

@@ -11,13 +11,13 @@ from helpers.replay_cases import BIG, ROUNDS, SEEDS, History, Ssm, plain
 from helpers.tensors import DEVICE, ints, noise, same_bytes
 from torch import Tensor
 
-from hybrid_runtime.kernels.replay.flush import (
+from hybrid_runtime.kernels.mamba2.flush import (
     replay_flush,
     replay_flush_reference,
 )
-from hybrid_runtime.kernels.replay.naive import replay_update_reference
+from hybrid_runtime.kernels.mamba2.replay_naive import replay_update_reference
+from hybrid_runtime.kernels.mamba2.window_cache import WindowCache
 from hybrid_runtime.kernels.replay.rounding import Rounding
-from hybrid_runtime.kernels.replay.window_cache import WindowCache
 from hybrid_runtime.kernels.step.advance_replay import ReplayPositions
 from hybrid_runtime.kernels.step.state_table import StateTable
 

@@ -10,9 +10,9 @@ import torch
 from helpers.interpreter import CUDA, elsewhere, kernels, run_in_interpreter
 from helpers.replay_cases import ROUNDS, History, Ssm, plain
 
-from hybrid_runtime.kernels.replay.naive import replay_update_reference
-from hybrid_runtime.kernels.replay.update import replay_update
-from hybrid_runtime.kernels.replay.window_cache import SHORT_WINDOW
+from hybrid_runtime.kernels.mamba2.replay_naive import replay_update_reference
+from hybrid_runtime.kernels.mamba2.replay_update import replay_update
+from hybrid_runtime.kernels.replay.ring import SHORT_WINDOW
 
 
 @pytest.mark.slow

@@ -14,18 +14,18 @@ from helpers.tensors import DEVICE, frame_is_whole, framed, ints, noise, same_by
 from torch import Tensor
 from triton.runtime.interpreter import InterpreterBuilder
 
-from hybrid_runtime.kernels.replay import update
-from hybrid_runtime.kernels.replay.conv1d import replay_conv1d_update
-from hybrid_runtime.kernels.replay.launch import choose_tile
-from hybrid_runtime.kernels.replay.naive import replay_update_reference
+from hybrid_runtime.kernels.conv.replay import replay_conv1d_update
+from hybrid_runtime.kernels.mamba2 import replay_update as update
+from hybrid_runtime.kernels.mamba2.replay_launch import choose_tile
+from hybrid_runtime.kernels.mamba2.replay_naive import replay_update_reference
+from hybrid_runtime.kernels.mamba2.replay_update import replay_update
+from hybrid_runtime.kernels.mamba2.window_cache import WindowCache
 from hybrid_runtime.kernels.replay.rounding import (
     Rounding,
     round_state_reference,
     rounding_key_reference,
 )
 from hybrid_runtime.kernels.replay.rows import ReplayRows
-from hybrid_runtime.kernels.replay.update import replay_update
-from hybrid_runtime.kernels.replay.window_cache import WindowCache
 from hybrid_runtime.kernels.step.advance_replay import IDLE, ReplayPositions
 
 SSMS = [

@@ -19,10 +19,11 @@ from transformers import NemotronHForCausalLM
 from hybrid_runtime.bench.load import Load
 from hybrid_runtime.engine import Engine, SamplingParams
 from hybrid_runtime.engine.request import Request
+from hybrid_runtime.kernels.mamba2.replay_update import replay_update
+from hybrid_runtime.kernels.mamba2.window_cache import WindowCache
+from hybrid_runtime.kernels.replay.ring import ring_length
 from hybrid_runtime.kernels.replay.rounding import Rounding
 from hybrid_runtime.kernels.replay.rows import ReplayRows
-from hybrid_runtime.kernels.replay.update import replay_update
-from hybrid_runtime.kernels.replay.window_cache import WindowCache, ring_length
 from hybrid_runtime.kernels.step.advance_replay import ReplayPositions
 
 __all__ = ["hf", "tokenizer"]  # fixtures

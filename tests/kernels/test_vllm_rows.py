@@ -6,7 +6,7 @@ import pytest
 import torch
 from helpers.interpreter import CUDA, elsewhere, kernels, run_in_interpreter
 
-from hybrid_runtime.kernels.replay.window_cache import ring_length
+from hybrid_runtime.kernels.replay.ring import ring_length
 from hybrid_runtime.kernels.step.entry import ENTRY_FIELDS, EVERY, FIRST, SECOND
 from hybrid_runtime.kernels.step.vllm_decide import REQUEST, VllmCounts
 from hybrid_runtime.kernels.step.vllm_rows import (

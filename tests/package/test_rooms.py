@@ -51,7 +51,7 @@ GRAPH = {name: imports(name) for name in MODULES}
 
 
 def room(name: str) -> str:
-    """`kernels.mamba` or `state`: the folder that a module is in."""
+    """`kernels.mamba2` or `state`: the folder that a module is in."""
     parts = name.split(".")[1:]
     return (
         ".".join(parts[:2]) if parts[:1] == ["kernels"] and len(parts) > 1 else ".".join(parts[:1])

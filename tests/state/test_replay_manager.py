@@ -8,7 +8,7 @@ import pytest
 import torch
 from helpers.replay_model import ReplayRunner
 
-from hybrid_runtime.kernels.replay.window_cache import WindowCache
+from hybrid_runtime.kernels.mamba2.window_cache import WindowCache
 from hybrid_runtime.state import HybridStateManager, StateLayout, StepRows
 from hybrid_runtime.state.layout import Component
 from hybrid_runtime.state.layouts.flush import FlushInputs

@@ -9,7 +9,7 @@ from helpers.interpreter import CUDA, elsewhere, kernels, run_in_interpreter
 from helpers.vllm_layers import Layers
 
 from hybrid_runtime.integrations.vllm import versions
-from hybrid_runtime.kernels.replay.naive import fold_reference
+from hybrid_runtime.kernels.mamba2.replay_naive import fold_reference
 from hybrid_runtime.kernels.step.vllm_rows import RUNNING, FlushRows
 
 K, SLOTS = 3, 6

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from hybrid_runtime.integrations.vllm import versions
+from hybrid_runtime.kernels.mamba2.replay_update import replay_update
 from hybrid_runtime.kernels.replay.rows import ReplayRows
-from hybrid_runtime.kernels.replay.update import replay_update
 
 if TYPE_CHECKING:
     from hybrid_runtime.integrations.vllm.replay_layers import ReplayLayers

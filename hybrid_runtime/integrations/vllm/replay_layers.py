@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from hybrid_runtime.integrations.vllm.config import say_once
-from hybrid_runtime.kernels.replay.window_cache import WindowCache
+from hybrid_runtime.kernels.mamba2.window_cache import WindowCache
 from hybrid_runtime.kernels.step.vllm_rows import StepRows
 
 EVERY_STEP = 0

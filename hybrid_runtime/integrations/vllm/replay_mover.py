@@ -8,7 +8,7 @@ import torch
 
 from hybrid_runtime.integrations.vllm.mover import Mover
 from hybrid_runtime.integrations.vllm.replay_layers import ReplayLayers
-from hybrid_runtime.kernels.replay.flush import replay_flush
+from hybrid_runtime.kernels.mamba2.flush import replay_flush
 from hybrid_runtime.kernels.step.state_table import StateTable
 from hybrid_runtime.kernels.step.vllm_decide import PRECOPY, VllmCounts
 from hybrid_runtime.kernels.step.vllm_rows import FlushRows, decide_flush

@@ -7,7 +7,7 @@ import os
 import re
 from typing import Any
 
-from hybrid_runtime.kernels.replay.window_cache import MAX_TOKENS
+from hybrid_runtime.kernels.replay.ring import MAX_TOKENS
 
 OLDEST, NEWEST = (0, 25, 1), (0, 33, 0)
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from hybrid_runtime.kernels.replay.window_cache import MAX_TOKENS, SHORT_WINDOW
+from hybrid_runtime.kernels.replay.ring import MAX_TOKENS, SHORT_WINDOW
 
 Strides = tuple[int, ...]
 

@@ -1,4 +1,4 @@
-"""Strides of the tensors that kernels of this folder read, in elements."""
+"""Strides of the tensors that kernels of recurrences read, in elements."""
 
 from __future__ import annotations
 

@@ -24,14 +24,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from hybrid_runtime.kernels.replay.factors import (
+from hybrid_runtime.kernels.mamba2.replay_factors import (
     Group,
     load_steps,
     output_factors,
     state_factors,
     time_steps,
 )
-from hybrid_runtime.kernels.replay.products import (
+from hybrid_runtime.kernels.mamba2.replay_products import (
     into_range,
     load_apart,
     name_back,

@@ -17,18 +17,18 @@ from torch import Tensor
 
 from hybrid_runtime.kernels.common.backend import runs_triton
 from hybrid_runtime.kernels.common.types import FLOAT_TYPES, WORD_TYPES
-from hybrid_runtime.kernels.replay.naive import fold_reference
+from hybrid_runtime.kernels.mamba2.replay_naive import fold_reference
+from hybrid_runtime.kernels.mamba2.window_cache import (
+    WindowCache,
+    check_contiguous,
+    check_window_cache,
+)
 from hybrid_runtime.kernels.replay.rounding import (
     LAST_PLACE,
     Rounding,
     last_place,
     round_state,
     rounding_key,
-)
-from hybrid_runtime.kernels.replay.window_cache import (
-    WindowCache,
-    check_contiguous,
-    check_window_cache,
 )
 from hybrid_runtime.kernels.step.advance_replay import ReplayPositions
 from hybrid_runtime.kernels.step.state_table import (

@@ -20,14 +20,14 @@ from hybrid_runtime.kernels.common.varlen import (
     row_tokens,
     scatter_rows,
 )
-from hybrid_runtime.kernels.mamba.naive import _accumulator, _initial_states, _time_step
+from hybrid_runtime.kernels.mamba2.naive import _accumulator, _initial_states, _time_step
+from hybrid_runtime.kernels.mamba2.window_cache import WindowCache, check_window_cache
 from hybrid_runtime.kernels.replay.rounding import (
     Rounding,
     round_state_reference,
     rounding_key_reference,
 )
 from hybrid_runtime.kernels.replay.rows import ReplayRows
-from hybrid_runtime.kernels.replay.window_cache import WindowCache, check_window_cache
 from hybrid_runtime.kernels.step.advance_replay import ReplayPositions
 
 

@@ -24,16 +24,16 @@ from torch import Tensor
 
 from hybrid_runtime.kernels.common.backend import num_programs, runs_triton
 from hybrid_runtime.kernels.common.outputs import check_out
+from hybrid_runtime.kernels.common.strides import ChannelStrides, HeadStrides, StateStrides
+from hybrid_runtime.kernels.common.tiles import tile_bound
 from hybrid_runtime.kernels.common.types import operand_type
 from hybrid_runtime.kernels.common.varlen import Cuts, StateRows
-from hybrid_runtime.kernels.mamba.chunk_scan_kernels import (
+from hybrid_runtime.kernels.mamba2.chunk_scan_kernels import (
     carry_kernel,
     outputs_kernel,
     steps_kernel,
 )
-from hybrid_runtime.kernels.mamba.naive import check_ssm_shapes, chunk_scan_reference
-from hybrid_runtime.kernels.mamba.strides import ChannelStrides, HeadStrides, StateStrides
-from hybrid_runtime.kernels.mamba.tiles import tile_bound
+from hybrid_runtime.kernels.mamba2.naive import check_ssm_shapes, chunk_scan_reference
 
 
 class ScanTiling(NamedTuple):

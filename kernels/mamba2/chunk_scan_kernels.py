@@ -6,8 +6,8 @@ import triton
 import triton.language as tl
 
 from hybrid_runtime.kernels.common.math import softplus
+from hybrid_runtime.kernels.common.tiles import first_tile, part_of_tile, part_start
 from hybrid_runtime.kernels.common.zero_fill import zero_tokens
-from hybrid_runtime.kernels.mamba.tiles import first_tile, part_of_tile, part_start
 
 
 @triton.jit

@@ -17,10 +17,10 @@ from hybrid_runtime.kernels.common.backend import runs_triton
 from hybrid_runtime.kernels.common.math import softplus
 from hybrid_runtime.kernels.common.outputs import check_out
 from hybrid_runtime.kernels.common.pdl import pdl, pdl_wait
+from hybrid_runtime.kernels.common.strides import ChannelStrides, HeadStrides
 from hybrid_runtime.kernels.common.varlen import StateRows
 from hybrid_runtime.kernels.common.zero_fill import zero_unowned
-from hybrid_runtime.kernels.mamba.naive import check_ssm_shapes, selective_state_update_reference
-from hybrid_runtime.kernels.mamba.strides import ChannelStrides, HeadStrides
+from hybrid_runtime.kernels.mamba2.naive import check_ssm_shapes, selective_state_update_reference
 
 MAX_TOKENS = 16
 """Tokens per row that the kernel unrolls; longer rows go to the reference."""

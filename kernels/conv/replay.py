@@ -12,8 +12,8 @@ from torch import Tensor
 
 from hybrid_runtime.kernels.common.backend import runs_triton
 from hybrid_runtime.kernels.common.varlen import StateRows, physical_blocks
-from hybrid_runtime.kernels.mamba.conv1d_update import MAX_TOKENS, conv1d_update
-from hybrid_runtime.kernels.mamba.naive import check_conv_shapes, conv1d_reference
+from hybrid_runtime.kernels.conv.naive import check_conv_shapes, conv1d_reference
+from hybrid_runtime.kernels.conv.update import MAX_TOKENS, conv1d_update
 from hybrid_runtime.kernels.replay.rows import ReplayRows
 
 

@@ -19,11 +19,11 @@ from torch import Tensor
 
 from hybrid_runtime.kernels.common.backend import runs_triton
 from hybrid_runtime.kernels.common.math import silu
+from hybrid_runtime.kernels.common.strides import ChannelStrides, WindowStrides
+from hybrid_runtime.kernels.common.tiles import part_of_tile, tile_bound
 from hybrid_runtime.kernels.common.varlen import Cuts, StateRows
 from hybrid_runtime.kernels.common.zero_fill import zero_tokens
-from hybrid_runtime.kernels.mamba.naive import check_conv_shapes, conv1d_reference
-from hybrid_runtime.kernels.mamba.strides import ChannelStrides, WindowStrides
-from hybrid_runtime.kernels.mamba.tiles import part_of_tile, tile_bound
+from hybrid_runtime.kernels.conv.naive import check_conv_shapes, conv1d_reference
 
 
 @triton.jit(

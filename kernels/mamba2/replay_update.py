@@ -17,19 +17,18 @@ from hybrid_runtime.kernels.common.backend import num_programs, runs_triton
 from hybrid_runtime.kernels.common.outputs import check_out
 from hybrid_runtime.kernels.common.pdl import pdl, pdl_wait
 from hybrid_runtime.kernels.common.types import operand_type
-from hybrid_runtime.kernels.replay.heads import update_heads
-from hybrid_runtime.kernels.replay.launch import choose_tile, input_strides, update_shape
-from hybrid_runtime.kernels.replay.naive import replay_update_reference
-from hybrid_runtime.kernels.replay.program import Cache, Clamp, Inputs, Row, Share
-from hybrid_runtime.kernels.replay.rounding import LAST_PLACE, Rounding, last_place, rounding_key
-from hybrid_runtime.kernels.replay.rows import ReplayRows
-from hybrid_runtime.kernels.replay.window_cache import (
-    LONG_WINDOW,
-    MAX_TOKENS,
+from hybrid_runtime.kernels.mamba2.replay_heads import update_heads
+from hybrid_runtime.kernels.mamba2.replay_launch import choose_tile, input_strides, update_shape
+from hybrid_runtime.kernels.mamba2.replay_naive import replay_update_reference
+from hybrid_runtime.kernels.mamba2.replay_program import Cache, Clamp, Inputs, Row, Share
+from hybrid_runtime.kernels.mamba2.window_cache import (
     WindowCache,
     check_contiguous,
     check_window_cache,
 )
+from hybrid_runtime.kernels.replay.ring import LONG_WINDOW, MAX_TOKENS
+from hybrid_runtime.kernels.replay.rounding import LAST_PLACE, Rounding, last_place, rounding_key
+from hybrid_runtime.kernels.replay.rows import ReplayRows
 
 
 @triton.jit

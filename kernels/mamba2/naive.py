@@ -1,4 +1,4 @@
-"""Plain-torch specifications of the convolution, the state update and the chunked scan.
+"""Plain-torch specifications of the state update and the chunked scan.
 
 Recurrence (Dao and Gu 2024, "Transformers are SSMs", section 3): with
 ``dt = clamp(softplus(dt_raw + dt_bias))`` and ``A = -exp(A_log)`` per head,
@@ -21,95 +21,6 @@ from hybrid_runtime.kernels.common.varlen import (
     scatter_rows,
     split_rows,
 )
-
-
-def conv1d_reference(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    windows: Tensor,
-    rows: StateRows,
-    max_scheduled: int,
-    cuts: Cuts | None = None,
-) -> Tensor:
-    """Convolve the tokens of every row with the inputs before them, apply silu, keep the window.
-
-    A window block holds the last ``W - 1`` certain inputs and behind them the inputs of the
-    guesses, so the window after the certain tokens and ``j`` guesses starts at offset ``j``. The
-    ``W - 1`` inputs before a row's tokens are read at ``read_offset`` of its read block; positions
-    0 .. W - 2 + draft of its write block get its last ``W - 1 + draft`` inputs. All windows are
-    read before the first one is written, so read and write columns may overlap between and within
-    rows.
-
-    Args:
-        x: [tokens, C] inputs, rows one after another.
-        weight: [C, W] taps, the last one for the current token.
-        bias: [C] or None.
-        windows: [blocks, W - 1 + K, C] with any strides, changed in place; K is the largest
-            number of drafts.
-        rows: the rows, with read offsets in positions.
-        max_scheduled: upper bound of tokens per row.
-        cuts: the ``W - 1`` inputs before each cut also go to its column; None: there are none.
-
-    Returns:
-        [tokens, C] in x's dtype, 0 for padded rows and tokens that belong to no row. Sums are
-        formed in fp32, or fp64 for fp64 inputs.
-
-    Raises:
-        ValueError: the windows are too short for the taps or have another channel count.
-    """
-    check_conv_shapes(x, weight, windows)
-    history = weight.shape[1] - 1
-    acc = torch.promote_types(x.dtype, torch.float32)
-    index, valid = row_tokens(rows.cu_seqlens, max_scheduled, x.shape[0], rows.active)
-
-    reads = rows.active & (rows.read_column >= 0)
-    block = physical_blocks(rows.block_table, rows.slot, rows.read_column, reads)
-    start = torch.where(reads, rows.read_offset, 0).long()
-    offset = start[:, None] + torch.arange(history, device=x.device)
-    old = windows[block[:, None], offset].to(acc)
-    old = torch.where(reads[:, None, None], old, old.new_zeros(()))
-    inputs = torch.cat([old, gather_rows(x, index, valid).to(acc)], dim=1)
-
-    y = x.new_zeros(*index.shape, x.shape[1], dtype=acc)
-    for tap, scale in enumerate(weight.to(acc).unbind(1)):
-        y += inputs[:, tap : tap + index.shape[1]] * scale
-    if bias is not None:
-        y += bias.to(acc)
-    scheduled = rows.cu_seqlens.diff()
-    runs = rows.active & (scheduled > 0)
-    _keep_windows(
-        windows, inputs, rows, runs, scheduled - rows.draft, rows.draft + history, rows.write_column
-    )
-    if cuts is not None:
-        length = torch.full_like(rows.draft, history)
-        _keep_windows(
-            windows, inputs, rows, runs & (cuts.after > 0), cuts.after, length, cuts.column
-        )
-    return scatter_rows(F.silu(y).to(x.dtype), index, valid, x.shape[0])
-
-
-def _keep_windows(
-    windows: Tensor,
-    inputs: Tensor,
-    rows: StateRows,
-    kept: Tensor,
-    start: Tensor,
-    length: Tensor,
-    column: Tensor,
-) -> None:
-    """Store `length` inputs from `start` on in `column` of each row that is `kept`, `[rows]` each.
-
-    `inputs` is [rows, history + max_scheduled, C]: the inputs before a row's tokens, then its own.
-    """
-    if not inputs.shape[1]:
-        return
-    position = torch.arange(windows.shape[1], device=windows.device)
-    source = (start.long()[:, None] + position).clamp(min=0, max=inputs.shape[1] - 1)
-    values = inputs.gather(1, repeat(source, "r p -> r p c", c=inputs.shape[2]))
-    target = physical_blocks(rows.block_table, rows.slot, column, kept)
-    row, at = (kept[:, None] & (position < length[:, None])).nonzero(as_tuple=True)
-    windows[target[row], at] = values[row, at].to(windows.dtype)
 
 
 def selective_state_update_reference(
@@ -264,17 +175,6 @@ def chunk_scan_reference(
     state = rearrange(state, "r g h p n -> r (g h) p n")
     states[target[stored]] = state[stored].to(states.dtype)
     return scatter_rows(y.to(x.dtype), index, valid, x.shape[0])
-
-
-def check_conv_shapes(x: Tensor, weight: Tensor, windows: Tensor) -> None:
-    """Raise `ValueError` where x `[..., C]` or the windows don't fit the weight `[C, W]`."""
-    channels, taps = weight.shape
-    if x.shape[-1] != channels:
-        raise ValueError(f"x has {x.shape[-1]} channels, must have weight's {channels}")
-    if windows.shape[1] < taps - 1 or windows.shape[2] != channels:
-        raise ValueError(
-            f"windows is {tuple(windows.shape)}, must be [blocks, at least {taps - 1}, {channels}]"
-        )
 
 
 def check_ssm_shapes(x: Tensor, B: Tensor, states: Tensor) -> int:

@@ -10,10 +10,10 @@ from torch import Tensor
 from hybrid_runtime.kernels.common.backend import runs_triton
 from hybrid_runtime.kernels.common.math import silu
 from hybrid_runtime.kernels.common.pdl import pdl, pdl_wait
+from hybrid_runtime.kernels.common.strides import ChannelStrides, WindowStrides
 from hybrid_runtime.kernels.common.varlen import StateRows
 from hybrid_runtime.kernels.common.zero_fill import zero_unowned
-from hybrid_runtime.kernels.mamba.naive import check_conv_shapes, conv1d_reference
-from hybrid_runtime.kernels.mamba.strides import ChannelStrides, WindowStrides
+from hybrid_runtime.kernels.conv.naive import check_conv_shapes, conv1d_reference
 
 MAX_TOKENS = 16
 """Tokens per row that the kernel unrolls; longer rows go to the reference."""
