@@ -25,7 +25,8 @@ settings.register_profile("dev", print_blob=True, **UNTIMED)
 settings.load_profile("ci")
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
+    os.environ["PYTEST_MARKEXPR"] = config.option.markexpr  # for processes that tests start
     torch.set_num_threads(1)
     # Fills what torch.empty and its like return with NaN, or the largest integer: reading memory
     # that nobody wrote fails then, instead of passing when the memory happens to hold zeros.
@@ -39,7 +40,15 @@ def pytest_configure() -> None:
         memory_plan.MOST_BLOCKS = 0
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what another process runs, see helpers/interpreter.py."""
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        others = {"plain", "interpreter"}
+    else:
+        others = {"interpreter"} if torch.cuda.is_available() else {"kernels"}
+    left_out = [item for item in items if others & {mark.name for mark in item.iter_markers()}]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if item not in set(left_out)]
     if torch.cuda.is_available():
         return
     for item in items:

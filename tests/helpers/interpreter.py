@@ -15,16 +15,20 @@ from helpers.quick_interpreter import quicken
 
 CUDA = torch.cuda.is_available()
 INTERPRETED = bool(triton.knobs.runtime.interpret)
-kernels = pytest.mark.skipif(not (CUDA or INTERPRETED), reason="runs in the interpreter's process")
-elsewhere = pytest.mark.skipif(CUDA or INTERPRETED, reason="the kernels run in this process")
+# Who runs where is decided by `pytest_collection_modifyitems` in conftest.py.
+kernels = pytest.mark.kernels
+elsewhere = pytest.mark.interpreter
+plain = pytest.mark.plain
 
 if INTERPRETED:
     quicken()
 
 
 def run_in_interpreter(file: str, *options: str) -> None:
-    """Run pytest on `file` with the interpreter on; its tests must pass, however long they take."""
+    """Run pytest on `file` with the interpreter on, those of its tests that this run has not left
+    out by `-m`; they must pass, however long they take."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
+    command += ["-m", os.environ["PYTEST_MARKEXPR"]]
     done = subprocess.run(
         [*command, *options, file],
         env=os.environ | {"TRITON_INTERPRET": "1"},

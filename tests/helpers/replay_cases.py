@@ -6,9 +6,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import pytest
 import torch
-from helpers.interpreter import CUDA, INTERPRETED
+from helpers.interpreter import CUDA
 from helpers.tensors import DEVICE, ints, noise
 from torch import Tensor
 
@@ -19,7 +18,6 @@ from hybrid_runtime.kernels.replay.ring import MAX_TOKENS, SHORT_WINDOW, ring_le
 from hybrid_runtime.kernels.replay.rows import ReplayRows
 from hybrid_runtime.kernels.step.advance_replay import ReplayPositions
 
-plain = pytest.mark.skipif(INTERPRETED, reason="runs no kernel")
 SEEDS = range(5 if CUDA else 1)
 BIG: dict[str, Any] = {"heads": 128, "groups": 8, "dim": 64, "state": 128}
 # A sum of logarithms of decays of 100 has an ulp of 8e-6, by which a weight may be off.

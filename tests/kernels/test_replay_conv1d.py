@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from helpers.interpreter import elsewhere, kernels, run_in_interpreter
-from helpers.replay_cases import SEEDS, Rows, plain
+from helpers.interpreter import elsewhere, kernels, plain, run_in_interpreter
+from helpers.replay_cases import SEEDS, Rows
 from helpers.tensors import DEVICE, ints, noise, same_bytes
 from torch import Tensor
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.interpreter import CUDA, elsewhere, kernels, run_in_interpreter
-from helpers.replay_cases import BIG, ROUNDS, SEEDS, History, Ssm, plain
+from helpers.interpreter import CUDA, elsewhere, kernels, plain, run_in_interpreter
+from helpers.replay_cases import BIG, ROUNDS, SEEDS, History, Ssm
 from helpers.tensors import DEVICE, ints, noise, same_bytes
 from torch import Tensor
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.interpreter import CUDA, elsewhere, kernels, run_in_interpreter
-from helpers.replay_cases import ROUNDS, History, Ssm, plain
+from helpers.interpreter import CUDA, elsewhere, kernels, plain, run_in_interpreter
+from helpers.replay_cases import ROUNDS, History, Ssm
 
 from hybrid_runtime.kernels.mamba2.replay_naive import replay_update_reference
 from hybrid_runtime.kernels.mamba2.replay_update import replay_update

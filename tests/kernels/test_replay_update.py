@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.interpreter import CUDA, INTERPRETED, elsewhere, kernels, run_in_interpreter
-from helpers.replay_cases import BIG, ROUNDS, SEEDS, Rows, Ssm, plain
+from helpers.interpreter import CUDA, INTERPRETED, elsewhere, kernels, plain, run_in_interpreter
+from helpers.replay_cases import BIG, ROUNDS, SEEDS, Rows, Ssm
 from helpers.replayed import check_replay
 from helpers.tensors import DEVICE, frame_is_whole, framed, ints, noise, same_bytes
 from torch import Tensor
