@@ -223,7 +223,13 @@ def synthetic_acceptance(rates: Sequence[float], device: torch.device | str) -> 
         position: Tensor,
     ) -> Accepted:
         return synthetic(
-            logits, drafts, num_draft, emits, on_device, position.long(), sampling.seeds()
+            logits,
+            drafts,
+            num_draft,
+            emits,
+            on_device[: drafts.shape[1]],
+            position.long(),
+            sampling.seeds(),
         )
 
     return accept

@@ -14,14 +14,14 @@ from hybrid_runtime.device.compile import compiling
 from hybrid_runtime.device.graphs import Graphs
 from hybrid_runtime.kernels.step.entry import ENTRY_FIELDS, SCHEDULED, SLOT
 from hybrid_runtime.specdecode.acceptance import Acceptance
-from hybrid_runtime.specdecode.buckets import Bucket, Buckets, graph_size
-from hybrid_runtime.specdecode.frame import Frame
+from hybrid_runtime.specdecode.frame import Frame, Phase
 from hybrid_runtime.specdecode.phases import LayeredTarget, Phases
+from hybrid_runtime.specdecode.shape import PaddedShapes, StepShape
 
 Work = tuple[str, Callable[[], object]]
-"""A size, and what captures it."""
+"""A shape, and what captures it."""
 Progress = Callable[[int, int], None]
-"""Called as capturing goes on, with how many sizes are done and how many there are."""
+"""Called as capturing goes on, with how many shapes are done and how many there are."""
 
 
 class CapturedSteps:
@@ -31,72 +31,72 @@ class CapturedSteps:
     Verify pass and drafter of a step with prompts are captured once, acceptance for each kind.
 
     phases: what is launched.
-    buckets: sizes of steps with prompts.
+    shapes: to which steps are padded.
     """
 
-    def __init__(self, phases: Phases, buckets: Buckets) -> None:
+    def __init__(self, phases: Phases, shapes: PaddedShapes) -> None:
         manager = phases.manager
-        self.buckets = buckets
-        self._phases, self._max_requests = phases, manager.max_requests
+        self.shapes, self._phases = shapes, phases
         self._max_context = phases.sequences.history.shape[1]
         self._graphs = Graphs(manager.device)
-        # A padded row, with the tokens of one that decodes.
+        # Padded rows; each pass gives them the tokens of those that decode.
         line = torch.zeros(ENTRY_FIELDS, dtype=torch.int32, device=manager.device)
         line[SLOT : SLOT + 1] = -1
-        self._width = phases.sequences.num_draft + 1
-        line[SCHEDULED : SCHEDULED + 1] = self._width
         self._padded = line.expand(manager.max_rows, -1).contiguous()
-        self._decoding: dict[tuple[int, Acceptance], Frame] = {}
-        self._mixed: dict[tuple[Bucket, Acceptance | None], Frame] = {}
+        self._frames: dict[tuple[StepShape, Acceptance | None], Frame] = {}
         self._hidden: Tensor | None = None
         self._ran_whole = False
 
-    def decoding(self, rows: int, accept: Acceptance) -> Frame:
-        """The frame of a step of `rows` rows that all decode, of any context; it is captured now if
-        it is not yet, over rows that are all padding."""
-        size = graph_size(rows, self._max_requests)
-        key = size, accept
-        if key in self._decoding:
-            return self._decoding[key]
-        frame = self._decoding_frame(size, accept)
-        self._prepare(frame)
-        self._record("verify_and_accept", key, self._phases.verify_and_accept, frame)
-        if self._phases.drafter is not None:
-            self._record("draft", key, self._phases.draft, frame)
-        self._decoding[key] = frame
-        return frame
+    def frame(self, shape: StepShape, accept: Acceptance | None) -> Frame:
+        """The frame of a step of that padded shape, of any context."""
+        return self._mixed(shape, accept) if shape.prompt_rows else self._decoding(shape, accept)
 
-    def mixed(self, bucket: Bucket, accept: Acceptance | None) -> Frame:
-        """The frame of a step with prompts. Kinds of acceptance that `capture` was not told of are
-        captured now, if their bucket is."""
-        first = self._mixed.get((bucket, None))
+    def _decoding(self, shape: StepShape, accept: Acceptance | None) -> Frame:
+        """Where all rows decode. It is captured now if it is not yet, over rows that are all
+        padding."""
+        key = shape, accept
+        if key not in self._frames:
+            frame = self._uncaptured(shape, accept)
+            self._prepare(frame)
+            self._record("verify_and_accept", key, frame)
+            if self._phases.drafter is not None:
+                self._record("draft", key, frame)
+            self._frames[key] = frame
+        return self._frames[key]
+
+    def _mixed(self, shape: StepShape, accept: Acceptance | None) -> Frame:
+        """Where prompts run. Kinds of acceptance that `capture` did not know are captured now, if
+        their shape is."""
+        first = self._frames.get((shape, None))
         if first is None:
-            return self._uncaptured(bucket, accept)
-        if (bucket, accept) not in self._mixed:
+            return self._uncaptured(shape, accept)
+        key = shape, accept
+        if key not in self._frames:
             self._prepare(first)
             frame = replace(first, accept=accept, graphs=dict(first.graphs))
-            self._record("accept", (bucket, accept), self._phases.accept, frame)
-            self._mixed[bucket, accept] = frame
-        return self._mixed[bucket, accept]
+            self._record("accept", key, frame)
+            self._frames[key] = frame
+        return self._frames[key]
 
-    def launch(self, phase: Callable[[Frame], None], frame: Frame) -> None:
+    def launch(self, phase: Phase, frame: Frame) -> None:
         """Run a phase, by its graph if the frame has one."""
-        key = frame.graphs.get(phase.__name__)
+        key = frame.graphs.get(phase)
         if key is None:
-            phase(frame)
+            self._phases.launch(phase, frame)
         else:
             self._graphs.replay(key)
 
     def capture(self, accepts: Sequence[Acceptance], progress: Progress | None) -> None:
-        """Capture every size, for each kind of acceptance.
+        """Capture every shape, for each kind of acceptance.
 
         Raises:
-            torch.OutOfMemoryError: a size does not fit; it says which.
+            torch.OutOfMemoryError: a shape does not fit; it says which.
         """
         work = self._with_prompts(accepts)
-        for size in reversed(self._decoding_sizes()):
+        for shape in self.shapes.decoding():
             for accept in accepts:
-                work.append((f"{size} decoding rows", partial(self.decoding, size, accept)))
+                name = f"{shape.decode_rows} decoding rows"
+                work.append((name, partial(self._decoding, shape, accept)))
         for done, (name, act) in enumerate(work):
             if progress is not None:
                 progress(done, len(work))
@@ -113,25 +113,25 @@ class CapturedSteps:
             progress(len(work), len(work))
 
     def _with_prompts(self, accepts: Sequence[Acceptance]) -> list[Work]:
-        """All sizes of steps with prompts."""
+        """All shapes of steps with prompts."""
         work: list[Work] = []
-        buckets = self.buckets
         if self._phases.manager.device.type == "cuda":
-            compile_all = partial(self._compile, list(buckets.all()), accepts)
+            compile_all = partial(self._compile, list(self.shapes.mixed()), accepts)
             work.append(("the kernels of all sizes", compile_all))
-        for bucket in buckets.all():
-            act = partial(self._capture_mixed, bucket, accepts, buckets.most_tokens)
-            work.append((_name(bucket), act))
+        for shape in self.shapes.mixed():
+            act = partial(self._capture_mixed, shape, accepts)
+            name = f"{shape.decode_rows} decoding rows and {shape.prompt_tokens} prompt tokens"
+            work.append((name, act))
         return work
 
-    def _compile(self, buckets: list[Bucket], accepts: Sequence[Acceptance]) -> None:
-        """Compile side by side what all sizes launch: kernels depend on how many rows decode and on
-        how many prompt tokens there are, but not on both."""
-        tokens = min(bucket.prompt_tokens for bucket in buckets)
-        one_each = {bucket.prompt_tokens: bucket for bucket in buckets}
-        chosen = {*one_each.values(), *(b for b in buckets if b.prompt_tokens == tokens)}
-        frames = [self._decoding_frame(size, accepts[0]) for size in self._decoding_sizes()]
-        frames += [self._uncaptured(bucket, accepts[0]) for bucket in chosen]
+    def _compile(self, mixed: list[StepShape], accepts: Sequence[Acceptance]) -> None:
+        """Compile side by side what all shapes launch: kernels depend on how many rows decode and
+        on how many prompt tokens there are, but not on both."""
+        tokens = min(shape.prompt_tokens for shape in mixed)
+        one_each = {shape.prompt_tokens: shape for shape in mixed}
+        chosen = {*one_each.values(), *(s for s in mixed if s.prompt_tokens == tokens)}
+        shapes = [*self.shapes.decoding(), *chosen]
+        frames = [self._uncaptured(shape, accepts[0]) for shape in shapes]
         with compiling():
             self._phases.manager.compile_flush()
             for frame in frames:
@@ -139,57 +139,49 @@ class CapturedSteps:
                 for accept in accepts[1:]:
                     self._phases.accept(replace(frame, accept=accept))
 
-    def _decoding_sizes(self) -> list[int]:
-        most = self._max_requests
-        return sorted({graph_size(n, most) for n in range(1, most + 1)})
-
-    def _capture_mixed(
-        self, bucket: Bucket, accepts: Sequence[Acceptance], most_tokens: int
-    ) -> None:
-        """Capture a bucket; its frame for `None`, steps that emit nothing, is the first one's.
-        most_tokens: of any bucket."""
-        if (bucket, accepts[0]) in self._mixed:
+    def _capture_mixed(self, shape: StepShape, accepts: Sequence[Acceptance]) -> None:
+        """Capture a shape; its frame for `None`, steps that emit nothing, is the first one's."""
+        if (shape, accepts[0]) in self._frames:
             return
-        first = self._uncaptured(bucket, accepts[0])
+        first = self._uncaptured(shape, accepts[0])
         self._prepare(first)
         if self._hidden is None:
-            self._warm_up(self._phases.verify, first)
+            self._warm_up("verify", first)
             assert first.verify_output is not None
             like = first.verify_output.hidden
-            self._hidden = like.new_empty((most_tokens, *like.shape[1:]))
-        # One memory for all buckets: a pass's hidden states outlive its graph, until they are used.
-        first.hidden = self._hidden[: first.inputs.tokens.shape[0]]
-        self._record("verify", bucket, self._phases.verify, first)
+            self._hidden = like.new_empty((self.shapes.most_tokens, *like.shape[1:]))
+        # One memory for all shapes: a pass's hidden states outlive its graph, until they are used.
+        first.hidden = self._hidden[: shape.tokens]
+        self._record("verify", shape, first)
         for accept in accepts:
             frame = first if accept is accepts[0] else replace(first, accept=accept)
             frame.graphs = dict(first.graphs)
-            self._record("accept", (bucket, accept), self._phases.accept, frame)
-            self._mixed[bucket, accept] = frame
-        self._mixed[bucket, None] = first
+            self._record("accept", (shape, accept), frame)
+            self._frames[shape, accept] = frame
+        self._frames[shape, None] = first
         if self._phases.drafter is not None:
-            self._record("draft", bucket, self._phases.draft, first)
+            self._record("draft", shape, first)
             for accept in accepts:
-                self._mixed[bucket, accept].graphs |= {"draft": first.graphs["draft"]}
+                self._frames[shape, accept].graphs |= {"draft": first.graphs["draft"]}
 
     def _prepare(self, frame: Frame) -> None:
         """Rows that are all padding; those that decode have their tokens, because the prompts' are
         looked for behind them."""
-        self._phases.prepare(frame, self._padded, frame.batch.num_update_rows)
+        self._padded[:, SCHEDULED].fill_(frame.shape.row_tokens)
+        self._phases.prepare(frame, self._padded, frame.shape.decode_rows)
 
-    def _record(
-        self, name: str, key: Hashable, phase: Callable[[Frame], None], frame: Frame
-    ) -> None:
+    def _record(self, phase: Phase, key: Hashable, frame: Frame) -> None:
         """Capture one phase of a frame; `launch` replays it from then on."""
-        warm_up = partial(self._warm_up, phase, frame)
-        self._graphs.capture((name, key), partial(phase, frame), warm_up)
-        frame.graphs[name] = name, key
+        act, warm_up = (partial(run, phase, frame) for run in (self._phases.launch, self._warm_up))
+        self._graphs.capture((phase, key), act, warm_up)
+        frame.graphs[phase] = phase, key
 
-    def _warm_up(self, phase: Callable[[Frame], None], frame: Frame) -> None:
+    def _warm_up(self, phase: Phase, frame: Frame) -> None:
         """Launch every kernel of a phase over rows that are all padding. The target runs as a whole
         the first time, for the sake of what a layer makes at its first use, then in few layers."""
-        runs_target = phase in (self._phases.verify, self._phases.verify_and_accept)
+        runs_target = phase in ("verify", "verify_and_accept")
         with self._few_layers() if runs_target and self._ran_whole else nullcontext():
-            phase(frame)
+            self._phases.launch(phase, frame)
         self._ran_whole |= runs_target
 
     def _few_layers(self) -> AbstractContextManager[None]:
@@ -205,26 +197,14 @@ class CapturedSteps:
         if self._phases.drafter is not None:
             self._phases.draft(frame)
 
-    def _decoding_frame(self, size: int, accept: Acceptance) -> Frame:
-        width = self._width
+    def _uncaptured(self, shape: StepShape, accept: Acceptance | None) -> Frame:
+        """A frame of the shape, for any context."""
         return self._phases.buffers.frame(
-            rows=size, tokens=size * width, num_update_rows=size, max_scheduled=width,
-            max_context=self._max_context, accept=accept, pad=width,
-        )  # fmt: skip
-
-    def _uncaptured(self, bucket: Bucket, accept: Acceptance | None) -> Frame:
-        """A frame of the bucket, for any context."""
-        width = self._width
-        return self._phases.buffers.frame(
-            rows=bucket.rows,
-            tokens=bucket.update_rows * width + bucket.prompt_tokens,
-            num_update_rows=bucket.update_rows,
-            max_scheduled=max(bucket.prompt_tokens, width),
+            shape=shape,
+            row_tokens=shape.row_tokens,
+            max_scheduled=max(shape.prompt_tokens, shape.row_tokens),
             max_context=self._max_context,
             accept=accept,
-            pad=0,
+            # Prompts' rows beyond those of the step have no tokens, the others as many as these.
+            pad=0 if shape.prompt_rows else shape.row_tokens,
         )
-
-
-def _name(bucket: Bucket) -> str:
-    return f"{bucket.update_rows} decoding rows and {bucket.prompt_tokens} prompt tokens"

@@ -20,9 +20,9 @@ from hybrid_runtime.kernels.step.commit_tokens import DraftInputs
 from hybrid_runtime.kernels.step.prepare_inputs import StepInputs
 from hybrid_runtime.models.forward_batch import Caches, RowBatch, WantedTokens
 from hybrid_runtime.specdecode import ngram
-from hybrid_runtime.specdecode.buckets import most_rows
 from hybrid_runtime.specdecode.sampling import DRAFT
 from hybrid_runtime.specdecode.sequences import Sequences
+from hybrid_runtime.specdecode.shape import most_rows
 
 DrafterName = Literal["mtp", "eagle", "ngram"]
 
@@ -127,7 +127,7 @@ class HeadDrafter:
             if not self.sampled:
                 self._most_likely(hidden, drafts[:, ahead])
                 continue
-            # A draft's position is that of the token it guesses.
+            # A draft's position is that of the token it stands for.
             position = sequences.length[inputs.slot.clamp(min=0)] + ahead
             sampling = sequences.sampling.of(inputs.slot)
             logits = self.head.logits(hidden)[:, None]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -14,37 +15,45 @@ from hybrid_runtime.kernels.step.prepare_inputs import StepInputs
 from hybrid_runtime.models.forward_batch import RowBatch, StatePositions
 from hybrid_runtime.specdecode.acceptance import Acceptance, Accepted
 from hybrid_runtime.specdecode.drafter import VerifyOutput
+from hybrid_runtime.specdecode.shape import StepShape
 from hybrid_runtime.state.manager import HybridStateManager
+
+Phase = Literal["verify", "accept", "verify_and_accept", "draft"]
+"""A method of `Phases` that can be captured."""
 
 
 @dataclass(slots=True)
 class Frame:
     """What the launches of a step read and write. Views of `StepBuffers`.
 
+    shape: rows and tokens, padding included.
+    num_draft: most drafts of a row, d. Acceptance looks at so many; K without decoding rows.
     inputs: the step's rows and tokens.
     batch: the same rows, as a forward pass takes them.
     positions: where their Mamba states are read and written.
     draft_inputs: of the drafter's passes.
     emitted: int32 `[rows, K + 2]`, emitted tokens (tail -1) and, last, their count.
     accept: which drafts are accepted; None where no row emits.
-    all_decode: every row runs K + 1 tokens, so each token's logits are needed, in order.
+    in_order: all rows run d + 1 tokens, so each token's logits are needed, in order.
     pad: tokens of a row beyond those of the step.
-    graphs: key of each captured phase, by name; the others are launched one by one.
+    graphs: key of each captured phase; the others are launched one by one.
     hidden: where verify leaves its hidden states; None: in memory of its own.
     verify_output: what the target's pass leaves for acceptance and drafter.
     num_accepted: int32 `[rows]`, what acceptance leaves for the state manager.
-    logprobs: int32 `[rows, K + 1, 1 + 2 * most]`, of the emitted tokens, if somebody asked.
+    logprobs: int32 `[rows, d + 1, 1 + 2 * most]`, of the emitted tokens, if they are wanted.
     """
 
+    shape: StepShape
+    num_draft: int
     inputs: StepInputs
     batch: RowBatch
     positions: StatePositions
     draft_inputs: DraftInputs
     emitted: Tensor
     accept: Acceptance | None
-    all_decode: bool
+    in_order: bool
     pad: int
-    graphs: dict[str, Hashable] = field(default_factory=dict)
+    graphs: dict[Phase, Hashable] = field(default_factory=dict)
     hidden: Tensor | None = None
     verify_output: VerifyOutput | None = None
     num_accepted: Tensor | None = None
@@ -73,30 +82,31 @@ class StepBuffers:
             tokens=torch.full((rows, num_draft + 1), -1, dtype=torch.int32, device=device),
             num_accepted=torch.zeros(rows, dtype=torch.int32, device=device),
         )
-        self._manager, self._width, self._rounding = manager, num_draft + 1, rounding
+        self._manager, self._num_draft, self._rounding = manager, num_draft, rounding
 
     def frame(
         self,
-        rows: int,
-        tokens: int,
-        num_update_rows: int,
+        shape: StepShape,
+        row_tokens: int,
         max_scheduled: int,
         max_context: int,
         accept: Acceptance | None,
         pad: int = 0,
     ) -> Frame:
-        """The frame of a step of so many rows and tokens.
+        """The frame of a step of that shape.
 
         Args:
-            rows: of the step.
-            tokens: of all of them.
-            num_update_rows: leading rows that decode, each with K + 1 tokens.
+            shape: as of `Frame`.
+            row_tokens: most tokens of a decoding row.
             max_scheduled: upper bound of tokens per row.
             max_context: upper bound of tokens in the cache and scheduled, per row.
             accept, pad: as of `Frame`.
         """
-        inputs = self.inputs.first(rows, tokens)
+        inputs = self.inputs.first(shape.rows, shape.tokens)
         return Frame(
+            shape=shape,
+            # Steps without decoding rows share the kernels of those with K drafts.
+            num_draft=row_tokens - 1 if shape.decode_rows else self._num_draft,
             inputs=inputs,
             batch=RowBatch(
                 slot=inputs.slot,
@@ -104,15 +114,15 @@ class StepBuffers:
                 computed=inputs.computed,
                 max_scheduled=max_scheduled,
                 max_context=max_context,
-                num_update_rows=num_update_rows,
-                num_update_tokens=num_update_rows * self._width,
-                max_update=self._width,
+                num_update_rows=shape.decode_rows,
+                num_update_tokens=shape.decode_tokens,
+                max_update=row_tokens,
             ),
             positions=self._positions(inputs),
-            draft_inputs=self.draft_inputs.first(rows, tokens),
-            emitted=self.emitted[:rows],
+            draft_inputs=self.draft_inputs.first(shape.rows, shape.tokens),
+            emitted=self.emitted[: shape.rows],
             accept=accept,
-            all_decode=num_update_rows == rows,
+            in_order=shape == StepShape.decoding(shape.decode_rows, row_tokens - 1),
             pad=pad,
         )
 
@@ -129,7 +139,7 @@ class StepBuffers:
     def _positions(self, inputs: StepInputs) -> StatePositions:
         state = self._manager.positions.first(inputs.slot.shape[0])
         return StatePositions(
-            draft=inputs.draft,
+            draft=inputs.num_draft,
             read_column=state.read_column,
             read_offset=state.read_offset,
             write_column=state.write_column,

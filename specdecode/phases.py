@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Protocol, runtime_checkable
 
@@ -12,7 +13,7 @@ from hybrid_runtime.kernels.step.prepare_inputs import prepare_inputs
 from hybrid_runtime.models.forward_batch import Caches, RowBatch, StatePositions
 from hybrid_runtime.specdecode.acceptance import Acceptance, Accepted, greedy
 from hybrid_runtime.specdecode.drafter import Drafter, VerifyOutput
-from hybrid_runtime.specdecode.frame import Frame, StepBuffers
+from hybrid_runtime.specdecode.frame import Frame, Phase, StepBuffers
 from hybrid_runtime.specdecode.sequences import Sequences
 from hybrid_runtime.state.manager import HybridStateManager
 
@@ -56,6 +57,11 @@ class Phases:
         self.target, self.manager, self.caches = target, manager, caches
         self.sequences, self.drafter, self.buffers = sequences, drafter, buffers
 
+    def launch(self, phase: Phase, frame: Frame) -> None:
+        """Run one phase."""
+        run: Callable[[Frame], None] = getattr(self, phase)
+        run(frame)
+
     def prepare(self, frame: Frame, entries: Tensor, num_rows: int) -> None:
         """Fill the frame's inputs from the exact counts, which only the device has; its rows
         beyond `num_rows` are padding."""
@@ -90,7 +96,7 @@ class Phases:
             nothing = self.buffers.nothing
             accepted = Accepted(nothing.tokens[:rows], nothing.num_accepted[:rows])
         else:
-            accepted = self._judge(frame, frame.accept)
+            accepted = self._verify_drafts(frame, frame.accept)
         commit_tokens(
             inputs=frame.inputs,
             tokens=accepted.tokens,
@@ -115,21 +121,24 @@ class Phases:
         drafts, probs = self.drafter.propose(frame.verify_output)
         self.sequences.propose(frame.draft_inputs.slot, drafts, probs)
 
-    def _judge(self, frame: Frame, accept: Acceptance) -> Accepted:
-        """Hold the drafts against the target's own distributions."""
+    def _verify_drafts(self, frame: Frame, accept: Acceptance) -> Accepted:
+        """Which of the step's drafts the target accepts."""
         assert frame.verify_output is not None
         inputs, text, hidden = frame.inputs, self.sequences, frame.verify_output.hidden
-        judged = hidden if frame.all_decode else hidden.index_select(0, inputs.verify)
-        logits = self.target.logits(judged).unflatten(0, (-1, text.num_draft + 1))
+        d = frame.num_draft
+        if not frame.in_order:
+            hidden = hidden.index_select(0, inputs.verify[:, : d + 1].flatten())
+        logits = self.target.logits(hidden).unflatten(0, (-1, d + 1))
+        drafts = inputs.drafts[:, :d]
         if accept is greedy:
-            return greedy(logits, inputs.guesses, inputs.draft, inputs.emits)
+            return greedy(logits, drafts, inputs.num_draft, inputs.emits)
         probs = text.draft_probs
         return accept(
             logits=logits,
-            drafts=inputs.guesses,
-            num_draft=inputs.draft,
+            drafts=drafts,
+            num_draft=inputs.num_draft,
             emits=inputs.emits,
-            draft_probs=None if probs is None else probs[inputs.slot.clamp(min=0)],
+            draft_probs=None if probs is None else probs[inputs.slot.clamp(min=0), :d],
             sampling=text.sampling.of(inputs.slot),
             position=inputs.certain,
         )

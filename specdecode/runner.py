@@ -15,12 +15,12 @@ from hybrid_runtime.device.transfer import Readback
 from hybrid_runtime.kernels.replay.rounding import Rounding
 from hybrid_runtime.models.forward_batch import Caches
 from hybrid_runtime.specdecode.acceptance import Acceptance, greedy
-from hybrid_runtime.specdecode.buckets import Bucket, Buckets, most_rows, pad_rows
 from hybrid_runtime.specdecode.capture import CapturedSteps, Progress
 from hybrid_runtime.specdecode.drafter import Drafter
-from hybrid_runtime.specdecode.frame import Frame, StepBuffers
+from hybrid_runtime.specdecode.frame import Frame, Phase, StepBuffers
 from hybrid_runtime.specdecode.phases import Phases, TargetModel
 from hybrid_runtime.specdecode.sequences import Sequences
+from hybrid_runtime.specdecode.shape import PaddedShapes, StepShape, most_rows, pad_rows
 from hybrid_runtime.state.manager import HybridStateManager
 from hybrid_runtime.state.rows import StepRows
 from hybrid_runtime.state.step import Step
@@ -34,6 +34,9 @@ decode it is not right."""
 class SpecDecodeRunner:
     """Runs steps of a batch of sequences under one target and at most one drafter.
 
+    A decoding row runs one certain token and 0 .. K drafts. Steps whose decoding rows have as many
+    drafts each are padded and captured; where they differ, the step runs as it is, without graphs.
+
     target: the model.
     manager: keeps its Mamba states right.
     sequences: the requests' tokens, lengths, drafts and sampling parameters, by slot.
@@ -41,9 +44,10 @@ class SpecDecodeRunner:
     drafter: None for plain decoding.
     max_tokens: most tokens of one step.
     steps_ahead: steps that may be queued before the results of the first are read.
-    captured_prompt_tokens: pad steps to few sizes and replay CUDA graphs of them; on a CPU only pad
-        them. Steps in which all rows decode are captured when first needed; those with prompts,
-        up to so many prompt tokens, by `capture`. None: no padding, no graphs.
+    captured_prompt_tokens: pad steps to few shapes and replay CUDA graphs of them; on a CPU only
+        pad them. Steps in which all rows decode are captured when first needed; those with prompts,
+        up to so many prompt tokens and with K drafts a row, by `capture`. None: no padding, no
+        graphs.
     stochastic_rounding: verify passes round narrow states stochastically (replay layout).
 
     Raises:
@@ -64,13 +68,12 @@ class SpecDecodeRunner:
     ) -> None:
         self.manager, self.sequences, self.caches = manager, sequences, caches
         device, slots, num_draft = manager.device, manager.max_requests, sequences.num_draft
-        self.width = num_draft + 1
         rounding = Rounding(sequences.rounding_seed, layer=0) if stochastic_rounding else None
-        buckets, most_tokens = None, max(max_tokens, slots * self.width)
+        shapes, most_tokens = None, max(max_tokens, StepShape.decoding(slots, num_draft).tokens)
         if captured_prompt_tokens is not None:
             block_size = manager.layout.block_size
-            buckets = Buckets(slots, self.width, max_tokens, captured_prompt_tokens, block_size)
-            most_tokens = max(most_tokens, buckets.most_tokens)
+            shapes = PaddedShapes(slots, num_draft, max_tokens, captured_prompt_tokens, block_size)
+            most_tokens = max(most_tokens, shapes.most_tokens)
             if manager.max_rows < most_rows(slots):
                 raise ValueError(
                     f"manager.max_rows is {manager.max_rows}; with captured_prompt_tokens it must "
@@ -78,12 +81,12 @@ class SpecDecodeRunner:
                 )
         self._buffers = StepBuffers(manager, most_tokens, num_draft, rounding)
         self._phases = Phases(target, manager, sequences, caches, drafter, self._buffers)
-        self._captured = None if buckets is None else CapturedSteps(self._phases, buckets)
+        self._captured = None if shapes is None else CapturedSteps(self._phases, shapes)
         self.waits = Waits()
-        self._results = Readback(
-            manager.max_rows * (self.width + 1), steps_ahead + 1, device, self.waits
-        )
+        emitted = self._buffers.emitted
+        self._results = Readback(emitted.numel(), steps_ahead + 1, device, self.waits)
         self._logprobs: Readback | None = None
+        self._logprob_words = 0  # of a token
         # Results travel beside the drafter's passes, not in front of them.
         cuda = device.type == "cuda"
         self._copies = torch.cuda.Stream(device) if cuda else None
@@ -103,7 +106,7 @@ class SpecDecodeRunner:
     def step(
         self,
         rows: StepRows,
-        num_update_rows: int,
+        shape: StepShape,
         accept: Acceptance | None,
         on_verified: OnVerified | None = None,
     ) -> Step:
@@ -113,25 +116,39 @@ class SpecDecodeRunner:
         released. After Ctrl-C and its like nothing is, and the manager must be `reset`.
 
         Args:
-            rows: decoding rows first.
-            num_update_rows: rows that decode: they run one certain token and K drafts, those that
-                the last step proposed (-1 where it proposed none). The others run any number of
-                certain tokens.
+            rows: decoding rows first, which run one certain token and the first `rows.draft` of the
+                drafts that the last step proposed (-1 where it proposed none). The others run any
+                number of certain tokens.
+            shape: of `rows`.
             accept: which drafts are accepted. None if no row reaches the end of its text: there
                 are no logits then, and nothing is copied to the host.
             on_verified: looks at the target's hidden states.
         """
-        bucket = self._bucket(rows, num_update_rows)
+        decode_rows = shape.decode_rows
+        row_tokens = int(rows.scheduled[:decode_rows].max(initial=0))
+        padded = None
+        if self._captured is not None and decode_rows * row_tokens == shape.decode_tokens:
+            padded = self._captured.shapes.of(shape)
         padding = 0
-        if bucket is not None:
-            padding = bucket.update_rows - num_update_rows
-            rows = pad_rows(rows, num_update_rows, bucket.update_rows, self.width)
+        if padded is not None and shape.prompt_rows:
+            padding = padded.decode_rows - decode_rows
+            rows = pad_rows(rows, shape, padded)
         step = self.manager.begin_step(rows)
         try:
             turn = step.number % len(self._padding)
-            self._padding[turn] = slice(num_update_rows, num_update_rows + padding)
+            self._padding[turn] = slice(decode_rows, decode_rows + padding)
             self._wait_for_copies()
-            frame = self._frame(rows, num_update_rows, bucket, accept)
+            if padded is not None:
+                assert self._captured is not None
+                frame = self._captured.frame(padded, accept)
+            else:
+                frame = self._buffers.frame(
+                    shape=shape,
+                    row_tokens=row_tokens,
+                    max_scheduled=int(rows.scheduled.max(initial=1)),
+                    max_context=int((rows.computed_max + rows.scheduled).max(initial=1)),
+                    accept=accept,
+                )
             self._phases.prepare(frame, step.entries, len(rows))
             self._verify_and_accept(frame)
             assert frame.verify_output is not None
@@ -142,7 +159,7 @@ class SpecDecodeRunner:
             self.manager.end_step(step, frame.num_accepted)
             self._copy_results(step, frame, len(rows) if accept is not None else 0)
             if self._phases.drafter is not None:
-                self._launch(self._phases.draft, frame)
+                self._launch("draft", frame)
         except Exception:
             self.manager.abandon(step)
             raise
@@ -155,9 +172,9 @@ class SpecDecodeRunner:
         settle = None if self.manager.readback else self.manager.foresee(step)
         values = self._results.read(step.number, reason)
         if len(values):
-            emitted = values.reshape(n, self.width + 1)
+            emitted = values.reshape(n, -1)
         else:
-            emitted = np.full((n, self.width + 1), -1, np.int32)
+            emitted = np.full((n, self._buffers.emitted.shape[1]), -1, np.int32)
             emitted[:, -1] = 0
         if settle is None:
             self.manager.accepted(step)
@@ -166,11 +183,12 @@ class SpecDecodeRunner:
         return self._without_padding(step, emitted)
 
     def read_logprobs(self, step: Step, reason: str) -> NDArray[np.int32]:
-        """What a step whose acceptance tells them told of the emitted tokens, int32
-        `[rows, K + 1, 1 + 2 * most]`, see `token_logprobs`."""
-        assert self._logprobs is not None, "nobody asked for log-probabilities"
+        """Of a step whose acceptance wants log-probabilities, those of the emitted tokens, int32
+        `[rows, d + 1, 1 + 2 * most]`, see `token_logprobs`; d: most drafts of a row of the step."""
+        assert self._logprobs is not None, "no step wanted log-probabilities"
         words = self._logprobs.read(step.number, reason)
-        return self._without_padding(step, words.reshape(len(step.rows), self.width, -1))
+        words = words.reshape(len(step.rows), -1, self._logprob_words)
+        return self._without_padding(step, words)
 
     def _without_padding(self, step: Step, values: NDArray[np.int32]) -> NDArray[np.int32]:
         padding = self._padding[step.number % len(self._padding)]
@@ -190,7 +208,7 @@ class SpecDecodeRunner:
             torch.OutOfMemoryError: a size does not fit; it says which.
         """
         if self._captured is not None:
-            # The last step's snapshots would be looked for in padded rows.
+            # The last step's checkpoints would be looked for in padded rows.
             self._wait_for_copies()
             self._buffers.clear()
             self._captured.capture(accepts, progress)
@@ -201,45 +219,16 @@ class SpecDecodeRunner:
     def _verify_and_accept(self, frame: Frame) -> None:
         """One graph, or with prompts two: acceptance of any kind follows the same verify pass."""
         if "verify" in frame.graphs:
-            self._launch(self._phases.verify, frame)
-            self._launch(self._phases.accept, frame)
+            self._launch("verify", frame)
+            self._launch("accept", frame)
         else:
-            self._launch(self._phases.verify_and_accept, frame)
+            self._launch("verify_and_accept", frame)
 
-    def _launch(self, phase: Callable[[Frame], None], frame: Frame) -> None:
+    def _launch(self, phase: Phase, frame: Frame) -> None:
         if self._captured is None:
-            phase(frame)
+            self._phases.launch(phase, frame)
         else:
             self._captured.launch(phase, frame)
-
-    def _bucket(self, rows: StepRows, num_update_rows: int) -> Bucket | None:
-        """The size that a step with prompts is padded to."""
-        if self._captured is None or len(rows) == num_update_rows:
-            return None
-        tokens = int(rows.scheduled[num_update_rows:].sum())
-        return self._captured.buckets.of(num_update_rows, len(rows) - num_update_rows, tokens)
-
-    def _frame(
-        self,
-        rows: StepRows,
-        num_update_rows: int,
-        bucket: Bucket | None,
-        accept: Acceptance | None,
-    ) -> Frame:
-        if bucket is not None:
-            assert self._captured is not None
-            return self._captured.mixed(bucket, accept)
-        if self._captured is not None and len(rows) == num_update_rows:
-            assert accept is not None  # a row that decodes emits
-            return self._captured.decoding(len(rows), accept)
-        return self._buffers.frame(
-            rows=len(rows),
-            tokens=int(rows.scheduled.sum()),
-            num_update_rows=num_update_rows,
-            max_scheduled=int(rows.scheduled.max(initial=1)),
-            max_context=int((rows.computed_max + rows.scheduled).max(initial=1)),
-            accept=accept,
-        )
 
     # -- results ---------------------------------------------------------------------------------
 
@@ -250,14 +239,16 @@ class SpecDecodeRunner:
         with torch.cuda.stream(self._copies):
             self._results.start(step.number, frame.emitted[:rows].flatten())
             if rows and frame.logprobs is not None:
-                self._told(frame.logprobs).start(step.number, frame.logprobs[:rows].flatten())
+                readback = self._logprob_readback(frame.logprobs)
+                readback.start(step.number, frame.logprobs[:rows].flatten())
         if self._copied is not None:
             self._copied.record(self._copies)
 
-    def _told(self, logprobs: Tensor) -> Readback:
-        """Where log-probabilities of a step land, made when somebody first asks for them."""
+    def _logprob_readback(self, logprobs: Tensor) -> Readback:
+        """Where log-probabilities of a step land, made when they are first wanted."""
         if self._logprobs is None:
-            words = self.manager.max_rows * logprobs[0].numel()
+            self._logprob_words = logprobs.shape[-1]
+            words = self._buffers.nothing.tokens.numel() * self._logprob_words
             self._logprobs = Readback(words, self._results.depth, self.manager.device, self.waits)
         return self._logprobs
 

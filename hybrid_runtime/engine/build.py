@@ -23,10 +23,10 @@ from hybrid_runtime.specdecode.acceptance import (
     synthetic_acceptance,
     synthetic_rates,
 )
-from hybrid_runtime.specdecode.buckets import most_rows
 from hybrid_runtime.specdecode.drafter import make_drafter
 from hybrid_runtime.specdecode.runner import SpecDecodeRunner
 from hybrid_runtime.specdecode.sequences import Sequences
+from hybrid_runtime.specdecode.shape import most_rows
 from hybrid_runtime.state.layout import StateLayout
 from hybrid_runtime.state.layouts.flush import FlushInputs
 from hybrid_runtime.state.manager import HybridStateManager
@@ -178,7 +178,7 @@ def prompt_logprobs(config: EngineConfig, model: NemotronH, waits: Waits) -> Pro
 
 
 def acceptances(config: EngineConfig, device: torch.device) -> tuple[Acceptance, Acceptance]:
-    """How guesses are judged in steps in which no row samples, and in the others."""
+    """How drafts are verified in steps in which no row samples, and in the others."""
     rates = config.synthetic_acceptance
     if rates is None:
         return greedy, rejection

@@ -241,7 +241,7 @@ class EngineCore:
         watch = partial(self._verified, schedule) if watched else None
         try:
             step = self._runner.step(
-                schedule.rows, schedule.num_decoding, self._acceptance(schedule), watch
+                schedule.rows, schedule.shape, self._acceptance(schedule), watch
             )
         except Exception as error:
             # The forward pass may have half written these requests' state; the others' is exact.

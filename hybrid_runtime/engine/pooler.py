@@ -96,7 +96,7 @@ class Pooler:
         output_line = {row: line for line, row in enumerate(schedule.pooled)}
         entries: list[tuple[int, ...]] = []
         longest = 0
-        for row in range(schedule.num_decoding, len(schedule.requests)):
+        for row in range(schedule.shape.decode_rows, len(schedule.requests)):
             request = schedule.requests[row]
             if request.pooled_from is None:
                 continue

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from hybrid_runtime.engine.block_pool import BlockTable
 from hybrid_runtime.engine.prefix_cache import PrefixCache
 from hybrid_runtime.engine.request import Hit, Request
-from hybrid_runtime.specdecode.buckets import PROMPT_ROWS
+from hybrid_runtime.specdecode.shape import PROMPT_ROWS, StepShape
 from hybrid_runtime.state.demand import BlockDemand
 from hybrid_runtime.state.manager import HybridStateManager
 from hybrid_runtime.state.rows import StepRows
@@ -30,16 +30,16 @@ class Schedule:
     requests: list[Request]
     epochs: list[int]
     rows: StepRows
-    num_decoding: int
+    shape: StepShape
     samples: bool
     pooled: list[int]
     told: list[tuple[int, int, int]]
 
     @classmethod
-    def of(cls, requests: list[Request], rows: StepRows, num_decoding: int) -> Schedule:
+    def of(cls, requests: list[Request], rows: StepRows, shape: StepShape) -> Schedule:
         """Of requests that none of this has been queued for yet."""
-        samples, pooled, told = num_decoding > 0, [], []
-        for row in range(num_decoding, len(requests)):
+        samples, pooled, told = shape.decode_rows > 0, [], []
+        for row in range(shape.decode_rows, len(requests)):
             request, scheduled = requests[row], int(rows.scheduled[row])
             if request.prompt_left == scheduled:
                 if request.max_tokens:
@@ -52,7 +52,7 @@ class Schedule:
                 if first < last:
                     told.append((row, first, last))
         epochs = [r.epoch for r in requests]
-        return cls(requests, epochs, rows, num_decoding, samples, pooled, told)
+        return cls(requests, epochs, rows, shape, samples, pooled, told)
 
 
 class Scheduler:
@@ -271,8 +271,9 @@ class Scheduler:
         requests = [r for r, _, _ in chosen]
         if not self._allocate(rows, np.array([self._known(r) for r in requests], np.int32)):
             return None
-        self._prompt_tokens += int(rows.scheduled[num_decoding:].sum())
-        return Schedule.of(requests, rows, num_decoding)
+        shape = StepShape.of(rows, num_decoding)
+        self._prompt_tokens += shape.prompt_tokens
+        return Schedule.of(requests, rows, shape)
 
     def _known(self, request: Request) -> int:
         """What `block_demand` takes: tokens computed as of the last results. In a prompt no guesses

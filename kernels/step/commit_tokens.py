@@ -60,29 +60,30 @@ def commit_tokens_reference(
 
     Args:
         inputs: the step's rows.
-        tokens: int32 `[rows, K + 1]`, what each row emits, then -1. One that is negative tells of
-            broken logits: the host ends the request by it, and the history takes 0.
+        tokens: int32 `[rows, d + 1]`, what each row emits, then -1; d is at most K. A negative one
+            that is emitted marks broken logits: the host ends the request, the history takes 0.
         num_accepted: int32 `[rows]`, how many: 0 in rows that emit none.
         history: int32 `[slots + 1, length]`, appended to behind `length` tokens; its last row is
-            nobody's.
+            a spare one.
         length: int32 `[slots + 1]`, any stride, raised by the count.
         emitted: int32 `[rows, K + 2]`, gets the tokens and, last, their count: what the host reads.
         out: written whole. Position p of the drafter sees token p + 1, so with n' tokens computed
             the first pass covers positions up to n' - 1, and pass i = 1, 2, ... runs n' + i - 1.
         max_scheduled: host upper bound of tokens per row.
     """
-    rows, width = tokens.shape
+    rows, num_tokens = tokens.shape
     at, count = inputs.slot.long().clamp(min=0), num_accepted.long()
     emits = (inputs.emits > 0) & (inputs.slot >= 0)
     count = torch.where(emits, count, 0)
-    step = torch.arange(width, device=tokens.device)
+    step = torch.arange(num_tokens, device=tokens.device)
     spare = history.shape[0] - 1  # takes what rows that emit less would write
     live = step < count[:, None]
     where = torch.where(live, length[at].long()[:, None] + step, 0)
     history[torch.where(live, at[:, None], spare), where] = tokens.clamp(min=0)
     length.index_add_(0, at, count.to(length.dtype))
-    emitted[:, :width] = torch.where(live, tokens, -1)
-    emitted[:, width] = count
+    emitted.fill_(-1)
+    emitted[:, :num_tokens] = torch.where(live, tokens, -1)
+    emitted[:, -1] = count
 
     start = inputs.cu_seqlens.long()
     token = torch.arange(inputs.tokens.shape[0], device=tokens.device)
@@ -100,7 +101,7 @@ def commit_tokens_reference(
 
 
 @triton.jit(
-    do_not_specialize=["rows", "num_tokens"],
+    do_not_specialize=["accepted_stride", "rows", "num_tokens"],
     do_not_specialize_on_alignment=[
         "slot", "cu_seqlens", "computed", "certain", "emits", "accepted", "num_accepted", "history",
         "length", "emitted", "tokens", "last", "draft_slot", "draft_computed",
@@ -113,6 +114,7 @@ def _commit_tokens_kernel(
     certain,
     emits,
     accepted,
+    accepted_stride,
     num_accepted,
     history,
     history_stride,
@@ -142,7 +144,7 @@ def _commit_tokens_kernel(
     count = tl.where(samples, count, 0)
     end = tl.load(certain + i_row) + tl.maximum(count, 1) - 1  # tokens computed after the step
     p_history = history + i_slot.to(tl.int64) * history_stride
-    p_accepted = accepted + i_row * (NUM_DRAFT + 1)
+    p_accepted = accepted + i_row * accepted_stride
     if i_tile == 0:
         o_out = tl.arange(0, WIDTH)
         b_accepted = tl.load(p_accepted + o_out, mask=o_out < count, other=-1)
@@ -191,12 +193,13 @@ def commit_tokens(
     max_scheduled: int,
 ) -> None:
     """`commit_tokens_reference` by one launch where Triton runs."""
-    rows, width = tokens.shape
+    rows = tokens.shape[0]
     if not rows or not runs_triton(tokens):
         commit_tokens_reference(
             inputs, tokens, num_accepted, history, length, emitted, out, max_scheduled
         )
         return
+    num_draft = out.computed.shape[0]
     _commit_tokens_kernel[(rows, triton.cdiv(max(max_scheduled, 1), TILE))](
         slot=inputs.slot,
         cu_seqlens=inputs.cu_seqlens,
@@ -204,6 +207,7 @@ def commit_tokens(
         certain=inputs.certain,
         emits=inputs.emits,
         accepted=tokens,
+        accepted_stride=tokens.stride(0),
         num_accepted=num_accepted,
         history=history,
         history_stride=history.stride(0),
@@ -217,8 +221,8 @@ def commit_tokens(
         draft_stride=out.computed.stride(0),
         rows=rows,
         num_tokens=inputs.tokens.shape[0],
-        NUM_DRAFT=width - 1,
-        WIDTH=triton.next_power_of_2(width + 1),
+        NUM_DRAFT=num_draft,
+        WIDTH=triton.next_power_of_2(num_draft + 2),
         TILE=TILE,
         num_warps=4,
     )

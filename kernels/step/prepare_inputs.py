@@ -1,8 +1,9 @@
 """Inputs of a step's forward pass: the position of each row, and the tokens it runs.
 
-The host knows which rows run and how many tokens each; how far each sequence has come, and its last
-guesses, only the device knows. One launch makes the model's inputs from both, in buffers whose
-addresses never change.
+The host knows which rows run and how many tokens each; how far each sequence has come, and its
+drafts, only the device knows. One launch makes the model's inputs from both, in buffers whose
+addresses never change. K is the most drafts of a row; a row may have fewer, none included: the
+first of those that were proposed.
 """
 
 from __future__ import annotations
@@ -26,58 +27,57 @@ class StepInputs(NamedTuple):
     slot: `[rows]`, -1 = padded row.
     cu_seqlens: `[rows + 1]`, row i owns tokens `[cu_seqlens[i], cu_seqlens[i + 1])`.
     computed: `[rows]`, tokens computed before the step, the position of the row's first token.
-    draft: `[rows]`, guesses at the row's end.
-    certain: `[rows]`, computed + scheduled - draft.
+    num_draft: `[rows]`, drafts at the row's end, 0 .. K.
+    certain: `[rows]`, computed + scheduled - num_draft.
     emits: `[rows]`, 1 where the row reaches the end of what is known of its sequence, so that its
         step brings a new token; 0 for an unfinished prefill chunk and for padding.
     tokens: `[T]`, token ids.
-    guesses: `[rows, K]`, the drafts among the tokens; -1 behind a row's last one.
-    verify: `[rows * (K + 1)]`, index of the token whose logits judge draft j, and then choose the
-        bonus token; repeated behind a row's last one.
+    drafts: `[rows, K]`, the drafts among the tokens; -1 behind a row's last one.
+    verify: `[rows, K + 1]`, index of the token by whose logits draft j is verified, then of the one
+        whose logits give the bonus token; repeated behind it.
     """
 
     slot: Tensor
     cu_seqlens: Tensor
     computed: Tensor
-    draft: Tensor
+    num_draft: Tensor
     certain: Tensor
     emits: Tensor
     tokens: Tensor
-    guesses: Tensor
+    drafts: Tensor
     verify: Tensor
 
     @classmethod
     def empty(cls, rows: int, tokens: int, num_draft: int, device: torch.device) -> StepInputs:
         """Buffers for so many rows and tokens."""
 
-        def ints(size: int) -> Tensor:
+        def ints(*size: int) -> Tensor:
             return torch.zeros(size, dtype=torch.int32, device=device)
 
         return cls(
             slot=ints(rows),
             cu_seqlens=ints(rows + 1),
             computed=ints(rows),
-            draft=ints(rows),
+            num_draft=ints(rows),
             certain=ints(rows),
             emits=ints(rows),
             tokens=ints(tokens),
-            guesses=ints(rows * num_draft).view(rows, num_draft),
-            verify=ints(rows * (num_draft + 1)),
+            drafts=ints(rows, num_draft),
+            verify=ints(rows, num_draft + 1),
         )
 
     def first(self, rows: int, tokens: int) -> StepInputs:
         """Views of the first so many rows and tokens."""
-        width = self.verify.shape[0] // self.slot.shape[0]
         return StepInputs(
             slot=self.slot[:rows],
             cu_seqlens=self.cu_seqlens[: rows + 1],
             computed=self.computed[:rows],
-            draft=self.draft[:rows],
+            num_draft=self.num_draft[:rows],
             certain=self.certain[:rows],
             emits=self.emits[:rows],
             tokens=self.tokens[:tokens],
-            guesses=self.guesses[:rows],
-            verify=self.verify[: rows * width],
+            drafts=self.drafts[:rows],
+            verify=self.verify[:rows],
         )
 
 
@@ -100,9 +100,9 @@ def prepare_inputs_reference(
         num_rows: rows of the step, at most those of `out`.
         computed: int32 `[slots]`, exact tokens computed.
         history: int32 `[slots + 1, length]`, tokens of each sequence.
-        drafts: int32 `[slots + 1, K]`, its guesses, -1 where there is none.
+        drafts: int32 `[slots + 1, K]`, proposed for each sequence, -1 where there is none.
         length: int32 `[slots + 1]`, any stride, tokens known.
-        out: written whole; a guess of -1 is run as token 0 (any valid id: it is never accepted).
+        out: written whole; a draft of -1 is run as token 0 (any valid id: it is never accepted).
         max_scheduled: host upper bound of tokens per row.
         pad: tokens of a row beyond `num_rows`.
     """
@@ -126,8 +126,8 @@ def prepare_inputs_reference(
     known = inside & (position < certain[row])
     tokens = history[at[row], torch.where(known, position, 0)]
     if num_draft:
-        guess = torch.where(inside & ~known, position - certain[row], 0)
-        tokens = torch.where(known, tokens, drafts[at[row], guess])
+        ahead = torch.where(inside & ~known, position - certain[row], 0)
+        tokens = torch.where(known, tokens, drafts[at[row], ahead])
     step = torch.arange(num_draft + 1, device=entries.device)
     made = live[:, None] & (step[:-1] < draft[:, None])
     verify = (start[1:] - 1 - draft)[:, None] + torch.minimum(step, draft[:, None])
@@ -142,7 +142,7 @@ def prepare_inputs_reference(
             live & (certain >= length[at]),
             torch.where(inside, tokens.clamp(min=0), 0),
             torch.where(made, drafts[at], -1),
-            verify.clamp(min=0).flatten(),
+            verify.clamp(min=0),
         ),
         strict=True,
     ):
@@ -155,7 +155,7 @@ def prepare_inputs_reference(
     ],
     do_not_specialize_on_alignment=[
         "entries", "slot_computed", "history", "drafts", "length", "slot", "cu_seqlens", "computed",
-        "draft", "certain", "emits", "tokens", "guesses", "verify",
+        "num_draft", "certain", "emits", "tokens", "step_drafts", "verify",
     ],
 )  # fmt: skip
 def _prepare_inputs_kernel(
@@ -174,11 +174,11 @@ def _prepare_inputs_kernel(
     slot,
     cu_seqlens,
     computed,
-    draft,
+    num_draft,
     certain,
     emits,
     tokens,
-    guesses,
+    step_drafts,
     verify,
     NUM_DRAFT: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -208,24 +208,24 @@ def _prepare_inputs_kernel(
         tl.store(cu_seqlens + i_row, start)
         tl.store(cu_seqlens + rows, start + scheduled, mask=i_row == rows - 1)
         tl.store(computed + i_row, n)
-        tl.store(draft + i_row, d)
+        tl.store(num_draft + i_row, d)
         tl.store(certain + i_row, end)
         tl.store(emits + i_row, (live & (end >= known)).to(tl.int32))
         o_draft = tl.arange(0, WIDTH)
-        judged = tl.maximum(start + scheduled - 1 - d + tl.minimum(o_draft, d), 0)
-        tl.store(verify + i_row * (NUM_DRAFT + 1) + o_draft, judged, mask=o_draft <= NUM_DRAFT)
+        b_verify = tl.maximum(start + scheduled - 1 - d + tl.minimum(o_draft, d), 0)
+        tl.store(verify + i_row * (NUM_DRAFT + 1) + o_draft, b_verify, mask=o_draft <= NUM_DRAFT)
         if NUM_DRAFT > 0:
             b_drafts = tl.load(p_drafts + o_draft, mask=o_draft < d, other=-1)
-            tl.store(guesses + i_row * NUM_DRAFT + o_draft, b_drafts, mask=o_draft < NUM_DRAFT)
+            tl.store(step_drafts + i_row * NUM_DRAFT + o_draft, b_drafts, mask=o_draft < NUM_DRAFT)
 
     o_token = i_tile * TILE + tl.arange(0, TILE)
     inside = o_token < scheduled
     is_known = inside & live & (n + o_token < end)
-    is_guess = inside & live & (n + o_token >= end)
+    is_draft = inside & live & (n + o_token >= end)
     p_history = history + i_slot.to(tl.int64) * history_stride
     b_tokens = tl.load(p_history + n + o_token, mask=is_known, other=0)
     if NUM_DRAFT > 0:
-        b_tokens += tl.load(p_drafts + (n + o_token - end), mask=is_guess, other=0)
+        b_tokens += tl.load(p_drafts + (n + o_token - end), mask=is_draft, other=0)
     tl.store(tokens + start + o_token, tl.maximum(b_tokens, 0), mask=inside)
     # Tokens behind the last row run through the model as well and need a valid id.
     if (i_row == rows - 1) & (i_tile == tl.num_programs(1) - 1):

@@ -135,8 +135,8 @@ def test_nothing_is_captured_under_load(
     def prepare(phases: Phases, frame: Frame, entries: Tensor, num_rows: int) -> None:
         seen.add(frozenset(frame.graphs))
         prepared(phases, frame, entries, num_rows)
-        first, update = frame.inputs.cu_seqlens, frame.batch.num_update_rows
-        assert first[update] == frame.batch.num_update_tokens  # where prompts are looked for
+        first, shape = frame.inputs.cu_seqlens, frame.shape
+        assert first[shape.decode_rows] == shape.decode_tokens  # where prompts are looked for
         assert first[-1] <= len(frame.inputs.tokens)
 
     monkeypatch.setattr(Phases, "prepare", prepare)

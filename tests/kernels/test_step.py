@@ -88,6 +88,7 @@ ROWS = {
     "base": (3, [(4, 4, 3), (0, 4, 3), (2, 4, 3)]),
     "no drafts": (0, [(1, 1, 0), (3, 1, 0)]),
     "fewer drafts": (3, [(1, 2, 1), (3, 1, 0), (0, 3, 2)]),
+    "none of 3 drafts": (3, [(1, 1, 0), (3, 1, 0), (0, 9, 0)]),
     "prefill": (3, [(5, 4, 3), (1, 150, 0), (2, 1, 0), (0, 128, 0)]),
     "padded": (2, [(5, 3, 2), (-1, 3, 2), (0, 3, 2)]),
     "nobody": (3, []),
@@ -125,11 +126,14 @@ def test_prepare_inputs_by_hand() -> None:
     assert out.slot.tolist() == [1, 3, -1]
     assert out.certain.tolist() == [6, 6, 0]
     assert out.emits.tolist() == [1, 0, 0]
-    assert out.guesses[0].tolist() == [70, -1]
-    assert out.verify.view(3, 3).tolist() == [[0, 1, 2], [6, 6, 6], [9, 9, 9]]
+    assert out.drafts[0].tolist() == [70, -1]
+    assert out.verify.tolist() == [[0, 1, 2], [6, 6, 6], [9, 9, 9]]
 
 
-def committed(world: World, act: Callable[..., None]) -> Iterator[Tensor]:
+def committed(
+    world: World, act: Callable[..., None], columns: int | None = None
+) -> Iterator[Tensor]:
+    """columns: of the accepted tokens; None: K + 1."""
     at = world.prepared(prepare_inputs.prepare_inputs_reference, 2, world.num_draft + 1, 3)
     rows, width = at.slot.shape[0], world.num_draft + 1
     counts = torch.zeros(rows, dtype=torch.int32, device=DEVICE)
@@ -141,6 +145,7 @@ def committed(world: World, act: Callable[..., None]) -> Iterator[Tensor]:
     out = DraftInputs.empty(rows, at.tokens.shape[0], world.num_draft, DEVICE)
     sent = torch.full((rows, width + 1), -77, dtype=torch.int32, device=DEVICE)
     garbage(out)
+    tokens = tokens[:, :columns].contiguous()
     act(at, tokens, counts, history, length, sent, out, world.longest)
     yield from (history[:SLOTS], length[:SLOTS], sent, *out)
 
@@ -156,6 +161,18 @@ def test_commit_tokens(case: tuple[int, list[tuple[int, int, int]]], seed: int) 
         ("history", "length", "emitted", *DraftInputs._fields), found, wanted, strict=True
     ):
         assert torch.equal(a, b), name
+
+
+@kernels
+@pytest.mark.parametrize("case", ROWS.values(), ids=ROWS)
+@pytest.mark.parametrize("name", ["commit_tokens", "commit_tokens_reference"])
+def test_columns_that_no_row_has_drafts_for_can_be_left_out(
+    case: tuple[int, list[tuple[int, int, int]]], name: str
+) -> None:
+    world, act = World(*case, seed=1), getattr(commit_tokens, name)
+    columns = 1 + max((draft for _, _, draft in case[1]), default=0)
+    for found, wanted in zip(committed(world, act, columns), committed(world, act), strict=True):
+        assert torch.equal(found, wanted)
 
 
 def test_commit_tokens_by_hand() -> None:

@@ -1,8 +1,9 @@
-"""The runner against the reference step: the same random numbers give the same tokens."""
+"""The runner against the reference step: the same random numbers give the same tokens, whatever the
+number of drafts of each row and step, and whether steps are padded and captured or not."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -35,6 +36,7 @@ from hybrid_runtime.specdecode.sampling import (
     uniform,
 )
 from hybrid_runtime.specdecode.sequences import Sequences
+from hybrid_runtime.specdecode.shape import StepShape, most_rows
 from hybrid_runtime.state.layout import LayoutKind, StateLayout
 from hybrid_runtime.state.manager import HybridStateManager
 from hybrid_runtime.state.rows import StepRows
@@ -90,18 +92,31 @@ class SoftDrafter:
 
 
 class Runs:
-    """A runner over memory of which every request owns its share; nothing is scheduled."""
+    """A runner over memory of which every request owns its share; nothing is scheduled.
 
-    def __init__(self, kind: LayoutKind, drawn: bool, params: Sequence[SamplingParams]) -> None:
+    num_draft: most drafts of a row. captured: steps are padded, and captured as far as they can be.
+    """
+
+    def __init__(
+        self,
+        kind: LayoutKind,
+        drawn: bool,
+        params: Sequence[SamplingParams],
+        num_draft: int = K,
+        captured: bool = False,
+    ) -> None:
         slots, target, self.params = len(PROMPTS), SoftTarget(), params
-        layout = StateLayout.from_config(target.config, K, block_size=BLOCK, kind=kind)
-        columns = MAX_LENGTH // BLOCK + K + 1
+        layout = StateLayout.from_config(target.config, num_draft, block_size=BLOCK, kind=kind)
+        columns = MAX_LENGTH // BLOCK + num_draft + 1
         tables = torch.arange(slots * columns, dtype=torch.int32).view(slots, columns)
         states = {layer: layout.allocate(slots * columns, "cpu") for layer in STATE_LAYERS}
         window_cache = layout.allocate_window_cache(
             len(STATE_LAYERS), slots, 1, torch.float32, torch.device("cpu")
         )
-        self.manager = HybridStateManager(layout, slots, K, "cpu", readback=False)
+        rows = most_rows(slots) if captured else None
+        self.manager = HybridStateManager(
+            layout, slots, num_draft, "cpu", readback=False, max_rows=rows
+        )
         self.manager.bind(states, tables)
         keys = torch.zeros(slots * columns, BLOCK, 1, 1)
         caches = Caches(
@@ -113,9 +128,15 @@ class Runs:
             if window_cache is None
             else {layer: window_cache.layer(i) for i, layer in enumerate(STATE_LAYERS)},
         )
-        sequences = Sequences(slots, MAX_LENGTH + 1, K, "cpu", VOCABULARY, drawn)
+        sequences = Sequences(slots, MAX_LENGTH + 1, num_draft, "cpu", VOCABULARY, drawn)
         self.runner = SpecDecodeRunner(
-            target, self.manager, sequences, caches, SoftDrafter(drawn), MAX_LENGTH
+            target,
+            self.manager,
+            sequences,
+            caches,
+            SoftDrafter(drawn) if num_draft else None,
+            MAX_LENGTH,
+            captured_prompt_tokens=MAX_LENGTH if captured else None,
         )
         self.computed = dict.fromkeys(range(slots), 0)
 
@@ -125,22 +146,20 @@ class Runs:
             [(slot, PROMPTS[slot], len(PROMPTS[slot]), self.params[slot], 100 + slot, ())]
         )
 
-    def step(self, slots: Sequence[int], accept: Acceptance) -> dict[int, list[int]]:
-        """What each slot emits; those whose prompts have not run yet run them."""
-        slots = sorted(slots, key=lambda slot: self.computed[slot] == 0)
+    def step(self, num_draft: dict[int, int], accept: Acceptance) -> dict[int, list[int]]:
+        """What each slot emits with so many drafts; those whose prompts have not run yet run
+        them."""
+        slots = sorted(num_draft, key=lambda slot: self.computed[slot] == 0)
         decodes = [self.computed[slot] > 0 for slot in slots]
+        drafts = [num_draft[slot] if d else 0 for slot, d in zip(slots, decodes, strict=True)]
+        certain = [1 if d else len(PROMPTS[slot]) for slot, d in zip(slots, decodes, strict=True)]
         rows = StepRows.exact(
-            slots,
-            [self.computed[slot] for slot in slots],
-            [K + 1 if d else len(PROMPTS[slot]) for slot, d in zip(slots, decodes, strict=True)],
-            [K if d else 0 for d in decodes],
+            slots, [self.computed[slot] for slot in slots], np.add(certain, drafts), drafts
         )
-        step = self.runner.step(rows, sum(decodes), accept)
+        step = self.runner.step(rows, StepShape.of(rows, sum(decodes)), accept)
         emitted = self.runner.read(step, "test").tolist()
-        for slot, scheduled, draft, row in zip(
-            slots, rows.scheduled.tolist(), rows.draft.tolist(), emitted, strict=True
-        ):
-            self.computed[slot] += scheduled - draft + row[-1] - 1
+        for slot, one, row in zip(slots, certain, emitted, strict=True):
+            self.computed[slot] += one + row[-1] - 1
         return {slot: row[: row[-1]] for slot, row in zip(slots, emitted, strict=True)}
 
 
@@ -178,9 +197,9 @@ def reference_steps(
     prompt: Sequence[int],
     sampling: SamplingTensors,
     drawn: bool,
-    count: int,
+    num_draft: Sequence[int],
 ) -> list[list[int]]:
-    """What the first `count` steps of a request emit."""
+    """What the first steps of a request emit, with so many drafts each."""
     target = ReferenceTarget(sampling)
 
     def drafter(state: Memory, follow: Sequence[int]) -> Tensor:
@@ -194,13 +213,13 @@ def reference_steps(
     for read in prompt[:-1]:
         state = target.advance(state, read)
     steps: list[list[int]] = []
-    for _ in range(count):
+    for drafts in num_draft:
         emitted, state = reference.speculative_step(
             target=target,
             drafter=drafter,
             state=state,
             token=token,
-            num_draft=K if steps else 0,  # there are no drafts beside a prompt
+            num_draft=drafts,
             accept=reference.rejection if drawn else reference.matching,
             random=partial(random, len(state.tokens) + 1),
         )
@@ -209,8 +228,32 @@ def reference_steps(
     return steps
 
 
-@pytest.mark.parametrize("kind", ["columns", "replay"])
-@pytest.mark.parametrize(
+def held_against_the_reference(
+    runs: Runs, accept: Acceptance, drawn: bool, drafts: Callable[[int, int], int]
+) -> set[int]:
+    """Run steps with `drafts(number of the step, slot)` drafts; how many tokens they emitted."""
+    found: dict[int, list[list[int]]] = {slot: [] for slot in range(len(PROMPTS))}
+    planned: dict[int, list[int]] = {slot: [] for slot in found}
+    order = np.random.default_rng(0)
+    for number in range(STEPS):
+        # The last request comes later: its prompt runs beside rows that decode.
+        live = range(len(PROMPTS) - (number < 2))
+        for slot in live:
+            if number in (0, 2) and not found[slot]:
+                runs.admit(slot)
+        num_draft = {slot: drafts(number, slot) for slot in order.permutation(live).tolist()}
+        for slot, tokens in runs.step(num_draft, accept).items():
+            planned[slot].append(num_draft[slot] if found[slot] else 0)
+            found[slot].append(tokens)
+    for slot, steps in found.items():
+        sampling = runs.runner.sequences.sampling.select(torch.tensor([slot]))
+        assert steps == reference_steps(PROMPTS[slot], sampling, drawn, planned[slot])
+    return {len(tokens) for steps in found.values() for tokens in steps[1:]}
+
+
+KINDS = pytest.mark.parametrize("kind", ["columns", "replay"])
+CAPTURED = pytest.mark.parametrize("captured", [False, True], ids=["as they are", "captured"])
+ACCEPTANCES = pytest.mark.parametrize(
     ("params", "accept", "drawn"),
     [
         ([COLD] * 3, greedy, False),
@@ -219,23 +262,60 @@ def reference_steps(
     ],
     ids=["greedy", "chosen drafts", "drawn drafts"],
 )
+
+
+@CAPTURED
+@KINDS
+@ACCEPTANCES
+@pytest.mark.parametrize(
+    "drafts",
+    [
+        lambda number, slot: K,
+        lambda number, slot: (K, 0, 1)[number % 3],
+        lambda number, slot: (number + slot) % (K + 1),
+    ],
+    ids=["K drafts", "K, 0 and 1 in turn", "rows that differ"],
+)
 def test_steps_emit_what_the_reference_does(
-    kind: LayoutKind, params: list[SamplingParams], accept: Acceptance, drawn: bool
+    kind: LayoutKind,
+    params: list[SamplingParams],
+    accept: Acceptance,
+    drawn: bool,
+    captured: bool,
+    drafts: Callable[[int, int], int],
 ) -> None:
-    runs = Runs(kind, drawn, params)
-    found: dict[int, list[list[int]]] = {slot: [] for slot in range(len(PROMPTS))}
-    order = np.random.default_rng(0)
-    for number in range(STEPS):
-        # The last request comes later: its prompt runs beside rows that decode.
-        live = range(len(PROMPTS) - (number < 2))
-        for slot in live:
-            if number in (0, 2) and not found[slot]:
-                runs.admit(slot)
-        for slot, tokens in runs.step(order.permutation(live).tolist(), accept).items():
-            found[slot].append(tokens)
-    lengths = set()
-    for slot, steps in found.items():
-        sampling = runs.runner.sequences.sampling.select(torch.tensor([slot]))
-        assert steps == reference_steps(PROMPTS[slot], sampling, drawn, len(steps))
-        lengths |= {len(tokens) for tokens in steps[1:]}
-    assert lengths == set(range(1, K + 2))
+    runs = Runs(kind, drawn, params, captured=captured)
+    runs.runner.capture([accept])
+    assert {1, K + 1} <= held_against_the_reference(runs, accept, drawn, drafts)
+
+
+@CAPTURED
+@KINDS
+def test_plain_decoding_emits_what_the_reference_does(kind: LayoutKind, captured: bool) -> None:
+    runs = Runs(kind, False, [COLD, WARM, HOT], num_draft=0, captured=captured)
+    runs.runner.capture([rejection])
+    assert held_against_the_reference(runs, rejection, False, lambda number, slot: 0) == {1}
+
+
+def test_what_is_captured() -> None:
+    """Ahead, every shape with K drafts a row; then shapes without prompts as they come. Rows that
+    differ in drafts need none."""
+    runs = Runs("replay", False, [COLD] * 3, captured=True)
+    runs.runner.capture([greedy, rejection])
+    captured = runs.runner._captured
+    assert captured is not None
+    decoding, mixed = captured.shapes.decoding(), list(captured.shapes.mixed())
+    assert {shape for shape, _ in captured._frames} == {*decoding, *mixed}
+    graphs = captured._graphs._captured
+    # With each acceptance: verified and accepted, and drafts; with prompts, only accepted.
+    assert len(graphs) == len(decoding) * 2 * 2 + len(mixed) * (1 + 2 + 1)
+    for slot in range(3):
+        runs.admit(slot)
+    runs.step({0: 0, 1: 0}, greedy)
+    ahead = set(graphs)
+    for num_draft in ({0: 1, 1: 2}, {0: K, 1: K}, {0: 0, 2: 0}, {0: 2, 1: 1}):
+        runs.step(num_draft, greedy)
+        assert set(graphs) == ahead
+    runs.step({0: 1, 1: 1, 2: 1}, greedy)
+    key = StepShape.decoding(3, 1), greedy
+    assert set(graphs) - ahead == {("verify_and_accept", key), ("draft", key)}
