@@ -2,12 +2,13 @@
 
 Row i brings ``num_draft[i] <= K`` drafts and the target's logits at K + 1 positions:
 ``logits[i, j]`` is the target's distribution after the row's certain tokens and its first j drafts.
-A draft of -1 inside ``num_draft`` is one that the drafter did not make; it is never accepted.
+K is that of the step here: the most drafts of any row. A draft of -1 inside ``num_draft`` is one
+that the drafter did not make; it is never accepted.
 ``reference.py`` has the same in the paper's order, for one request.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Protocol
 
@@ -16,11 +17,14 @@ from torch import Tensor
 
 from hybrid_runtime.kernels.sampling.accept import accept_drafts, drafted, emit, num_leading
 from hybrid_runtime.kernels.sampling.argmax import argmax
+from hybrid_runtime.kernels.sampling.logprobs import token_logprobs
 from hybrid_runtime.kernels.sampling.naive import sample_reference
+from hybrid_runtime.kernels.sampling.penalties import penalise
 from hybrid_runtime.kernels.sampling.probabilities import select_with_probabilities
 from hybrid_runtime.kernels.sampling.rows import SamplingTensors
 from hybrid_runtime.kernels.sampling.select import select_tokens
-from hybrid_runtime.specdecode.sampling import ACCEPT, SYNTHETIC, TARGET, uniform
+from hybrid_runtime.specdecode.sampling import ACCEPT, MAX_LOGPROBS, SYNTHETIC, TARGET, uniform
+from hybrid_runtime.specdecode.sequences import Sequences
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,6 +237,52 @@ def synthetic_acceptance(rates: Sequence[float], device: torch.device | str) -> 
         )
 
     return accept
+
+
+class Adjusted:
+    """An acceptance by other logits, or with log-probabilities; an ``Acceptance`` itself.
+
+    Attributes:
+        accept: accepts drafts by the changed logits.
+        sequences: text, penalties, biases and bans, by slot.
+        penalises: change the logits by penalties, biases and bans.
+        allows: some rows may draw some tokens only (with ``penalises``).
+        wants_logprobs: of what is emitted, by the logits as the model gives them.
+    """
+
+    def __init__(
+        self,
+        accept: Acceptance,
+        sequences: Sequences,
+        penalises: bool,
+        allows: bool,
+        wants_logprobs: bool,
+    ) -> None:
+        self.accept, self.sequences = accept, sequences
+        self.penalises, self.allows, self.wants_logprobs = penalises, allows, wants_logprobs
+
+    def __call__(
+        self,
+        logits: Tensor,
+        drafts: Tensor,
+        num_draft: Tensor,
+        emits: Tensor,
+        draft_probs: Tensor | None,
+        sampling: SamplingTensors,
+        position: Tensor,
+    ) -> Accepted:
+        adjusted = logits
+        if self.penalises:
+            assert sampling.slot is not None
+            penalties = self.sequences.penalties
+            if self.allows:
+                penalties = penalties._replace(allowed=self.sequences.allowed)
+            adjusted = penalise(logits, penalties, sampling.slot, position, drafts)
+        accepted = self.accept(adjusted, drafts, num_draft, emits, draft_probs, sampling, position)
+        if not self.wants_logprobs:
+            return accepted
+        most = min(MAX_LOGPROBS, logits.shape[-1])
+        return replace(accepted, logprobs=token_logprobs(logits, accepted.tokens, most))
 
 
 def _check(logits: Tensor, drafts: Tensor, num_draft: Tensor, emits: Tensor) -> None:

@@ -13,8 +13,7 @@ from hybrid_runtime.device.sync import Waits, allowed
 from hybrid_runtime.device.transfer import Part, PinnedBuffers
 from hybrid_runtime.kernels.sampling.penalties import Penalties
 from hybrid_runtime.kernels.sampling.rows import SamplingTensors
-from hybrid_runtime.specdecode.allowed import AllowedTokens
-from hybrid_runtime.specdecode.biases import Ban, Biases
+from hybrid_runtime.specdecode.logit_tables import AllowedTokens, Ban, Biases
 from hybrid_runtime.specdecode.sampling import SamplingParams
 
 # Words of a slot's line. The seed takes two, at an offset that suits a 64-bit integer.
@@ -147,8 +146,8 @@ class Sequences:
 
     @property
     def allowed(self) -> Tensor:
-        """int32 `[slots + 1, words]`, `Penalties.allowed`; made when it is first needed, and
-        steps in which nobody asks for it do not read it."""
+        """int32 `[slots + 1, words]`, `Penalties.allowed`; made when it is first needed;
+        steps of requests without it do not read it."""
         if self._allowed is None:
             self._allowed = self._new_allowed()
         return self._allowed.bits

@@ -8,7 +8,7 @@ from collections.abc import Collection
 from tokenizers import Tokenizer
 
 from hybrid_runtime.engine.tokenize import check_text, encoded
-from hybrid_runtime.specdecode.biases import (
+from hybrid_runtime.specdecode.logit_tables import (
     FOREVER,
     MAX_BAD_WORD_TOKENS,
     MAX_END_TOKENS,

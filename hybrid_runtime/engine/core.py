@@ -23,8 +23,7 @@ from hybrid_runtime.engine.pooler import Pooler
 from hybrid_runtime.engine.prompt_logprobs import PromptLogprobs
 from hybrid_runtime.engine.request import BrokenLogits, FinishReason, Request
 from hybrid_runtime.engine.scheduler import Schedule, Scheduler
-from hybrid_runtime.specdecode.acceptance import Acceptance
-from hybrid_runtime.specdecode.adjusted import Adjusted
+from hybrid_runtime.specdecode.acceptance import Acceptance, Adjusted
 from hybrid_runtime.specdecode.runner import SpecDecodeRunner
 from hybrid_runtime.state.step import Snapshot, Step
 

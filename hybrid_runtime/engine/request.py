@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hybrid_runtime.engine.logprobs import TokenLogprobs
 from hybrid_runtime.engine.tokenize import Tokens
-from hybrid_runtime.specdecode.biases import Ban
+from hybrid_runtime.specdecode.logit_tables import Ban
 from hybrid_runtime.specdecode.sampling import SamplingParams
 
 
