@@ -184,7 +184,7 @@ class SpecDecodeRunner:
 
     def read_logprobs(self, step: Step, reason: str) -> NDArray[np.int32]:
         """Of a step whose acceptance wants log-probabilities, those of the emitted tokens, int32
-        `[rows, d + 1, 1 + 2 * most]`, see `token_logprobs`; d: most drafts of a row of the step."""
+        `[rows, d + 1, 1 + 2 * most]`, see `token_logprobs`; d as in `Frame`."""
         assert self._logprobs is not None, "no step wanted log-probabilities"
         words = self._logprobs.read(step.number, reason)
         words = words.reshape(len(step.rows), -1, self._logprob_words)

@@ -39,9 +39,9 @@ class StepShape(NamedTuple):
     @classmethod
     def of(cls, rows: StepRows, decode_rows: int) -> StepShape:
         """Of rows of which the first `decode_rows` decode."""
-        tokens, decode_tokens = rows.scheduled.sum(), rows.scheduled[:decode_rows].sum()
-        prompt_tokens = int(tokens - decode_tokens)
-        return cls(decode_rows, int(decode_tokens), len(rows) - decode_rows, prompt_tokens)
+        decode_tokens, prompt_rows = rows.scheduled[:decode_rows].sum(), len(rows) - decode_rows
+        prompt_tokens = rows.scheduled[decode_rows:].sum() if prompt_rows else 0
+        return cls(decode_rows, int(decode_tokens), prompt_rows, int(prompt_tokens))
 
     @property
     def rows(self) -> int:

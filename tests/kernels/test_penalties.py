@@ -97,7 +97,8 @@ def case(
         ),
         slot.int().to(DEVICE),
         length[slot].int().to(DEVICE),
-        drafts.int().to(DEVICE),
+        # Columns of a wider table, as where no row of a step has K drafts.
+        torch.cat([drafts, drafts], 1).int().to(DEVICE)[:, :K],
     )  # fmt: skip
 
 

@@ -77,7 +77,9 @@ def test_accept_drafts(data: st.DataObject) -> None:
         lines = [data.draw(st.lists(values, min_size=width, max_size=width)) for _ in range(rows)]
         return torch.tensor(lines, dtype=torch.int32, device=DEVICE).view(rows, width)
 
-    chosen, drafts = table(num_draft + 1, st.integers(0, 2)), table(num_draft, few)
+    more = data.draw(st.integers(0, 2))  # columns, for drafts that no row of this step has
+    chosen, drafts = table(num_draft + 1, st.integers(0, 2)), table(num_draft + more, few)
+    drafts = drafts[:, :num_draft]
     count = table(1, st.integers(0, num_draft))[:, 0]
     emits = table(1, st.integers(0, 1))[:, 0]
     forced: tuple[Tensor, ...] = ()

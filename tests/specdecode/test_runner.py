@@ -27,7 +27,7 @@ from hybrid_runtime.kernels.sampling.naive import probabilities_reference, sampl
 from hybrid_runtime.kernels.sampling.rows import SamplingTensors
 from hybrid_runtime.models.forward_batch import Caches
 from hybrid_runtime.specdecode import reference
-from hybrid_runtime.specdecode.acceptance import Acceptance, greedy, rejection
+from hybrid_runtime.specdecode.acceptance import Acceptance, Adjusted, greedy, rejection
 from hybrid_runtime.specdecode.drafter import VerifyOutput
 from hybrid_runtime.specdecode.runner import SpecDecodeRunner
 from hybrid_runtime.specdecode.sampling import (
@@ -40,6 +40,7 @@ from hybrid_runtime.specdecode.shape import StepShape, most_rows
 from hybrid_runtime.state.layout import LayoutKind, StateLayout
 from hybrid_runtime.state.manager import HybridStateManager
 from hybrid_runtime.state.rows import StepRows
+from hybrid_runtime.state.step import Step
 
 K, BLOCK, MAX_LENGTH, STEPS = 3, 8, 64, 12
 _GENERATOR = torch.Generator().manual_seed(0)
@@ -139,6 +140,7 @@ class Runs:
             captured_prompt_tokens=MAX_LENGTH if captured else None,
         )
         self.computed = dict.fromkeys(range(slots), 0)
+        self.last: Step | None = None
 
     def admit(self, slot: int) -> None:
         self.manager.admit(slot)
@@ -156,7 +158,7 @@ class Runs:
         rows = StepRows.exact(
             slots, [self.computed[slot] for slot in slots], np.add(certain, drafts), drafts
         )
-        step = self.runner.step(rows, StepShape.of(rows, sum(decodes)), accept)
+        self.last = step = self.runner.step(rows, StepShape.of(rows, sum(decodes)), accept)
         emitted = self.runner.read(step, "test").tolist()
         for slot, one, row in zip(slots, certain, emitted, strict=True):
             self.computed[slot] += one + row[-1] - 1
@@ -295,6 +297,29 @@ def test_plain_decoding_emits_what_the_reference_does(kind: LayoutKind, captured
     runs = Runs(kind, False, [COLD, WARM, HOT], num_draft=0, captured=captured)
     runs.runner.capture([rejection])
     assert held_against_the_reference(runs, rejection, False, lambda number, slot: 0) == {1}
+
+
+@CAPTURED
+def test_log_probabilities_come_with_any_number_of_drafts(captured: bool) -> None:
+    runs = Runs("replay", False, [COLD] * 3, captured=captured)
+    accept = Adjusted(
+        rejection, runs.runner.sequences, penalises=False, allows=False, wants_logprobs=True
+    )
+    texts = [list(prompt) for prompt in PROMPTS]
+    for slot in range(3):
+        runs.admit(slot)
+    for num_draft in ({0: 0, 1: 0}, {0: K, 1: K, 2: 0}, {0: 0, 1: 0}, {0: 1, 1: 2}, {0: 1, 1: 1}):
+        slots = sorted(num_draft, key=lambda slot: runs.computed[slot] == 0)
+        emitted = runs.step(num_draft, accept)
+        assert runs.last is not None
+        values = runs.runner.read_logprobs(runs.last, "test")[..., 0].view(np.float32)
+        assert len(values) == len(slots)
+        assert max(runs.last.rows.draft) < values.shape[1] <= K + 1
+        for row, slot in zip(values, slots, strict=True):
+            for value, token in zip(row, emitted[slot], strict=False):
+                wanted = LOGITS[true_token(tuple(texts[slot]))].log_softmax(-1)[token]
+                assert value == pytest.approx(float(wanted), abs=1e-5)
+                texts[slot].append(token)
 
 
 def test_what_is_captured() -> None:
