@@ -103,7 +103,7 @@ def matching(
     p: list[Tensor], q: list[Tensor], drafts: list[int], random: Random
 ) -> tuple[int, int]:
     """Rejection for drafts that were chosen, not drawn: sample from p as if there were no drafts,
-    and go on for as long as the tokens are those that were guessed."""
+    and go on for as long as the tokens are those that were drafted."""
     n = 0
     while n < len(drafts) and draw(p[n], random(TARGET, n)) == drafts[n]:
         n += 1

@@ -34,7 +34,7 @@ MAX_COMPLETIONS = 128
 """Of one prompt."""
 
 MAX_LOGPROBS = 20
-"""Most likely tokens that are told beside each emitted one."""
+"""Most likely tokens whose log-probabilities come with those of an emitted one, at most."""
 
 
 def _require(holds: bool, argument: str, value: object, must: str) -> None:
@@ -69,7 +69,7 @@ class SamplingParams:
             ends with all tokens of one but the last, that one is not drawn.
         min_tokens: before so many tokens of output none is drawn that would end it (end-of-text
             tokens unless `ignore_eos`, and `stop_token_ids`), and no stop string ends it.
-        logprobs: tell the log-probability of each token, and of so many most likely ones beside it;
+        logprobs: give the log-probability of each token, and of so many most likely ones beside it;
             None = of none.
         prompt_logprobs: the same of each token of the prompt but the first.
         n: completions of the prompt.

@@ -1,9 +1,8 @@
-"""Where top-k and top-p cut a line of logits, without sorting it.
+"""Threshold search for top-k and top-p: where they cut a line of logits, without sorting it.
 
-The tokens whose logit is at least some value are few or many, light or heavy, the more so the lower
-the value; the cut is the largest one for which they are still enough. Each pass over the line tries
-three values at once. Values are numbered in their order (`ordered`), so that the search ends when
-none is left between the two ends.
+The lower a threshold, the more tokens have at least this logit, and the more weight; the cut is the
+largest threshold that keeps enough of them. Each pass over the line tries three thresholds at once.
+Logits are numbered in their order (`ordered`), so the search ends when none is left in between.
 """
 
 from __future__ import annotations
@@ -126,15 +125,16 @@ def search(
     SHIFT: tl.constexpr,
     FEW: tl.constexpr,
 ):
-    """The largest key `low`, not below `floor`, of which at least enough tokens have as much or
-    more; any such key once only FEW have.
+    """The largest key `low`, at least `floor`, that keeps enough: tokens whose keys are at least as
+    large. The search ends before, at any key that keeps enough, once at most FEW tokens have it.
 
-    Enough is `wanted` tokens, or by mass that share of the weight that stands above `floor` and
-    `extra`.
+    Enough is `wanted` tokens, or by mass that share of the weight above `floor`, plus `extra`.
 
     Returns:
-        low int32; what stands above it (tokens or weight); enough, in the same unit; whether FEW
-        have it or more.
+        low: int32.
+        above: tokens or weight with larger keys.
+        enough: in the same unit.
+        few: at most FEW tokens have keys of at least `low`.
     """
     low = tl.maximum(floor, bottom(best, scale, SHIFT)).to(tl.int64)
     high = ordered(best, SHIFT).to(tl.int64) + 1
@@ -177,8 +177,8 @@ def search(
 
 @triton.jit
 def reached(b_x, b_w, enough, SHIFT: tl.constexpr):
-    """The largest value of which tokens with logits `b_x` and weights `b_w` have enough, and what
-    stands above it."""
+    """The largest logit that keeps weight of at least `enough`, of tokens with logits `b_x` and
+    weights `b_w`, and the weight above it."""
     key = tl.full((), LOWEST >> SHIFT, tl.int64)
     for i_bit in range(32 - SHIFT):
         higher = key + (tl.full((), 1, tl.int64) << (31 - SHIFT - i_bit))

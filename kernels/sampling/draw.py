@@ -1,6 +1,6 @@
 """The draw from what top-k and top-p leave of a line of logits, by one random number.
 
-Tokens stand in the order of their ids, and the first whose cumulative share exceeds the number is
+Tokens are in the order of their ids, and the first whose cumulative share exceeds the number is
 drawn. Weights are added up in float64, whose order of summation hardly ever shows in the token.
 """
 
@@ -83,7 +83,7 @@ def draw_few(
 @triton.jit
 def draw_line(
     p_line, cut, ties, best, scale, min_p, u,
-    V: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, TELLS: tl.constexpr,
+    V: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, KEEPS_CUT: tl.constexpr,
 ):  # fmt: skip
     """Min-p and the draw on the tokens above `cut` and the first `ties` at it."""
     o_each = tl.arange(0, TILE)
@@ -117,7 +117,7 @@ def draw_line(
     token = first_reached(tl.cumsum(b_w.to(tl.float64), axis=0), b_w, o_v, rest)
 
     last = 0
-    if TELLS:
+    if KEEPS_CUT:
         i_tile = tl.max(tl.where(b_kept > 0, o_tile, 0))
         o_v = i_tile * TILE + o_each
         b_tied = read(p_line, o_v, V, TILE) == cut

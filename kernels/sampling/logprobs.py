@@ -7,12 +7,12 @@ from torch import Tensor
 
 
 def token_logprobs(logits: Tensor, tokens: Tensor, most: int) -> Tensor:
-    """What the model itself thinks of each token.
+    """Log-probabilities by the model, before anything changes its logits.
 
     Args:
         logits: float [rows, n, V], as the model gives them.
         tokens: int32 [rows, n], emitted at these positions; -1 where none is.
-        most: of how many likely tokens to tell; at most V are.
+        most: how many of the most likely tokens are given, at most V.
 
     Returns:
         int32 [rows, n, 1 + 2 * most]: the token's log-probability, the ids of the most likely

@@ -71,8 +71,8 @@ def _select_kernel(
     logits, stride, values, indices, few_tokens,
     temperature, top_k, top_p, min_p, param_stride, seed, seed_stride,
     slot, position, num_draft, emits, out, cut_value, cut_last, cut_total, cut_best,
-    START: tl.constexpr, WIDTH: tl.constexpr, BY_SLOT: tl.constexpr, JUDGES: tl.constexpr,
-    MARKS: tl.constexpr, TELLS: tl.constexpr, V: tl.constexpr, PARTS: tl.constexpr,
+    START: tl.constexpr, WIDTH: tl.constexpr, BY_SLOT: tl.constexpr, VERIFIES: tl.constexpr,
+    MARKS: tl.constexpr, KEEPS_CUT: tl.constexpr, V: tl.constexpr, PARTS: tl.constexpr,
     PART_WIDTH: tl.constexpr, TILE: tl.constexpr, PIECE: tl.constexpr, PIECES: tl.constexpr,
     FEW: tl.constexpr, SHIFT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -90,8 +90,8 @@ def _select_kernel(
         token = tl.maximum(token, 0)
     tau = tl.load(temperature + i_slot * param_stride)
     draws = tau > 0
-    if JUDGES:
-        # Nobody asks for the token behind a draft that was not made.
+    if VERIFIES:
+        # The token behind a draft that was not made is not used.
         draws &= (tl.load(emits + i_row).to(tl.int32) != 0) & (
             i_ahead <= tl.load(num_draft + i_row)
         )
@@ -135,10 +135,10 @@ def _select_kernel(
             )
         else:
             token, last, total = draw_line(
-                p_line, cut, ties, best, scale, least, u, V, PIECE, PIECES, TELLS
+                p_line, cut, ties, best, scale, least, u, V, PIECE, PIECES, KEEPS_CUT
             )
     tl.store(out + i_line, token)
-    if TELLS:
+    if KEEPS_CUT:
         tl.store(cut_value + i_line, cut)
         tl.store(cut_last + i_line, last)
         tl.store(cut_total + i_line, total)
@@ -176,7 +176,7 @@ def select_tokens(
     few = torch.empty((rows * width, tiling.few), dtype=torch.int32, device=logits.device)
     param_stride = sampling.temperature.stride(0)
     assert all(x.stride(0) == param_stride for x in sampling[1:4])
-    judges = num_draft is not None and emits is not None
+    verifies = num_draft is not None and emits is not None
     _select_kernel[(rows * width,)](
         logits=lines,
         values=values,
@@ -192,8 +192,8 @@ def select_tokens(
         seed_stride=sampling.seed.stride(0),
         slot=out if sampling.slot is None else sampling.slot,
         position=position,
-        num_draft=num_draft if judges else out,
-        emits=emits if judges else out,
+        num_draft=num_draft if verifies else out,
+        emits=emits if verifies else out,
         out=out,
         cut_value=cut.value if cut else out,
         cut_last=cut.last if cut else out,
@@ -202,9 +202,9 @@ def select_tokens(
         START=stream_start(stream),
         WIDTH=width,
         BY_SLOT=sampling.slot is not None,
-        JUDGES=judges,
+        VERIFIES=verifies,
         MARKS=marks,
-        TELLS=cut is not None,
+        KEEPS_CUT=cut is not None,
         V=vocabulary,
         PARTS=values.shape[1],
         PART_WIDTH=triton.next_power_of_2(values.shape[1]),

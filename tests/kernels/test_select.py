@@ -141,7 +141,7 @@ def test_draws_among_the_few_tokens_that_are_allowed(left: int) -> None:
 
 @kernels
 @pytest.mark.parametrize("few", [16, 512])
-def test_several_positions_of_rows_that_are_judged(few: int) -> None:
+def test_several_positions_of_rows_with_drafts(few: int) -> None:
     rows, width = 4, 3
     generator = torch.Generator().manual_seed(7)
     logits = 2 * torch.randn(rows, width, V, generator=generator).to(DEVICE)
@@ -177,7 +177,7 @@ def test_what_is_not_finite_ends_and_gives_a_token() -> None:
 
 @kernels
 @pytest.mark.parametrize("with_probabilities", [False, True])
-def test_broken_logits_are_counted_and_nobody_elses_draw_changes(with_probabilities: bool) -> None:
+def test_broken_logits_are_counted_and_no_other_draw_changes(with_probabilities: bool) -> None:
     generator = torch.Generator().manual_seed(4)
     params = [PARAMS[row] for row in (0, 4, 7, 9, 11)]
     rows = len(params)
@@ -230,15 +230,15 @@ TYPES: dict[str, str] = dict.fromkeys(
 
 
 @pytest.mark.parametrize("type_", ["*bf16", "*fp32"])
-@pytest.mark.parametrize("tells", [False, True])
-def test_select_compiles_for_hopper(type_: str, tells: bool, tmp_path: Any) -> None:
+@pytest.mark.parametrize("keeps", [False, True])
+def test_select_compiles_for_hopper(type_: str, keeps: bool, tmp_path: Any) -> None:
     kernel = select._select_kernel
     if not isinstance(kernel, JITFunction):
         pytest.skip("the interpreter is on")
     shape = select.TILING
     constants: dict[str, Any] = {
-        "START": uniform.stream_start(STREAM), "WIDTH": 4, "BY_SLOT": True, "JUDGES": not tells,
-        "MARKS": not tells, "TELLS": tells, "V": 131072, "PARTS": 32, "PART_WIDTH": 32,
+        "START": uniform.stream_start(STREAM), "WIDTH": 4, "BY_SLOT": True, "VERIFIES": not keeps,
+        "MARKS": not keeps, "KEEPS_CUT": keeps, "V": 131072, "PARTS": 32, "PART_WIDTH": 32,
         "TILE": shape.tile, "PIECE": shape.piece, "PIECES": 131072 // shape.piece, "FEW": shape.few,
         "SHIFT": 16 if type_ == "*bf16" else 0,
     }  # fmt: skip

@@ -195,7 +195,7 @@ def test_commit_tokens_by_hand() -> None:
 
 
 @kernels
-def test_what_tells_of_broken_logits_reaches_the_host_and_no_text() -> None:
+def test_the_mark_of_broken_logits_reaches_the_host_and_no_text() -> None:
     world = World(2, [(1, 3, 2), (3, 4, 0)], seed=0)
     world.computed[:] = ints(0, 5, 0, 2, 0, 0)
     world.length[1], world.length[3] = 6, 9

@@ -55,7 +55,7 @@ def generate(
     """``length`` tokens per row by speculative steps, as the step loop makes them.
 
     ``draft`` [V, V] is the distribution that drafts are drawn from, ``claimed`` what the acceptance
-    is told about it (default: the truth); without ``draft`` the drafts are the next higher tokens.
+    takes for it (default: the same); without ``draft`` the drafts are the next higher tokens.
     ``limit`` [rows]: drafts per row (default: ``num_draft``).
     """
     rows = len(sampling.seed)
@@ -151,12 +151,12 @@ def one_draft(
     p = target[0]
     q = torch.eye(V)[int(p.argmax())] if fixed else draft[0]
     generator = torch.Generator().manual_seed(5)
-    guess = torch.multinomial(q, ROWS, replacement=True, generator=generator)
+    drafted = torch.multinomial(q, ROWS, replacement=True, generator=generator)
     u = torch.rand(ROWS, generator=generator)
     other = u if share_number else torch.rand(ROWS, generator=generator)
     cumulative = weights(p, q).cumsum(0)
     replaced = torch.searchsorted(cumulative / cumulative[-1], other, right=True).clamp(max=V - 1)
-    emitted = torch.where(u < ratio(p, q)[guess], guess, replaced)
+    emitted = torch.where(u < ratio(p, q)[drafted], drafted, replaced)
     return excess(emitted, p)
 
 
@@ -217,10 +217,10 @@ def by_reference(
 ) -> tuple[list[list[int]], list[int]]:
     """Tokens and counts of all rows, each by the reference."""
     tokens, counts = [], []
-    for row, guesses in enumerate(drafts.tolist()):
+    for row, drafted in enumerate(drafts.tolist()):
         emitted: list[int] = []
         if emits[row]:
-            made = [*guesses[: num_draft[row]], -1]
+            made = [*drafted[: num_draft[row]], -1]
             made = made[: made.index(-1)]  # a draft that was not made ends them
             accept = matching if q is None else rejection_reference
             q_row = [] if q is None else list(q[row])

@@ -38,7 +38,7 @@ def test_synthetic_mean_length(mean_length: float, one_request: bool) -> None:
     assert torch.equal(got.tokens, torch.where(index <= last, expected, -1).int())
 
 
-def test_synthetic_keeps_only_what_was_guessed() -> None:
+def test_synthetic_keeps_only_what_was_drafted() -> None:
     logits = torch.zeros(5, 4, V)
     logits[..., 6] = 1
     drafts = torch.tensor([[1, 2, 3], [1, 2, 3], [1, -1, 3], [1, 2, 3], [-1, -1, -1]]).int()
