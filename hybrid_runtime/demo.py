@@ -13,7 +13,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from hybrid_runtime.engine import Engine, SamplingParams
-from hybrid_runtime.engine.config import EngineOptions
+from hybrid_runtime.engine.config import EngineOptions, state_group
 from hybrid_runtime.state.checks import Strategy
 
 SHIPPED = Path(__file__).parent / "checkpoints" / "python-small"
@@ -76,7 +76,7 @@ def counted(engine: Engine) -> list[str]:
         f"{layout.states_per_step(accepted) - 1:.2f}",  # less the one that it reads
         f"{stats.state.copy_launches}",
         f"{stats.state.waits}",
-        f"{layout.bytes_per_request(len(engine.model.state_layers)) / 2**10:.0f}",
+        f"{layout.bytes_per_request(len(state_group(engine.model).layers)) / 2**10:.0f}",
     ]
 
 

@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hybrid_runtime.models.config import NemotronHConfig
-from hybrid_runtime.models.mtp import MTPHead
-from hybrid_runtime.models.nemotron_h import NemotronH
+from hybrid_runtime.models.nemotron_h import MTPHead, NemotronH
+from hybrid_runtime.models.nemotron_h_config import NemotronHConfig
 
 
 @dataclass(frozen=True, slots=True)

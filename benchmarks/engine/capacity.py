@@ -32,9 +32,8 @@ from shapes import SHAPES, build, config
 from hybrid_runtime.bench.drive import Run, drive, summarize
 from hybrid_runtime.bench.load import Load
 from hybrid_runtime.engine import Engine, EngineConfig
-from hybrid_runtime.models.config import NemotronHConfig
-from hybrid_runtime.models.mtp import MTPHead
-from hybrid_runtime.models.nemotron_h import NemotronH
+from hybrid_runtime.models.nemotron_h import MTPHead, NemotronH
+from hybrid_runtime.models.nemotron_h_config import NemotronHConfig
 from hybrid_runtime.state.layout import LayoutKind, StateLayout
 
 Row = dict[str, Any]

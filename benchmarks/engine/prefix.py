@@ -30,8 +30,7 @@ from shapes import SHAPES, build, config
 
 from hybrid_runtime.engine import Engine, EngineConfig, Request, SamplingParams
 from hybrid_runtime.engine.config import RetentionPolicy
-from hybrid_runtime.models.mtp import MTPHead
-from hybrid_runtime.models.nemotron_h import NemotronH
+from hybrid_runtime.models.nemotron_h import MTPHead, NemotronH
 from hybrid_runtime.state.layout import LayoutKind, StateLayout
 
 Row = dict[str, Any]

@@ -26,8 +26,7 @@ from workload import Ask
 from hybrid_runtime.bench.trace import analyse, device_operations, step_shares
 from hybrid_runtime.engine import Engine, EngineConfig, Request, SamplingParams
 from hybrid_runtime.engine.memory_plan import Planner
-from hybrid_runtime.models.mtp import MTPHead
-from hybrid_runtime.models.nemotron_h import NemotronH
+from hybrid_runtime.models.nemotron_h import MTPHead, NemotronH
 
 Row = dict[str, Any]
 
@@ -38,7 +37,7 @@ def _beside_others(model: NemotronH, head: MTPHead | None, options: Row) -> Engi
     chosen = EngineConfig(**options)
     if chosen.num_blocks is not None or "memory_fraction" in options:
         return chosen
-    layout = chosen.layout(model.config, model.dtype)
+    layout = chosen.layout(model)
     planner = Planner(chosen, layout, model, head, model.device)
     return replace(chosen, num_blocks=planner.full_blocks(chosen.max_requests))
 

@@ -38,11 +38,11 @@ def sizes(name: str) -> dict[str, tuple[int, int, int]]:
     """Outputs, inputs and number of each product of a step."""
     model = config(SHAPES[name])
     layers, hidden = Counter(model.pattern), model.hidden_size
-    inner, heads = model.mamba_intermediate_size, model.num_attention_heads * model.head_dim
+    mamba, heads = model.mamba2, model.num_attention_heads * model.head_dim
     keys = 2 * model.num_key_value_heads * model.head_dim
     return {
-        "in_proj": (inner + model.conv_dim + model.mamba_num_heads, hidden, layers["M"]),
-        "out_proj": (hidden, inner, layers["M"]),
+        "in_proj": (mamba.inner + mamba.conv_channels + mamba.heads, hidden, layers["M"]),
+        "out_proj": (hidden, mamba.inner, layers["M"]),
         "up_proj": (model.intermediate_size, hidden, layers["-"]),
         "down_proj": (hidden, model.intermediate_size, layers["-"]),
         "qkv": (heads + keys, hidden, layers["*"]),

@@ -16,8 +16,7 @@ from shapes import SHAPES, Shape, config
 from hybrid_runtime.engine import EngineConfig
 from hybrid_runtime.engine.memory_plan import Planner
 from hybrid_runtime.kernels.sampling.narrow_head import narrow_bytes
-from hybrid_runtime.models.mtp import MTPHead
-from hybrid_runtime.models.nemotron_h import NemotronH
+from hybrid_runtime.models.nemotron_h import MTPHead, NemotronH
 
 BIG_H = {
     "hidden_size": 8192, "num_attention_heads": 64, "num_key_value_heads": 8,
@@ -94,7 +93,7 @@ def checkpoints() -> str:
             drafter="mtp" if has_mtp else "ngram", max_requests=1 << 12, max_model_len=LENGTH,
             steps_ahead=1, graphs=True,
         )  # fmt: skip
-        layout = options.layout(sizes, torch.bfloat16)
+        layout = options.layout(model)
         planner = Planner(options, layout, model, head, torch.device("cpu"), weights + copied)
         room = {gpu: int(size * options.memory_fraction) for gpu, size in GPUS.items()}
         state = layout.bytes_per_request(len(model.state_layers), snapshots=1)

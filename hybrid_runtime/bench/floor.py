@@ -7,19 +7,21 @@ once per pass that needs them, because a pass's weights exceed every cache.
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from typing import Any
 
 from torch import nn
 
+from hybrid_runtime.engine.config import state_group
 from hybrid_runtime.kernels.sampling.narrow_head import narrow_bytes
-from hybrid_runtime.models.eagle import EagleHead
+from hybrid_runtime.models.linear import Embedding
 from hybrid_runtime.models.moe import MoE
-from hybrid_runtime.models.mtp import MTPHead
-from hybrid_runtime.models.nemotron_h import NemotronH
 from hybrid_runtime.specdecode.drafter import narrowed_weight
 from hybrid_runtime.state.layout import StateLayout
 
-Head = MTPHead | EagleHead
-"""Networks that draft."""
+Model = Any
+"""A `HybridModel` made of torch modules."""
+Head = Any
+"""A draft head made of torch modules."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +42,7 @@ class StepBytes:
 
 
 def step_bytes(
-    model: NemotronH,
+    model: Model,
     head: Head | None,
     layout: StateLayout,
     rows: int,
@@ -54,11 +56,10 @@ def step_bytes(
     """
     drafts = layout.num_speculative_tokens
     tokens = rows * (drafts + 1)
-    output_head = model.backbone.embeddings if model.lm_head is None else model.lm_head
-    head_bytes = output_head.weight.nbytes
-    body = _weights(model, tokens) - model.backbone.embeddings.weight.nbytes
-    if model.lm_head is None:
-        body += head_bytes
+    head_bytes = model.output_weight.nbytes
+    looked_up = [part.weight for part in model.modules() if isinstance(part, Embedding)]
+    body = _weights(model, tokens)
+    body -= sum(weight.nbytes for weight in looked_up if weight is not model.output_weight)
     # Each draft pass computes one token per row; the first one stores keys and values of all tokens
     # of the verify pass. Experts stand behind the last attention layer in all published heads.
     passes = [tokens, *[rows] * (drafts - 1)] if head is not None and drafts else []
@@ -68,7 +69,7 @@ def step_bytes(
     window, ssm = layout.components
     channel = layout.conv_channels * window.dtype.itemsize
     read = layout.conv_width - 1
-    layers = len(model.state_layers)
+    layers = len(state_group(model).layers)
     kv = _per_token(model) * (rows * context + tokens)
     if head is not None:
         kv += _per_token(head) * sum(rows * context + n for n in passes)
@@ -85,7 +86,7 @@ def step_bytes(
     )
 
 
-def _per_token(network: NemotronH | Head) -> int:
+def _per_token(network: Any) -> int:
     """Elements of a token's keys and values, all layers."""
     heads, size = network.kv_shape
     return 2 * heads * size * len(network.kv_layers)
@@ -96,7 +97,6 @@ def _weights(module: nn.Module, tokens: int) -> float:
     total = float(sum(p.nbytes for p in module.parameters()))
     for part in module.modules():
         if isinstance(part, MoE):
-            config = part.gate.config
-            missed = (1 - config.num_experts_per_tok / config.n_routed_experts) ** tokens
-            total -= missed * (part.experts.up_proj.nbytes + part.experts.down_proj.nbytes)
+            missed = (1 - part.gate.routing.top_k / part.experts.count) ** tokens
+            total -= missed * part.experts.nbytes
     return total

@@ -9,9 +9,10 @@ from typing import Any, Literal, get_args
 
 import torch
 
+from hybrid_runtime.engine.config import EngineConfig
 from hybrid_runtime.engine.scheduler import overshoot
 from hybrid_runtime.kernels.replay.ring import default_window
-from hybrid_runtime.models.config import NemotronHConfig
+from hybrid_runtime.models.model import HybridModel
 from hybrid_runtime.state.checks import Strategy
 from hybrid_runtime.state.layout import LayoutKind, StateLayout
 
@@ -114,17 +115,16 @@ class Load:
         chosen = [s for s in self.strategies if s in self.profiled]
         return list(product(chosen, self.lengths)) if self.profile_steps else []
 
-    def layout(self, config: NemotronHConfig, dtype: torch.dtype) -> StateLayout:
+    def layout(self, model: HybridModel) -> StateLayout:
         """The state layout that the engine will use."""
-        return StateLayout.from_config(
-            config,
-            self.drafts,
-            self.state_dtype,
-            conv_dtype=dtype,
+        return EngineConfig(
+            drafter="auto" if self.drafts else None,
+            num_speculative_tokens=self.drafts,
+            ssm_dtype=self.state_dtype,
             block_size=self.block_size,
-            kind=self.state_layout if self.drafts else "columns",
+            state_layout=self.state_layout,
             window=self.window,
-        )
+        ).layout(model)
 
     def prompt_lengths(self, lengths: Lengths, block_size: int) -> list[int]:
         """Tokens of each prompt."""

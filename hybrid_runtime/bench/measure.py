@@ -16,7 +16,7 @@ from hybrid_runtime.bench.load import Lengths, Load
 from hybrid_runtime.bench.trace import profile_steady
 from hybrid_runtime.engine import Engine, EngineConfig
 from hybrid_runtime.engine.memory_plan import Planner
-from hybrid_runtime.models.nemotron_h import NemotronH
+from hybrid_runtime.models.model import HybridModel
 from hybrid_runtime.state.checks import Strategy
 from hybrid_runtime.state.layout import StateLayout
 
@@ -47,10 +47,10 @@ class Engines:
     """
 
     def __init__(
-        self, model: NemotronH, head: Head | None, load: Load, order: list[Strategy]
+        self, model: HybridModel, head: Head | None, load: Load, order: list[Strategy]
     ) -> None:
         self.model, self.head, self.load = model, head if load.drafts else None, load
-        self.layout = load.layout(model.config, model.dtype)
+        self.layout = load.layout(model)
         self._order = order
         self._kept: dict[Strategy, Engine] = {}
         self._warm = False
@@ -123,7 +123,7 @@ class Engines:
     def _warm_up(self, engine: Engine) -> None:
         # Kernels are compiled and library algorithms chosen once per process: only the first
         # engine of a load needs prompts of full length.
-        vocabulary = engine.model.config.vocab_size
+        vocabulary = engine.model.vocab_size
         for lengths in self.load.lengths:
             prompts = self.load.prompts(lengths, self.layout.block_size, vocabulary, 10**6)
             if self._warm:
@@ -133,7 +133,7 @@ class Engines:
 
 
 def measure(
-    model: NemotronH,
+    model: HybridModel,
     head: Head | None,
     load: Load,
     bandwidth: float | None,
@@ -146,7 +146,7 @@ def measure(
     """
     turns = load.turns()
     engines = Engines(model, head, load, [s for s, _ in turns + load.profile_turns()])
-    block, vocabulary = engines.layout.block_size, model.config.vocab_size
+    block, vocabulary = engines.layout.block_size, model.vocab_size
     rows = {turn: _row(*turn, load, engines.layout) for turn in dict.fromkeys(turns)}
     for turn, row in rows.items():
         context = statistics.fmean(load.prompt_lengths(turn[1], block)) + load.osl / 2

@@ -12,7 +12,7 @@ from hybrid_runtime.bench.floor import Head
 from hybrid_runtime.bench.load import SSM_DTYPES, Lengths, Load, sweep
 from hybrid_runtime.bench.measure import Row, measure
 from hybrid_runtime.bench.progress import RunProgress
-from hybrid_runtime.models.nemotron_h import NemotronH
+from hybrid_runtime.models.model import HybridModel
 from hybrid_runtime.state.checks import Strategy
 from hybrid_runtime.state.layout import LayoutKind
 
@@ -84,7 +84,7 @@ def loads(args: argparse.Namespace) -> list[Load]:
 
 
 def run(
-    model: NemotronH,
+    model: HybridModel,
     head: Head | None,
     wanted: list[Load],
     bandwidth: float | None,

@@ -132,7 +132,7 @@ class AsyncEngine(OneProcess):
                 self._leave(client)
         if any(request.finish_reason == "abort" for request in requests):
             raise EngineClosed("the engine was closed before all prompts were embedded")
-        return stacked(requests, self.engine.model.config.hidden_size, normalize)
+        return stacked(requests, self.engine.model.hidden_size, normalize)
 
     async def close(self, drain: bool = True) -> None:
         """Take no more requests, and stop when those that are there have ended (`drain`), or end

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from hybrid_runtime.device.sync import Waits
-from hybrid_runtime.engine.config import EngineConfig
+from hybrid_runtime.engine.config import EngineConfig, state_group
 from hybrid_runtime.engine.memory import Memory
 from hybrid_runtime.engine.memory_plan import MemoryPlan, Planner, longest
 from hybrid_runtime.engine.offload.cache import HostCache
@@ -15,7 +15,7 @@ from hybrid_runtime.engine.pooler import Pooler
 from hybrid_runtime.engine.prefix_cache import PrefixCache
 from hybrid_runtime.engine.prompt_logprobs import PromptLogprobs
 from hybrid_runtime.engine.scheduler import Scheduler
-from hybrid_runtime.models.nemotron_h import NemotronH
+from hybrid_runtime.models.model import HybridModel
 from hybrid_runtime.specdecode.acceptance import (
     Acceptance,
     greedy,
@@ -49,7 +49,7 @@ def state_manager(
     )
 
 
-def token_buffers(config: EngineConfig, model: NemotronH, head: Any) -> Sequences:
+def token_buffers(config: EngineConfig, model: HybridModel, head: Any) -> Sequences:
     """Texts, drafts and sampling parameters of all slots, on the device."""
     drawn = config.sampled_drafts and head is not None
     return Sequences(
@@ -57,14 +57,14 @@ def token_buffers(config: EngineConfig, model: NemotronH, head: Any) -> Sequence
         longest(config, model.device) + 1,  # one more than can be computed, see `device_tokens`
         config.num_draft,
         model.device,
-        model.config.vocab_size,
+        model.vocab_size,
         drawn,
         config.steps_ahead_on(model.device),
     )
 
 
 def memory_plan(
-    config: EngineConfig, layout: StateLayout, model: NemotronH, head: Any
+    config: EngineConfig, layout: StateLayout, model: HybridModel, head: Any
 ) -> MemoryPlan:
     """What the engine will take; `ValueError` if it does not fit. The weights are there already."""
     return Planner(config, layout, model, head, model.device).plan()
@@ -73,7 +73,7 @@ def memory_plan(
 def cache_memory(
     config: EngineConfig,
     layout: StateLayout,
-    model: NemotronH,
+    model: HybridModel,
     head: Any,
     num_blocks: tuple[int, int],
     waits: Waits,
@@ -95,16 +95,15 @@ def bind_states(
     config: EngineConfig,
     manager: HybridStateManager,
     memory: Memory,
-    model: NemotronH,
+    model: HybridModel,
     sequences: Sequences,
 ) -> None:
-    """Show the manager the state blocks; nothing happens for a model without Mamba layers."""
-    if not memory.states:
-        return
+    """Show the manager the state blocks."""
     flush_inputs = None
     if memory.window_cache is not None:
         seed = sequences.rounding_seed if config.stochastic_rounding else None
-        flush_inputs = FlushInputs(memory.window_cache, model.A_log, seed)
+        rates = torch.stack(state_group(model).params["A_log"])
+        flush_inputs = FlushInputs(memory.window_cache, rates, seed)
     manager.bind(memory.states, memory.state.device_table, flush_inputs=flush_inputs)
 
 
@@ -140,7 +139,7 @@ def scheduler(
 
 def runner(
     config: EngineConfig,
-    model: NemotronH,
+    model: HybridModel,
     head: Any,
     manager: HybridStateManager,
     memory: Memory,
@@ -162,18 +161,17 @@ def runner(
     )
 
 
-def pooler(config: EngineConfig, model: NemotronH, waits: Waits) -> Pooler:
+def pooler(config: EngineConfig, model: HybridModel, waits: Waits) -> Pooler:
     """What makes embeddings of hidden states."""
     ahead = config.steps_ahead_on(model.device)
-    return Pooler(config.max_requests, model.config.hidden_size, ahead, model.device, waits)
+    return Pooler(config.max_requests, model.hidden_size, ahead, model.device, waits)
 
 
-def prompt_logprobs(config: EngineConfig, model: NemotronH, waits: Waits) -> PromptLogprobs:
+def prompt_logprobs(config: EngineConfig, model: HybridModel, waits: Waits) -> PromptLogprobs:
     """What tells how likely the tokens of prompts were."""
     ahead = config.steps_ahead_on(model.device)
-    vocabulary = model.config.vocab_size
     return PromptLogprobs(
-        model.logits, vocabulary, config.max_prompt_tokens, ahead, model.device, waits
+        model.logits, model.vocab_size, config.max_prompt_tokens, ahead, model.device, waits
     )
 
 

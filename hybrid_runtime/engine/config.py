@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any, Literal, Self, TypedDict, get_args
 
 import torch
@@ -19,8 +20,7 @@ from hybrid_runtime.engine.checks import (
     check_number,
     resolve_dtype,
 )
-from hybrid_runtime.models.config import NemotronHConfig
-from hybrid_runtime.models.mtp import MTPHead
+from hybrid_runtime.models.model import HybridModel, StateGroup
 from hybrid_runtime.specdecode.drafter import DrafterName
 from hybrid_runtime.state.checks import Strategy
 from hybrid_runtime.state.layout import ConvLayout, LayoutKind, StateLayout
@@ -66,10 +66,10 @@ class EngineOptions(TypedDict, total=False):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """Options of an `Engine`; `ValueError` names the one that is wrong, its value and what it must
-    be. What depends on the model is checked by `layout`, from its config alone."""
+    be. What depends on the model is checked by `layout`, which needs no weights."""
 
     drafter: DrafterName | Literal["auto"] | None = "auto"
-    """Who guesses: "mtp" or "eagle" (a draft head), "ngram" (prompt look-up), None (nobody), or
+    """Who drafts: "mtp" or "eagle" (a draft head), "ngram" (prompt look-up), None (nobody), or
     "auto": the first of these three that there is."""
 
     num_speculative_tokens: int | None = None
@@ -112,7 +112,7 @@ class EngineConfig:
 
     state_layout: LayoutKind = "replay"
     """What a request holds: one state, into which later steps fold what was accepted ("replay"), or
-    one for every guess ("columns"). Without drafts there are no guesses: "columns"."""
+    one for every draft ("columns"). Without drafts: "columns"."""
 
     window: int | None = None
     """Replay layout: tokens whose inputs are kept before a state is written, K + 1 to 15, or 31; 0:
@@ -175,16 +175,14 @@ class EngineConfig:
             return self.num_speculative_tokens
         return 0 if self.drafter is None else 3
 
-    def resolved(self, head: object) -> EngineConfig:
+    def resolved(self, head: Any) -> EngineConfig:
         """With the drafter that "auto" is beside this draft head (None: there is none);
         `ValueError` for a drafter without its head."""
         if self.drafter in ("mtp", "eagle") and head is None:
             raise ValueError(f"head is None; drafter {self.drafter!r} needs one")
         if self.drafter != "auto":
             return self
-        if head is None:
-            return replace(self, drafter="ngram")
-        return replace(self, drafter="mtp" if isinstance(head, MTPHead) else "eagle")
+        return replace(self, drafter="ngram" if head is None else head.drafter)
 
     def steps_ahead_on(self, device: torch.device) -> int:
         """`steps_ahead`, whatever was left to the default."""
@@ -194,18 +192,26 @@ class EngineConfig:
         """`graphs`, whatever was left to the default."""
         return device.type == "cuda" if self.graphs is None else self.graphs
 
-    def layout(self, model: NemotronHConfig, dtype: torch.dtype) -> StateLayout:
-        """State blocks for a model with weights of this dtype; `ValueError` names the option that
-        does not go with the model, or says that it has no states."""
-        resolve_dtype("dtype", dtype, dtype)
-        if "M" not in model.pattern:
-            raise ValueError("the model has no Mamba layer; it must have one, or more")
+    def layout(self, model: HybridModel) -> StateLayout:
+        """State blocks for a model, which needs no values; `ValueError` names the option that does
+        not go with the model, or says that it has no states."""
+        resolve_dtype("dtype", model.dtype, model.dtype)
+        group = state_group(model)
+        kv_heads, head_dim = model.kv_shape
         layout = StateLayout.from_config(
-            model,
+            SimpleNamespace(
+                mamba_num_heads=group.shape.heads,
+                mamba_head_dim=group.shape.head_dim,
+                ssm_state_size=group.shape.state_size,
+                n_groups=group.shape.groups,
+                conv_kernel=group.shape.conv_width,
+                num_key_value_heads=kv_heads,
+                head_dim=head_dim,
+            ),
             self.num_draft,
-            resolve_dtype("ssm_dtype", self.ssm_dtype, model.ssm_cache_dtype),
+            resolve_dtype("ssm_dtype", self.ssm_dtype, group.matrix_dtype),
             self.conv_layout,
-            conv_dtype=dtype,
+            conv_dtype=model.dtype,
             block_size=self.block_size,
             kind=self.state_layout if self.num_draft else "columns",
             window=self.window,
@@ -288,3 +294,14 @@ class EngineConfig:
                 f"synthetic_acceptance is {given}; with num_speculative_tokens={k} it must be "
                 f"{must}"
             )
+
+
+def state_group(model: HybridModel) -> StateGroup:
+    """The group of a model's layers with states; `ValueError` if there is none, or more than one,
+    which one layout of state blocks cannot hold."""
+    if not model.groups:
+        raise ValueError("the model has no Mamba layer; it must have one, or more")
+    if len(model.groups) > 1:
+        shapes = ", ".join(str(group.shape) for group in model.groups)
+        raise ValueError(f"the model has states of several shapes ({shapes}); it must have one")
+    return model.groups[0]

@@ -36,7 +36,7 @@ from hybrid_runtime.engine.tokenize import (
     encode_rendered,
     prompt_list,
 )
-from hybrid_runtime.models.nemotron_h import NemotronH
+from hybrid_runtime.models.model import HybridModel
 from hybrid_runtime.specdecode.sampling import SamplingParams
 
 
@@ -45,11 +45,11 @@ class QueueFull(RuntimeError):
 
 
 class Engine(OneProcess):
-    """Continuous batching over one Nemotron-H model with an optional drafter."""
+    """Continuous batching over one model with an optional drafter."""
 
     def __init__(
         self,
-        model: NemotronH,
+        model: HybridModel,
         config: EngineConfig,
         *,
         tokenizer: Tokenizer | None = None,
@@ -68,9 +68,10 @@ class Engine(OneProcess):
         """
         enter_process()
         config = config.resolved(head)
-        layout = config.layout(model.config, model.dtype)
+        layout = config.layout(model)
         plan = build.memory_plan(config, layout, model, head)
-        self.model, self.config, self.tokenizer = model, config, tokenizer
+        self.model: Any = model  # whoever has loaded it knows its class
+        self.config, self.tokenizer = config, tokenizer
         self.chat_template = chat_template
         self.default_params = default_params or SamplingParams()
         self.waits = Waits()
@@ -83,7 +84,7 @@ class Engine(OneProcess):
         self.runner = build.runner(config, model, head, self.manager, memory, self.sequences)
         greedy, sampling = build.acceptances(config, model.device)
         self._accepts = tuple(dict.fromkeys((greedy, sampling)))
-        eos = model.config.eos_token_id if eos_token_ids is None else eos_token_ids
+        eos = model.eos_token_ids if eos_token_ids is None else eos_token_ids
         ahead = config.steps_ahead_on(model.device)
         self.core = EngineCore(
             self.scheduler, self.runner, tokenizer, eos, greedy, sampling, ahead,
@@ -162,7 +163,7 @@ class Engine(OneProcess):
         """A request for `add`, encoded and checked; arguments and errors as of `submit`. Changes
         nothing, so any thread may call it."""
         check_service(tenant, deadline)
-        vocabulary = self.model.config.vocab_size
+        vocabulary = self.model.vocab_size
         tokens = encode(prompt, self.tokenizer, vocabulary)
         params = self.default_params if params is None else params
         check_params(params, vocabulary)
@@ -186,7 +187,7 @@ class Engine(OneProcess):
         """The same for a prompt to be embedded; arguments and errors as of `submit_embedding`."""
         check_service(tenant, deadline)
         tokens, instructed = encode_instructed(
-            prompt, instruction, self.tokenizer, self.model.config.vocab_size
+            prompt, instruction, self.tokenizer, self.model.vocab_size
         )
         request = Request(
             next(self._ids), tokens, SamplingParams(), 0, tenant=tenant, lasts=deadline,
@@ -327,7 +328,7 @@ class Engine(OneProcess):
         refuses.
         """
         text = rendered(self.chat_template, messages, tools, template_options)
-        return encode_rendered(text, self.tokenizer, self.model.config.vocab_size).tolist()
+        return encode_rendered(text, self.tokenizer, self.model.vocab_size).tolist()
 
     def embed(
         self,
@@ -354,7 +355,7 @@ class Engine(OneProcess):
             self.core.serve(
                 requests, lambda: bar(sum(r.embedding is not None for r in requests), most)
             )
-        return stacked(requests, self.model.config.hidden_size, normalize)
+        return stacked(requests, self.model.hidden_size, normalize)
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[str]:
         """Text of one completion, piece by piece; ending the iteration early aborts it. Raises what

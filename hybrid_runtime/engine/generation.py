@@ -12,8 +12,8 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from hybrid_runtime.engine.tokenizer_files import CONFIG, token_text, tokenizer_config
-from hybrid_runtime.models.config import NemotronHConfig
 from hybrid_runtime.models.json_fields import FLAG, Kind, integer, named, or_list_of, read_optional
+from hybrid_runtime.models.model import ModelConfig
 from hybrid_runtime.specdecode.sampling import SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -33,7 +33,7 @@ class Generation:
     params: SamplingParams
 
     @classmethod
-    def of(cls, directory: Path, config: NemotronHConfig, tokenizer: Tokenizer) -> Generation:
+    def of(cls, directory: Path, config: ModelConfig, tokenizer: Tokenizer) -> Generation:
         """Of a checkpoint directory. Raises `ValueError` for a file that cannot be read, a token
         that is none, or parameters that are refused."""
         given = read_optional(directory, FILE, _kinds(config.vocab_size))

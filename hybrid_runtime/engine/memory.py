@@ -10,12 +10,13 @@ from torch import Tensor
 
 from hybrid_runtime.device.sync import Waits
 from hybrid_runtime.engine.block_pool import BlockPool, BlockTable
+from hybrid_runtime.engine.config import state_group
 from hybrid_runtime.engine.device_tables import DeviceTables
 from hybrid_runtime.engine.offload.tier import HostTier
 from hybrid_runtime.engine.prefix_cache import KEYS, STATE
 from hybrid_runtime.kernels.mamba2.window_cache import WindowCache
 from hybrid_runtime.models.forward_batch import Caches
-from hybrid_runtime.models.nemotron_h import NemotronH
+from hybrid_runtime.models.model import HybridModel
 from hybrid_runtime.state.layout import StateLayout
 
 
@@ -38,7 +39,7 @@ class Memory:
     @classmethod
     def allocate(
         cls,
-        model: NemotronH,
+        model: HybridModel,
         head: Any,
         layout: StateLayout,
         slots: int,
@@ -55,6 +56,7 @@ class Memory:
         waits: where waits for block tables on their way are counted.
         """
         device, dtype, block = model.device, model.dtype, layout.block_size
+        group = state_group(model)
         columns, row = -(-max_length // block), layout.table_row(max_length)
         tables = DeviceTables(slots, (columns, row.columns), device, depth, waits)
         kv = BlockTable(BlockPool(num_blocks[0]), tables, 0)
@@ -67,9 +69,9 @@ class Memory:
         keys = {layer: cache(model.kv_shape) for layer in model.kv_layers}
         if head is not None:
             keys |= {layer: cache(head.kv_shape) for layer in head.kv_layers}
-        states = {layer: layout.allocate(state.pool.size, device) for layer in model.state_layers}
+        states = {layer: layout.allocate(state.pool.size, device) for layer in group.layers}
         window_cache = layout.allocate_window_cache(
-            len(model.state_layers), slots, model.config.n_groups, dtype, device
+            len(group.layers), slots, group.shape.groups, dtype, device
         )
         caches = Caches(
             kv=keys,
@@ -78,7 +80,7 @@ class Memory:
             state_block_table=state.device_table,
             window_cache={}
             if window_cache is None
-            else {layer: window_cache.layer(i) for i, layer in enumerate(model.state_layers)},
+            else {layer: window_cache.layer(i) for i, layer in enumerate(group.layers)},
         )
         return cls(kv, state, states, caches, window_cache)
 

@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 import torch
 
 from hybrid_runtime.device.free_memory import DeviceMemory, device_memory, host_memory
-from hybrid_runtime.engine.config import EngineConfig
+from hybrid_runtime.engine.config import EngineConfig, state_group
 from hybrid_runtime.engine.scheduler import overshoot
 from hybrid_runtime.kernels.sampling.narrow_head import narrow_bytes
-from hybrid_runtime.models.nemotron_h import NemotronH
+from hybrid_runtime.models.model import HybridModel
 from hybrid_runtime.specdecode.drafter import narrowed_weight
 from hybrid_runtime.state.layout import StateLayout
 
@@ -73,16 +73,16 @@ def longest(config: EngineConfig, device: torch.device) -> int:
 
 
 def units(
-    config: EngineConfig, layout: StateLayout, model: NemotronH, head: Any, device: torch.device
+    config: EngineConfig, layout: StateLayout, model: HybridModel, head: Any, device: torch.device
 ) -> Units:
     """Bytes of one block and of one slot. head: the draft head, or None."""
     layers = [model.kv_shape] * len(model.kv_layers)
     if head is not None:
         layers += [head.kv_shape] * len(head.kv_layers)
     elements = sum(2 * heads * size for heads, size in layers)
-    states, length = len(model.state_layers), longest(config, device)
+    states, length = len(state_group(model).layers), longest(config, device)
     words = length + -(-length // layout.block_size) + layout.table_row(length).columns
-    drawn = model.config.vocab_size if config.sampled_drafts and head is not None else 0
+    drawn = model.vocab_size if config.sampled_drafts and head is not None else 0
     return Units(
         kv_block=elements * model.dtype.itemsize * layout.block_size,
         state_block=layout.page_bytes * states,
@@ -97,7 +97,7 @@ class Planner:
         self,
         config: EngineConfig,
         layout: StateLayout,
-        model: NemotronH,
+        model: HybridModel,
         head: Any,
         device: torch.device,
         weights: int = 0,
@@ -143,7 +143,7 @@ class Planner:
         return max_requests * self._columns, states
 
     def _with(self, blocks: tuple[int, int], max_requests: int) -> MemoryPlan:
-        shape, itemsize = self._model.config, self._model.dtype.itemsize
+        model, itemsize = self._model, self._model.dtype.itemsize
         emitting = max_requests * (self.config.num_draft + 1)
         prompts = min(self.config.max_prompt_tokens, self.config.max_tokens_per_step)
         tokens = min(emitting + prompts, max(emitting, self.config.max_tokens_per_step))
@@ -155,8 +155,8 @@ class Planner:
             kv=blocks[0] * self._units.kv_block,
             state=blocks[1] * self._units.state_block,
             slots=max_requests * self._units.slot,
-            step=tokens * _STEP_WIDTH * shape.hidden_size * itemsize
-            + emitting * shape.vocab_size * (itemsize + 2 * torch.float32.itemsize),
+            step=tokens * _STEP_WIDTH * model.hidden_size * itemsize
+            + emitting * model.vocab_size * (itemsize + 2 * torch.float32.itemsize),
             weights=self._weights,
             draft_copy=self._draft_copy,
         )

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from typing import Any
 
-from hybrid_runtime.engine.config import EngineConfig
+from hybrid_runtime.engine.config import EngineConfig, state_group
 from hybrid_runtime.engine.memory_plan import MemoryPlan, gib, longest
-from hybrid_runtime.models.nemotron_h import NemotronH
+from hybrid_runtime.models.model import HybridModel
 from hybrid_runtime.state.layout import StateLayout
 
 logger = logging.getLogger(__name__)
 
 
 def log_engine(
-    config: EngineConfig, layout: StateLayout, model: NemotronH, plan: MemoryPlan
+    config: EngineConfig, layout: StateLayout, model: HybridModel, plan: MemoryPlan
 ) -> None:
     """Log what was chosen (INFO), and what was given up for which reason (WARNING)."""
     if not logger.isEnabledFor(logging.WARNING):
@@ -26,8 +25,10 @@ def log_engine(
         logger.warning(line)
 
 
-def _chosen(config: EngineConfig, layout: StateLayout, model: Any, plan: MemoryPlan) -> list[str]:
-    ahead, layers = config.steps_ahead_on(model.device), len(model.state_layers)
+def _chosen(
+    config: EngineConfig, layout: StateLayout, model: HybridModel, plan: MemoryPlan
+) -> list[str]:
+    ahead, layers = config.steps_ahead_on(model.device), len(state_group(model).layers)
     drafts = f"{config.num_draft} a step by {config.drafter}" if config.num_draft else "none"
     blocks, most = plan.num_blocks, layout.block_budget(ahead).most
     graphs = config.graphs_on(model.device) and model.device.type == "cuda"
@@ -45,9 +46,9 @@ def _chosen(config: EngineConfig, layout: StateLayout, model: Any, plan: MemoryP
 
 
 def _given_up(
-    config: EngineConfig, layout: StateLayout, model: NemotronH, plan: MemoryPlan
+    config: EngineConfig, layout: StateLayout, model: HybridModel, plan: MemoryPlan
 ) -> Iterator[str]:
-    block, device, trained = layout.block_size, model.device, model.config.max_position_embeddings
+    block, device, trained = layout.block_size, model.device, model.max_positions
     if trained is not None and config.max_model_len > trained:
         yield (
             f"max_model_len is {config.max_model_len}, more than the {trained} tokens that the "

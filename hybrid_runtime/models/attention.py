@@ -3,14 +3,13 @@
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hybrid_runtime.kernels.attention.launch import AttentionRows, KVCache
 from hybrid_runtime.kernels.attention.paged import paged_attention
 from hybrid_runtime.kernels.attention.store_kv import store_kv
-from hybrid_runtime.models.forward_batch import Caches, RowBatch, WantedTokens
-from hybrid_runtime.models.products import in_halves
+from hybrid_runtime.models.forward_batch import Pass, RowBatch, WantedTokens
+from hybrid_runtime.models.linear import Linear, MergedLinear
 
 FEW_TOKENS = 256
 """Up to so many, a product takes about as long as its matrix takes to come from memory. Then one
@@ -35,7 +34,12 @@ class Rotation(NamedTuple):
 
 
 class Attention(nn.Module):
-    """q, k, v projections, KV write, causal attention, output projection; no bias anywhere."""
+    """q, k, v projections, KV write, causal attention, output projection; no bias anywhere.
+
+    Args:
+        layer: key of ``Caches.kv``.
+        halves: the result may be left as a sum of two.
+    """
 
     def __init__(
         self,
@@ -43,60 +47,46 @@ class Attention(nn.Module):
         num_heads: int,
         num_kv_heads: int,
         head_dim: int,
+        layer: int,
         device: torch.device | str,
         dtype: torch.dtype,
+        halves: bool = False,
     ):
         super().__init__()
-        self.head_dim = head_dim
-
-        def linear(inputs: int, outputs: int) -> nn.Linear:
-            return nn.Linear(inputs, outputs, bias=False, device=device, dtype=dtype)
-
-        self.q_proj = linear(hidden_size, num_heads * head_dim)
-        self.k_proj = linear(hidden_size, num_kv_heads * head_dim)
-        self.v_proj = linear(hidden_size, num_kv_heads * head_dim)
-        self.o_proj = linear(num_heads * head_dim, hidden_size)
-        self._joined: Tensor | None = None
-
-    def join(self) -> None:
-        """Let q, k and v be parts of one matrix, so that one product computes all three. Their
-        names stay; to be called once they have storage, before it is filled."""
-        parts = (self.q_proj, self.k_proj, self.v_proj)
-        self._joined = torch.cat([part.weight.data for part in parts])
-        sizes = [part.weight.shape[0] for part in parts]
-        for part, weight in zip(parts, self._joined.split(sizes), strict=True):
-            part.weight.data = weight
+        self.head_dim, self.layer = head_dim, layer
+        inner, kv_inner = num_heads * head_dim, num_kv_heads * head_dim
+        outputs = {"q_proj": inner, "k_proj": kv_inner, "v_proj": kv_inner}
+        self._qkv = MergedLinear(hidden_size, outputs, device, dtype)
+        for name, part in self._qkv.parts.items():
+            self.add_module(name, part)
+        self.o_proj = Linear(inner, hidden_size, device, dtype, halves=halves)
 
     def forward(
         self,
         x: Tensor,
-        batch: RowBatch,
-        caches: Caches,
-        layer: int,
-        rotate: Rotation | None = None,
-        halves: bool = False,
+        step: Pass,
         wanted: WantedTokens | None = None,
+        rotate: Rotation | None = None,
     ) -> Tensor:
         """Attend from each token to its row's cached context and itself.
 
         Args:
             x: [T, hidden_size].
-            batch: the rows.
-            caches: holds the layer's keys and values; this step's are added.
-            layer: key of caches.kv.
-            rotate: position embedding; None = none.
-            halves: the result may be left as a sum.
+            step: with the rows, and the caches to which the tokens' keys and values are added.
             wanted: only these tokens attend, the others leave keys and values; None = all attend.
+            rotate: position embedding; None = none.
 
         Returns:
             [T, hidden_size], with `halves` perhaps [2, T, hidden_size] whose sum it is; with
             `wanted` as many tokens as those.
         """
         q, k, v = self._heads(x, rotate, wanted)
-        cache = KVCache(*caches.kv[layer], caches.kv_block_table)
+        batch, caches = step.batch, step.caches
+        cache = KVCache(*caches.kv[self.layer], caches.kv_block_table)
         store_kv(k, v, cache, AttentionRows(batch.slot, batch.cu_seqlens, batch.computed))
         y = self._attend(q, cache, batch if wanted is None else wanted.batch).flatten(-2)
-        return in_halves(self.o_proj, y) if halves else self.o_proj(y)
+        out: Tensor = self.o_proj(y)
+        return out
 
     def _attend(self, q: Tensor, cache: KVCache, batch: RowBatch) -> Tensor:
         parts = batch.parts(q.shape[0])
@@ -122,29 +112,16 @@ class Attention(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """q of the wanted tokens, k and v of all, each [tokens, heads, head_dim]."""
         if wanted is None or len(x) <= FEW_TOKENS:
-            q, k, v = self._project(x, self.q_proj, self.k_proj, self.v_proj)
+            q, k, v = self._project(x, "q_proj", "k_proj", "v_proj")
             if rotate is not None:
                 q, k = rotate.turn(q), rotate.turn(k)
             return q if wanted is None else wanted.of(q), k, v
-        (q,) = self._project(wanted.of(x), self.q_proj)
-        k, v = self._project(x, self.k_proj, self.v_proj)
+        (q,) = self._project(wanted.of(x), "q_proj")
+        k, v = self._project(x, "k_proj", "v_proj")
         if rotate is not None:
             q, k = rotate.of(wanted).turn(q), rotate.turn(k)
         return q, k, v
 
-    def _project(self, x: Tensor, *parts: nn.Linear) -> list[Tensor]:
-        """Products with `parts`, each [tokens, heads, head_dim]; parts that lie at the end of the
-        joined matrix take one product."""
-        if self._joined is None or len(parts) == 1:
-            products = [part(x) for part in parts]
-        else:
-            sizes = [part.weight.shape[0] for part in parts]
-            products = F.linear(x, self._joined[-sum(sizes) :]).split(sizes, -1)
-        return [product.unflatten(-1, (-1, self.head_dim)) for product in products]
-
-
-def join_projections(module: nn.Module) -> None:
-    """`Attention.join` of every attention in `module`."""
-    for part in module.modules():
-        if isinstance(part, Attention):
-            part.join()
+    def _project(self, x: Tensor, *names: str) -> list[Tensor]:
+        """Products with some projections, each [tokens, heads, head_dim]."""
+        return [y.unflatten(-1, (-1, self.head_dim)) for y in self._qkv(x, *names)]

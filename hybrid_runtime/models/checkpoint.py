@@ -3,8 +3,9 @@
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from huggingface_hub import snapshot_download
@@ -14,7 +15,6 @@ from rich.progress import Progress
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from hybrid_runtime.models.config import load_config
 from hybrid_runtime.models.eagle import EagleConfig, EagleHead
 from hybrid_runtime.models.json_fields import (
     OBJECT,
@@ -25,9 +25,9 @@ from hybrid_runtime.models.json_fields import (
     read_json,
     read_optional,
 )
-from hybrid_runtime.models.moe import Experts
-from hybrid_runtime.models.mtp import MTPHead
-from hybrid_runtime.models.nemotron_h import NemotronH
+from hybrid_runtime.models.linear import checkpoint_tensors
+from hybrid_runtime.models.model import HybridModel
+from hybrid_runtime.models.registry import load_config
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
@@ -190,107 +190,155 @@ def _opened(file: Path) -> Iterator[Any]:
         raise ValueError(f"{file} is not a safetensors file: {one_line(error)}") from error
 
 
-def checkpoint_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Checkpoint names of a module's parameters, with views of their storage.
+class StoredTensors(NamedTuple):
+    """Tensors of a network that a checkpoint holds.
 
-    Names are the parameters' own, but each routed expert has its own tensors in a checkpoint:
-    ``experts.up_proj[i]`` is called ``experts.i.up_proj.weight``.
+    wanted: by name, where they go.
+    present: the names in the files that are the network's; must be the same.
     """
-    stacked = {name for name, part in module.named_modules() if isinstance(part, Experts)}
-    tensors: dict[str, Tensor] = {}
-    for name, parameter in module.named_parameters():
-        parent, _, last = name.rpartition(".")
-        if parent in stacked:
-            for i, matrix in enumerate(parameter.data):
-                tensors[f"{parent}.{i}.{last}.weight"] = matrix
-        else:
-            tensors[name] = parameter.data
-    return tensors
+
+    files: TensorFiles
+    wanted: Mapping[str, Tensor]
+    present: set[str]
+
+    def check(self) -> None:
+        """As of `TensorFiles.check`."""
+        self.files.check(self.wanted, self.present)
+
+    def load(self) -> None:
+        """As of `TensorFiles.load`."""
+        self.files.load(self.wanted, self.present)
+
+    @property
+    def nbytes(self) -> int:
+        """In the dtypes in which they are wanted."""
+        return sum(tensor.nbytes for tensor in self.wanted.values())
 
 
-def load_nemotron_h(path: str | Path, device: torch.device | str, dtype: torch.dtype) -> NemotronH:
-    """Build the model of a checkpoint and fill it.
+class DraftCheckpoint(Protocol):
+    """Where a draft head comes from."""
+
+    def build_head(self, target: HybridModel) -> nn.Module:
+        """The head without values, on the target's device; `ValueError` names the config field that
+        is wrong."""
+
+    def head_tensors(self, head: nn.Module) -> StoredTensors:
+        """Those that fill it; `ValueError` for files as of `TensorFiles`."""
+
+
+class Checkpoint:
+    """A model's checkpoint, which may hold a draft head too. config.json is read at once, weights
+    when their tensors are asked for.
 
     Args:
         path: directory or hub id.
+
+    Attributes:
+        directory: where the files are.
+        family, config: by config.json.
+
+    Raises:
+        ValueError: as of `resolve` and `load_config`.
+    """
+
+    def __init__(self, path: str | Path):
+        self.directory = resolve(path)
+        self.family, self.config = load_config(self.directory)
+
+    @cached_property
+    def files(self) -> TensorFiles:
+        return TensorFiles(self.directory)
+
+    def build(self, device: torch.device | str, dtype: torch.dtype) -> HybridModel:
+        """The model without values."""
+        return self.family.build(self.config, device, dtype)
+
+    def tensors(self, model: HybridModel) -> StoredTensors:
+        """Those that fill the model; a draft head's are not its."""
+        present = set(self.files.files)
+        if self.config.has_draft_head:
+            present -= self._of_head()
+        return StoredTensors(self.files, self.family.tensors(model), present)
+
+    def build_head(self, target: HybridModel) -> nn.Module:
+        """As of `DraftCheckpoint`."""
+        with named(self.directory / "config.json"):
+            if self.family.build_head is None:
+                raise ValueError("models of this family have no draft head")
+            return self.family.build_head(target)
+
+    def head_tensors(self, head: nn.Module) -> StoredTensors:
+        """As of `DraftCheckpoint`."""
+        return StoredTensors(self.files, self.family.tensors(head), self._of_head())
+
+    @property
+    def holds_head(self) -> bool:
+        """Whether the files have a tensor of the draft head."""
+        return bool(self._of_head())
+
+    def _of_head(self) -> set[str]:
+        return {name for name in self.files.files if name.startswith(self.family.head_prefix)}
+
+
+class EagleCheckpoint:
+    """A checkpoint of an EAGLE-1 head, with its own config.json.
+
+    Args:
+        path: directory or hub id.
+    """
+
+    def __init__(self, path: str | Path):
+        self.directory = resolve(path)
+
+    @cached_property
+    def files(self) -> TensorFiles:
+        return TensorFiles(self.directory)
+
+    def build_head(self, target: HybridModel) -> EagleHead:
+        """As of `DraftCheckpoint`."""
+        files, decoded = self.files.files, read_json(self.directory, "config.json")
+        with named(self.directory / "config.json"):
+            return EagleHead(
+                EagleConfig.from_dict(decoded),
+                target,
+                fc_bias="fc.bias" in files,
+                own_embedding="embed_tokens.weight" in files,
+            )
+
+    def head_tensors(self, head: nn.Module) -> StoredTensors:
+        """As of `DraftCheckpoint`."""
+        return StoredTensors(self.files, checkpoint_tensors(head), set(self.files.files))
+
+
+def load_model(
+    checkpoint: Checkpoint, device: torch.device | str, dtype: torch.dtype
+) -> HybridModel:
+    """Build the model of a checkpoint and fill it.
+
+    Args:
+        checkpoint: of the model.
         device: where the parameters go.
-        dtype: dtype of the matrices; whatever the file holds is converted. Router, ``A_log``,
-            ``D`` and ``dt_bias`` stay at least fp32.
+        dtype: dtype of the matrices; whatever the file holds is converted. What enters exponentials
+            or routes tokens stays at least fp32.
 
     Raises:
-        ValueError: naming the config field, or the tensor and its file, that is wrong.
+        ValueError: naming the tensor and its file that is wrong.
     """
-    directory = resolve(path)
-    config = load_config(directory)
-    files = TensorFiles(directory)
-    model = NemotronH(config, device, dtype)
-    files.load(*model_tensors(files, model))
-    return model.eval()
+    model = checkpoint.build(device, dtype)
+    checkpoint.tensors(model).load()
+    return model
 
 
-def model_tensors(files: TensorFiles, model: NemotronH) -> tuple[dict[str, Tensor], set[str]]:
-    """What `TensorFiles.load` and `check` take for a model: those of an MTP head are not its."""
-    present = set(files.files)
-    if model.config.num_nextn_predict_layers:
-        present = {name for name in present if not name.startswith("mtp.")}
-    return checkpoint_tensors(model), present
-
-
-def head_tensors(
-    files: TensorFiles, head: MTPHead | EagleHead
-) -> tuple[dict[str, Tensor], set[str]]:
-    """The same for a draft head."""
-    names = set(files.files)
-    if isinstance(head, MTPHead):
-        names = {name for name in names if name.startswith("mtp.")}
-    return checkpoint_tensors(head), names
-
-
-def load_mtp(path: str | Path, target: NemotronH) -> MTPHead:
-    """Build the MTP head (``mtp.*``) of the target's own checkpoint and fill it.
+def load_head(checkpoint: DraftCheckpoint, target: HybridModel) -> nn.Module:
+    """Build a draft head and fill it.
 
     Args:
-        path: directory or hub id of the checkpoint that `target` was loaded from.
-        target: the model it drafts for; gives device and dtype.
-
-    Raises:
-        ValueError: the config names no supported head, or a tensor is wrong.
-    """
-    files = TensorFiles(resolve(path))
-    head = build_mtp(files, target)
-    files.load(*head_tensors(files, head))
-    return head.eval()
-
-
-def load_eagle(path: str | Path, target: NemotronH) -> EagleHead:
-    """Build an EAGLE-1 head and fill it.
-
-    Args:
-        path: directory or hub id with the head's own config.json and safetensors.
+        checkpoint: of the head.
         target: the model it drafts for; gives device and dtype.
 
     Raises:
         ValueError: naming the config field, or the tensor and its file, that is wrong.
     """
-    files = TensorFiles(resolve(path))
-    head = build_eagle(files, target)
-    files.load(*head_tensors(files, head))
-    return head.eval()
-
-
-def build_mtp(files: TensorFiles, target: NemotronH) -> MTPHead:
-    """The MTP head of the target's checkpoint, not filled yet; errors as of `load_mtp`."""
-    with named(files.directory / "config.json"):
-        return MTPHead(target)
-
-
-def build_eagle(files: TensorFiles, target: NemotronH) -> EagleHead:
-    """The EAGLE-1 head of a checkpoint, not filled yet; errors as of `load_eagle`."""
-    decoded = read_json(files.directory, "config.json")
-    with named(files.directory / "config.json"):
-        return EagleHead(
-            EagleConfig.from_dict(decoded),
-            target,
-            fc_bias="fc.bias" in files.files,
-            own_embedding="embed_tokens.weight" in files.files,
-        )
+    head = checkpoint.build_head(target)
+    checkpoint.head_tensors(head).load()
+    return head

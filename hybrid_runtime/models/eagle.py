@@ -8,9 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hybrid_runtime.kernels.layers.embedding import embedding
-from hybrid_runtime.models.attention import Attention, Rotation, join_projections
-from hybrid_runtime.models.forward_batch import Caches, RowBatch, WantedTokens
+from hybrid_runtime.models.attention import Attention, Rotation
+from hybrid_runtime.models.forward_batch import Caches, Pass, RowBatch, WantedTokens
 from hybrid_runtime.models.json_fields import (
     COUNT,
     OBJECT,
@@ -23,7 +22,8 @@ from hybrid_runtime.models.json_fields import (
     only,
     positive,
 )
-from hybrid_runtime.models.nemotron_h import NemotronH
+from hybrid_runtime.models.linear import Embedding, Linear
+from hybrid_runtime.models.model import HybridModel
 from hybrid_runtime.models.norm import RMSNorm
 
 _KINDS: dict[str, Kind] = {
@@ -100,33 +100,35 @@ class EagleConfig:
 class GatedMLP(nn.Module):
     """down(silu(gate(x)) * up(x))."""
 
-    def __init__(self, size: int, inner: int, dtype: torch.dtype):
+    def __init__(self, size: int, inner: int, device: torch.device, dtype: torch.dtype):
         super().__init__()
-        self.gate_proj = nn.Linear(size, inner, bias=False, device="meta", dtype=dtype)
-        self.up_proj = nn.Linear(size, inner, bias=False, device="meta", dtype=dtype)
-        self.down_proj = nn.Linear(inner, size, bias=False, device="meta", dtype=dtype)
+        self.gate_proj = Linear(size, inner, device, dtype)
+        self.up_proj = Linear(size, inner, device, dtype)
+        self.down_proj = Linear(inner, size, device, dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         """[T, size] to [T, size]."""
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        y: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return y
 
 
 class EagleLayer(nn.Module):
     """A Llama decoder layer without the norm before attention."""
 
-    def __init__(self, config: EagleConfig, dtype: torch.dtype):
+    def __init__(self, config: EagleConfig, layer: int, device: torch.device, dtype: torch.dtype):
         super().__init__()
         self.self_attn = Attention(
             config.hidden_size,
             config.num_attention_heads,
             config.num_key_value_heads,
             config.head_dim,
-            "meta",
+            layer,
+            device,
             dtype,
         )
-        self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, dtype)
+        self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, device, dtype)
         self.post_attention_layernorm = RMSNorm(
-            config.hidden_size, config.rms_norm_eps, "meta", dtype
+            config.hidden_size, config.rms_norm_eps, device, dtype
         )
 
 
@@ -144,39 +146,40 @@ class EagleHead(nn.Module):
         own_embedding: whether the checkpoint brings an embedding of its own.
 
     Attributes:
-        kv_layers: the key of ``Caches.kv``: (num_hidden_layers of the target,).
+        drafter: by which name the engine knows it.
+        kv_layers: the key of ``Caches.kv``: (num_layers of the target,).
         kv_shape: (num_key_value_heads, head_dim).
 
     Raises:
         ValueError: hidden or vocabulary size differ from the target's.
     """
 
+    drafter = "eagle"
+
     def __init__(
         self,
         config: EagleConfig,
-        target: NemotronH,
+        target: HybridModel,
         fc_bias: bool = False,
         own_embedding: bool = False,
     ):
         super().__init__()
         for name in ("hidden_size", "vocab_size"):
-            own, wanted = getattr(config, name), getattr(target.config, name)
+            own, wanted = getattr(config, name), getattr(target, name)
             if own != wanted:
                 raise ValueError(f"config field {name} is {own}, must be the target's {wanted}")
         self.config = config
         # In a tuple, so that the target does not become a submodule with parameters of its own.
         self._target = (target,)
-        self.kv_layers = (target.config.num_hidden_layers,)
+        self.kv_layers = (target.num_layers,)
         self.kv_shape = (config.num_key_value_heads, config.head_dim)
-        hidden, dtype = config.hidden_size, target.dtype
-        self.embed_tokens: nn.Embedding | None = None
+        hidden, device, dtype = config.hidden_size, target.device, target.dtype
+        self.embed_tokens: Embedding | None = None
         if own_embedding:
-            self.embed_tokens = nn.Embedding(config.vocab_size, hidden, device="meta", dtype=dtype)
-        self.fc = nn.Linear(2 * hidden, hidden, bias=fc_bias, device="meta", dtype=dtype)
-        self.layers = nn.ModuleList([EagleLayer(config, dtype)])
-        self.to_empty(device=target.device)
-        join_projections(self)
-        self.requires_grad_(False)
+            self.embed_tokens = Embedding(hidden, config.vocab_size, device, dtype)
+        self.fc = Linear(2 * hidden, hidden, device, dtype, fc_bias)
+        self.layers = nn.ModuleList([EagleLayer(config, *self.kv_layers, device, dtype)])
+        self.requires_grad_(False).eval()
 
     def forward(
         self,
@@ -202,10 +205,10 @@ class EagleHead(nn.Module):
         target, layer = self._target[0], self.layers[0]
         assert isinstance(layer, EagleLayer)
         own = self.embed_tokens
-        embedded = target.embed(tokens) if own is None else embedding(tokens, own.weight)
+        embedded = target.embed(tokens) if own is None else own.lookup(tokens)
         x = self.fc(torch.cat([embedded, hidden], dim=-1))
         rotate = self._rotation(batch, x.shape[0], x.dtype)
-        attended = layer.self_attn(x, batch, caches, self.kv_layers[0], rotate, wanted=wanted)
+        attended = layer.self_attn(x, Pass(batch, caches), wanted, rotate)
         x = attended + (x if wanted is None else wanted.of(x))
         return x + layer.mlp(layer.post_attention_layernorm(x))
 

@@ -1,7 +1,8 @@
 """What one forward pass runs on: rows of tokens, state positions, caches."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -134,7 +135,7 @@ class StatePositions:
     """Where the Mamba state of each row is read and written.
 
     Attributes:
-        draft: int32 [rows], how many of the row's last tokens are guesses.
+        draft: int32 [rows], how many of the row's last tokens are drafts.
         read_column: int32 [rows], column of state_block_table[slot]; -1 = start from zeros.
         read_offset: int32 [rows], where the state starts there: so many columns further (SSM
             state), so many inputs into the window (convolution).
@@ -142,7 +143,7 @@ class StatePositions:
         replay: what update rows fold and store in the replay layout; None in the columns layout.
         rounding: how update rows round their states stochastically, for every layer (its `layer`
             is not used); None rounds to nearest.
-        cuts: snapshots that prompt rows leave on the way; None: there are none.
+        cuts: checkpoints that prompt rows leave on the way; None: there are none.
         ring: tokens of a slot's ring in the window cache by which `replay` was made; None: by the
             cache's own.
     """
@@ -177,3 +178,17 @@ class Caches:
     kv_block_table: Tensor
     state_block_table: Tensor
     window_cache: Mapping[int, WindowCache] = field(default_factory=dict)
+
+
+class Pass(NamedTuple):
+    """A forward pass, as the layers of a model see it.
+
+    batch: the rows.
+    caches: of all layers.
+    state_parts: all rows with the kernels that run them, as layers with states take them, a
+        `MambaPart` each; none where no layer has a state.
+    """
+
+    batch: RowBatch
+    caches: Caches
+    state_parts: Sequence[Any] = ()

@@ -18,7 +18,6 @@ from hybrid_runtime.kernels.mamba2.window_cache import WindowCache
 from hybrid_runtime.kernels.replay.rounding import Rounding
 from hybrid_runtime.kernels.replay.rows import ReplayRows
 from hybrid_runtime.kernels.step.advance_replay import ReplayPositions
-from hybrid_runtime.models.config import NemotronHConfig
 from hybrid_runtime.models.forward_batch import BatchPart, Caches, RowBatch, StatePositions
 
 
@@ -73,7 +72,7 @@ class MambaPart(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PromptPart:
-    """Rows of any length without guesses: the SSM state is scanned in chunks. cuts: snapshots that
+    """Rows of any length without drafts: the SSM state is scanned in chunks. cuts: checkpoints that
     they leave on the way."""
 
     part: BatchPart
@@ -107,7 +106,7 @@ class PromptPart:
 
 @dataclass(frozen=True, slots=True)
 class ColumnsUpdatePart:
-    """Decoding rows of the columns layout: the state after each guess is stored."""
+    """Decoding rows of the columns layout: the state after each draft is stored."""
 
     part: BatchPart
     rows: StateRows
@@ -135,7 +134,7 @@ class ColumnsUpdatePart:
 
 @dataclass(frozen=True, slots=True)
 class ReplayUpdatePart:
-    """Decoding rows of the replay layout: what a state lacks is folded in on reading."""
+    """Decoding rows of the replay layout: pending tokens are folded in on reading."""
 
     part: BatchPart
     rows: ReplayRows
@@ -173,9 +172,13 @@ def mamba_parts(
     positions: StatePositions,
     caches: Caches,
     tokens: int,
-    config: NemotronHConfig,
+    dt_limit: tuple[float, float],
+    chunk_size: int,
 ) -> list[MambaPart]:
-    """The parts of a batch of `tokens` tokens, each with the kernels for its rows."""
+    """The parts of a batch of `tokens` tokens, each with the kernels for its rows.
+
+    dt_limit: bounds of the time step. chunk_size: tokens that prompts are scanned in.
+    """
     parts: list[MambaPart] = []
     for part in batch.parts(tokens):
         rows = StateRows(
@@ -187,13 +190,12 @@ def mamba_parts(
             read_offset=part.rows(positions.read_offset),
             write_column=part.rows(positions.write_column),
         )
-        limit = config.time_step_limit
         if not part.update:
             cuts = positions.cuts
             cuts = None if cuts is None else Cuts(*(part.rows(field) for field in cuts))
-            parts.append(PromptPart(part, rows, cuts, limit, config.chunk_size))
+            parts.append(PromptPart(part, rows, cuts, dt_limit, chunk_size))
         elif positions.replay is None:
-            parts.append(ColumnsUpdatePart(part, rows, limit))
+            parts.append(ColumnsUpdatePart(part, rows, dt_limit))
         else:
             replay = ReplayRows(
                 block_table=rows.block_table,
@@ -203,5 +205,5 @@ def mamba_parts(
                 positions=ReplayPositions(*(part.rows(field) for field in positions.replay)),
                 ring=positions.ring,
             )
-            parts.append(ReplayUpdatePart(part, replay, limit, positions.rounding))
+            parts.append(ReplayUpdatePart(part, replay, dt_limit, positions.rounding))
     return parts

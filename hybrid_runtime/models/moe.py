@@ -1,119 +1,110 @@
 """The token-wise mixers: MLP and mixture of experts."""
 
+from typing import NamedTuple
+
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hybrid_runtime.kernels.layers.activation import relu2
-from hybrid_runtime.kernels.moe.fused_moe import fused_moe
 from hybrid_runtime.kernels.moe.topk import topk
-from hybrid_runtime.models.config import NemotronHConfig
-from hybrid_runtime.models.products import in_halves
+from hybrid_runtime.models.forward_batch import Pass
+from hybrid_runtime.models.linear import Experts, Linear
 
 
 class MLP(nn.Module):
-    """down(relu2(up(x))), not gated."""
+    """down(relu2(up(x))), not gated. halves: the result may be left as a sum of two."""
 
     def __init__(
-        self, size: int, inner: int, bias: bool, device: torch.device | str, dtype: torch.dtype
+        self,
+        size: int,
+        inner: int,
+        bias: bool,
+        device: torch.device | str,
+        dtype: torch.dtype,
+        halves: bool = False,
     ):
         super().__init__()
-        self.up_proj = nn.Linear(size, inner, bias=bias, device=device, dtype=dtype)
-        self.down_proj = nn.Linear(inner, size, bias=bias, device=device, dtype=dtype)
+        self.up_proj = Linear(size, inner, device, dtype, bias)
+        self.down_proj = Linear(inner, size, device, dtype, bias, halves)
 
-    def forward(self, x: Tensor, halves: bool = False) -> Tensor:
-        """[T, size] to [T, size], with `halves` perhaps [2, T, size] whose sum it is."""
-        inner = relu2(self.up_proj(x))
-        return in_halves(self.down_proj, inner) if halves else self.down_proj(inner)
+    def forward(self, x: Tensor, step: Pass | None = None) -> Tensor:
+        """[T, size] to [T, size], with `halves` perhaps [2, T, size] whose sum it is. step: what a
+        layer gives any mixer; not used."""
+        y: Tensor = self.down_proj(relu2(self.up_proj(x)))
+        return y
 
 
-class Router(nn.Module):
-    """Grouped sigmoid top-k routing in fp32 (fp64 in an fp64 model).
+class Routing(NamedTuple):
+    """How tokens choose their experts; see `hybrid_runtime.kernels.moe.topk.topk_reference`.
 
-    See `hybrid_runtime.kernels.moe.topk.topk_reference`; padded tokens are routed like others.
+    experts: how many there are, in `num_expert_group` groups.
+    top_k: experts of a token, from its `topk_group` best groups.
+    renormalize: let a token's weights add up to `routed_scaling_factor`.
     """
 
-    def __init__(self, config: NemotronHConfig, device: torch.device | str, dtype: torch.dtype):
-        super().__init__()
-        self.config = config
+    experts: int
+    top_k: int
+    num_expert_group: int
+    topk_group: int
+    renormalize: bool
+    routed_scaling_factor: float
+
+
+class Router(Linear):
+    """Grouped sigmoid top-k routing in fp32 (fp64 in an fp64 model); padded tokens are routed like
+    others."""
+
+    def __init__(self, size: int, routing: Routing, device: torch.device | str, dtype: torch.dtype):
         fine = torch.promote_types(dtype, torch.float32)
-        experts = config.n_routed_experts
-        self.weight = nn.Parameter(
-            torch.empty(experts, config.hidden_size, device=device, dtype=fine)
+        super().__init__(size, routing.experts, device, fine)
+        self.routing = routing
+        self.e_score_correction_bias = nn.Parameter(
+            torch.empty(routing.experts, device=device, dtype=fine)
         )
-        self.e_score_correction_bias = nn.Parameter(torch.empty(experts, device=device, dtype=fine))
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """[T, hidden_size] to weights [T, top_k] and experts int64 [T, top_k]."""
-        config = self.config
+    def choose(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """[T, size] to weights [T, top_k] and experts int64 [T, top_k]."""
+        bias, routing = self.e_score_correction_bias, self.routing
         return topk(
-            logits=F.linear(x.to(self.weight.dtype), self.weight),
-            bias=self.e_score_correction_bias,
-            top_k=config.num_experts_per_tok,
-            num_expert_group=config.n_group,
-            topk_group=config.topk_group,
-            renormalize=config.norm_topk_prob,
-            routed_scaling_factor=config.routed_scaling_factor,
+            logits=self(x.to(bias.dtype)),
+            bias=bias,
+            top_k=routing.top_k,
+            num_expert_group=routing.num_expert_group,
+            topk_group=routing.topk_group,
+            renormalize=routing.renormalize,
+            routed_scaling_factor=routing.routed_scaling_factor,
         )
-
-
-class Experts(nn.Module):
-    """The weights of all routed experts; checkpoints name each expert's matrices by themselves."""
-
-    def __init__(
-        self, count: int, size: int, inner: int, device: torch.device | str, dtype: torch.dtype
-    ):
-        super().__init__()
-        self.up_proj = nn.Parameter(torch.empty(count, inner, size, device=device, dtype=dtype))
-        self.down_proj = nn.Parameter(torch.empty(count, size, inner, device=device, dtype=dtype))
-
-    def forward(self, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
-        """Weighted sum of each token's experts.
-
-        Args:
-            x: [T, size].
-            weights: [T, top_k].
-            experts: int64 [T, top_k].
-
-        Returns:
-            [T, size] in x's dtype.
-
-        Raises:
-            ValueError: shapes or dtypes that do not go together.
-        """
-        return fused_moe(x, weights, experts, self.up_proj, self.down_proj)
 
 
 class MoE(nn.Module):
-    """Routed experts, between latent projections if the config has them, plus a shared expert."""
+    """Routed experts, between latent projections if there are any, plus a shared expert.
 
-    def __init__(self, config: NemotronHConfig, device: torch.device | str, dtype: torch.dtype):
+    Args:
+        gate: chooses a token's experts.
+        experts: the routed ones.
+        shared_experts: the one that all tokens take.
+        latent: to the size of the routed experts and back; None: they have the hidden size.
+    """
+
+    def __init__(
+        self,
+        gate: Router,
+        experts: Experts,
+        shared_experts: MLP,
+        latent: tuple[Linear, Linear] | None = None,
+    ):
         super().__init__()
-        hidden, latent = config.hidden_size, config.moe_latent_size
-        self.gate = Router(config, device, dtype)
-        self.experts = Experts(
-            config.n_routed_experts,
-            hidden if latent is None else latent,
-            config.moe_intermediate_size,
-            device,
-            dtype,
-        )
-        self.shared_experts = MLP(
-            hidden, config.moe_shared_expert_intermediate_size, config.mlp_bias, device, dtype
-        )
-        self.fc1_latent_proj: nn.Linear | None = None
-        self.fc2_latent_proj: nn.Linear | None = None
+        self.gate = gate
+        self.experts = experts
+        self.shared_experts = shared_experts
+        self.fc1_latent_proj: Linear | None = None
+        self.fc2_latent_proj: Linear | None = None
         if latent is not None:
-            self.fc1_latent_proj = nn.Linear(
-                hidden, latent, bias=config.mlp_bias, device=device, dtype=dtype
-            )
-            self.fc2_latent_proj = nn.Linear(
-                latent, hidden, bias=config.mlp_bias, device=device, dtype=dtype
-            )
+            self.fc1_latent_proj, self.fc2_latent_proj = latent
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[T, hidden_size] to [T, hidden_size]."""
-        weights, experts = self.gate(x)
+    def forward(self, x: Tensor, step: Pass | None = None) -> Tensor:
+        """[T, hidden_size] to [T, hidden_size]. step: what a layer gives any mixer; not used."""
+        weights, experts = self.gate.choose(x)
         routed = x if self.fc1_latent_proj is None else self.fc1_latent_proj(x)
         routed = self.experts(routed, weights, experts)
         if self.fc2_latent_proj is not None:

@@ -23,7 +23,7 @@ async def embeddings(body: EmbeddingBody, request: Request, service: Here) -> Re
     """One vector per input."""
     service.check_model(body.model)
     service.check_choices(len(body.input), "input")
-    size = service.engine.engine.model.config.hidden_size
+    size = service.engine.engine.model.hidden_size
     if body.dimensions not in (None, size):
         raise ApiError(
             400, f"dimensions is {body.dimensions}; it must be {size}, the model's size",
@@ -53,7 +53,7 @@ def _count(service: Service, body: EmbeddingBody) -> int:
     for prompt in body.input:
         try:
             tokens, front = encode_instructed(
-                prompt, body.instruction or "", engine.tokenizer, engine.model.config.vocab_size
+                prompt, body.instruction or "", engine.tokenizer, engine.model.vocab_size
             )
             service.check_length(len(tokens), 0, "input")
             engine.prepare_embedding(tokens[front:], body.pooling or "last", tokens[:front])

@@ -51,7 +51,7 @@ class Service:
         engine = self.engine.engine
 
         def work() -> list[Tokens]:
-            size = engine.model.config.vocab_size
+            size = engine.model.vocab_size
             return [encode(prompt, engine.tokenizer, size) for prompt in prompts]
 
         return await _refused(param, work)

@@ -37,7 +37,7 @@ async def tokenize(body: TokenizeBody, service: Here) -> dict[str, Any]:
 async def detokenize(body: DetokenizeBody, service: Here) -> dict[str, str]:
     """The text of token ids, special tokens included."""
     service.check_model(body.model)
-    tokenizer, size = _tokenizer(service), service.engine.engine.model.config.vocab_size
+    tokenizer, size = _tokenizer(service), service.engine.engine.model.vocab_size
     wrong = next((token for token in body.tokens if token >= size), None)
     if wrong is not None:
         raise ApiError(400, f"tokens has {wrong}; it must be in 0..{size - 1}", param="tokens")

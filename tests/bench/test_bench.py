@@ -20,9 +20,8 @@ from hybrid_runtime.bench.load import Load
 from hybrid_runtime.bench.measure import Engines, aggregate, measure
 from hybrid_runtime.bench.trace import Operation, analyse
 from hybrid_runtime.cli import main
-from hybrid_runtime.models.config import NemotronHConfig
-from hybrid_runtime.models.mtp import MTPHead
-from hybrid_runtime.models.nemotron_h import NemotronH
+from hybrid_runtime.models.nemotron_h import MTPHead, NemotronH
+from hybrid_runtime.models.nemotron_h_config import NemotronHConfig
 from hybrid_runtime.state import StateLayout
 
 ROOT = Path(__file__).parents[2]

@@ -19,7 +19,7 @@ import torch
 import hybrid_runtime
 from hybrid_runtime.demo import SHIPPED
 from hybrid_runtime.engine import Engine, EngineConfig, config
-from hybrid_runtime.models.config import NemotronHConfig
+from hybrid_runtime.models.checkpoint import Checkpoint
 
 ROOT = Path(hybrid_runtime.__file__).parents[1]
 
@@ -220,11 +220,11 @@ def test_a_model_without_states_is_refused_before_its_weights_are_read(no_weight
 
 @pytest.mark.parametrize(("drafts", "window"), [(1, 15), (7, 15), (8, 31), (15, 31)])
 def test_many_drafts_get_a_long_window(drafts: int, window: int) -> None:
-    model = NemotronHConfig.from_dict(json.loads((SHIPPED / "config.json").read_text()))
+    model = Checkpoint(SHIPPED).build("meta", torch.float32)
     options = EngineConfig(drafter="ngram", num_speculative_tokens=drafts)
-    assert options.layout(model, torch.float32).window == window
+    assert options.layout(model).window == window
     shorter = EngineConfig(drafter="ngram", num_speculative_tokens=drafts, window=0)
-    assert shorter.layout(model, torch.float32).window == 0
+    assert shorter.layout(model).window == 0
 
 
 @pytest.mark.parametrize("path", [None, 5, ""])

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from hybrid_runtime.demo import SHIPPED
 from hybrid_runtime.engine import Engine, EngineConfig, SamplingParams
 from hybrid_runtime.models.eagle import EagleHead
-from hybrid_runtime.models.mtp import MTPHead
+from hybrid_runtime.models.nemotron_h import MTPHead
 
 PARAMS = SamplingParams(max_tokens=6)
 

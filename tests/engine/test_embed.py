@@ -348,7 +348,7 @@ def test_bad_input_is_refused_and_leaves_nothing_behind(
     runs.tokenizer = None
     with pytest.raises(ValueError, match="without a tokenizer"):
         runs.embed(["t1"])
-    assert runs.embed([]).shape == (0, runs.model.config.hidden_size)
+    assert runs.embed([]).shape == (0, runs.model.hidden_size)
 
 
 @pytest.mark.gpu
@@ -376,11 +376,11 @@ def test_only_embeddings_come_back_from_the_device(
     ):
         found = runs.embed(prompts, pooling, instruction)
     assert not waits.undeclared, waits.reasons
-    assert found.shape == (24, runs.model.config.hidden_size)
+    assert found.shape == (24, runs.model.hidden_size)
     profiled.export_chrome_trace(str(tmp_path / "trace.json"))
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     copies = [e["args"]["bytes"] for e in events if "Memcpy DtoH" in e.get("name", "")]
-    line = 4 * runs.model.config.hidden_size
+    line = 4 * runs.model.hidden_size
     # One copy for each step that completed embeddings: of those, and of nothing else.
     assert sum(copies) == len(prompts) * line
     assert all(size % line == 0 for size in copies)

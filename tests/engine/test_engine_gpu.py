@@ -11,9 +11,8 @@ from helpers.oracle import randomise
 
 from hybrid_runtime.demo import PROMPTS, SHIPPED
 from hybrid_runtime.engine import Engine, EngineConfig, Request, SamplingParams
-from hybrid_runtime.models.config import NemotronHConfig
-from hybrid_runtime.models.mtp import MTPHead
-from hybrid_runtime.models.nemotron_h import NemotronH
+from hybrid_runtime.models.nemotron_h import MTPHead, NemotronH
+from hybrid_runtime.models.nemotron_h_config import NemotronHConfig
 from hybrid_runtime.specdecode.drafter import HeadDrafter
 from hybrid_runtime.state import sync_guard
 

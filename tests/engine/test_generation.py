@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 import hybrid_runtime
 from hybrid_runtime.engine import Engine, SamplingParams
 from hybrid_runtime.engine.generation import Generation
-from hybrid_runtime.models.config import load_config
+from hybrid_runtime.models.registry import load_config
 
 SHIPPED = Path(hybrid_runtime.__file__).parent / "checkpoints" / "python-small"
 END = 256
@@ -36,7 +36,7 @@ def checkpoint(where: Path, **files: dict[str, Any] | None) -> Path:
 
 def generation(directory: Path) -> Generation:
     tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
-    return Generation.of(directory, load_config(directory), tokenizer)
+    return Generation.of(directory, load_config(directory)[1], tokenizer)
 
 
 @pytest.mark.parametrize(

@@ -15,9 +15,8 @@ from hybrid_runtime.demo import SHIPPED
 from hybrid_runtime.device.free_memory import DeviceMemory, host_memory
 from hybrid_runtime.engine import Engine, EngineConfig, memory_plan
 from hybrid_runtime.engine.memory_plan import MemoryPlan, Planner
-from hybrid_runtime.models.config import NemotronHConfig
-from hybrid_runtime.models.mtp import MTPHead
-from hybrid_runtime.models.nemotron_h import NemotronH
+from hybrid_runtime.models.nemotron_h import MTPHead, NemotronH
+from hybrid_runtime.models.nemotron_h_config import NemotronHConfig
 
 GIB = 1 << 30
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -30,7 +29,7 @@ SHAPE = NemotronHConfig(
 def planner(device: torch.device, weights: int = 0, **options: Any) -> Planner:
     config = EngineConfig(**{"drafter": "mtp"} | options)
     model = NemotronH(SHAPE, "meta", torch.bfloat16)
-    layout = config.layout(SHAPE, torch.bfloat16)
+    layout = config.layout(model)
     return Planner(config, layout, model, MTPHead(model), device, weights)
 
 

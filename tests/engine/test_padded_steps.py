@@ -15,9 +15,9 @@ from transformers import NemotronHForCausalLM
 
 from hybrid_runtime.engine import Engine, EngineConfig, Request, SamplingParams
 from hybrid_runtime.kernels.step.advance_replay import IDLE
-from hybrid_runtime.models.config import NemotronHConfig
 from hybrid_runtime.models.forward_batch import Caches, RowBatch, StatePositions
 from hybrid_runtime.models.nemotron_h import NemotronH
+from hybrid_runtime.models.nemotron_h_config import NemotronHConfig
 from hybrid_runtime.specdecode.frame import Frame
 from hybrid_runtime.specdecode.phases import Phases
 

@@ -21,10 +21,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from hybrid_runtime.demo import SHIPPED
-from hybrid_runtime.models.config import NemotronHConfig
 from hybrid_runtime.models.eagle import EagleConfig, EagleHead
-from hybrid_runtime.models.mtp import MTPHead
-from hybrid_runtime.models.nemotron_h import NemotronH
+from hybrid_runtime.models.nemotron_h import MTPHead, NemotronH
+from hybrid_runtime.models.nemotron_h_config import NemotronHConfig
 
 HEAD, NORM = "lm_head.weight", "backbone.norm_f.weight"
 TOKENS = 320

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
-from types import SimpleNamespace
 
 import torch
 from helpers.hash_request import PRIME
@@ -21,6 +20,7 @@ from hybrid_runtime.kernels.replay.rounding import Rounding
 from hybrid_runtime.kernels.step.advance_replay import ReplayPositions
 from hybrid_runtime.kernels.step.state_table import StateTable
 from hybrid_runtime.models.forward_batch import Caches, RowBatch, StatePositions
+from hybrid_runtime.models.model import Mamba2Shape, StateGroup
 from hybrid_runtime.specdecode.drafter import VerifyOutput
 
 VOCABULARY = 251
@@ -77,14 +77,17 @@ def true_text(prompt: Sequence[int], count: int) -> list[int]:
 class HashTarget:
     """What the engine asks of a model, on the CPU. fails: raise in the middle of the next pass."""
 
-    config = SimpleNamespace(
-        vocab_size=VOCABULARY, hidden_size=1, mamba_num_heads=1, mamba_head_dim=1,
-        ssm_state_size=1, n_groups=1, conv_kernel=WINDOW + 1, ssm_cache_dtype=torch.float32,
-        pattern="M" * len(STATE_LAYERS) + "*", max_position_embeddings=None,
-    )  # fmt: skip
+    vocab_size, hidden_size, max_positions = VOCABULARY, 1, None
     device, dtype = torch.device("cpu"), torch.float32
-    state_layers, kv_layers, kv_shape = STATE_LAYERS, (KV_LAYER,), (1, 1)
-    A_log = torch.zeros(len(STATE_LAYERS), 1)
+    kv_layers, kv_shape = (KV_LAYER,), (1, 1)
+    groups = (
+        StateGroup(
+            Mamba2Shape(heads=1, head_dim=1, state_size=1, groups=1, conv_width=WINDOW + 1),
+            STATE_LAYERS,
+            torch.float32,
+            {"A_log": (torch.zeros(1),) * len(STATE_LAYERS)},
+        ),
+    )
     fails = False
 
     def __call__(

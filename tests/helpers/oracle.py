@@ -15,12 +15,11 @@ from torch import Tensor
 from transformers import NemotronHConfig as HFConfig
 from transformers import NemotronHForCausalLM
 
-from hybrid_runtime.models.checkpoint import checkpoint_tensors
-from hybrid_runtime.models.config import NemotronHConfig
 from hybrid_runtime.models.eagle import EagleHead
 from hybrid_runtime.models.forward_batch import Caches, RowBatch, StatePositions
-from hybrid_runtime.models.mtp import MTPHead
-from hybrid_runtime.models.nemotron_h import NemotronH
+from hybrid_runtime.models.linear import checkpoint_tensors
+from hybrid_runtime.models.nemotron_h import MTPHead, NemotronH
+from hybrid_runtime.models.nemotron_h_config import NemotronHConfig
 
 KINDS = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
 
@@ -142,7 +141,7 @@ def make_caches(
     window = config.conv_kernel - 1 + num_draft
     states = {
         i: (
-            nan(blocks, window, config.conv_dim),
+            nan(blocks, window, config.mamba2.conv_channels),
             nan(blocks, config.mamba_num_heads, config.mamba_head_dim, config.ssm_state_size),
         )
         for i in model.state_layers

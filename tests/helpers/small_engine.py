@@ -18,7 +18,7 @@ from transformers import NemotronHForCausalLM
 
 from hybrid_runtime.engine import Engine, EngineConfig
 from hybrid_runtime.models.eagle import EagleConfig, EagleHead
-from hybrid_runtime.models.mtp import MTPHead
+from hybrid_runtime.models.nemotron_h import MTPHead
 from hybrid_runtime.specdecode.drafter import VerifyOutput
 
 NEW_TOKENS = 24

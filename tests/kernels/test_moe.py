@@ -27,8 +27,8 @@ from hybrid_runtime.kernels.moe.fused_moe import (
     moe_tiling,
 )
 from hybrid_runtime.kernels.moe.topk import topk, topk_reference
-from hybrid_runtime.models.config import NemotronHConfig
-from hybrid_runtime.models.moe import MoE
+from hybrid_runtime.models.nemotron_h import moe
+from hybrid_runtime.models.nemotron_h_config import NemotronHConfig
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
@@ -250,7 +250,7 @@ def test_layer(changes: dict[str, Any]) -> None:
         moe_intermediate_size=24, moe_shared_expert_intermediate_size=56,
         routed_scaling_factor=2.5, **changes,
     )  # fmt: skip
-    layer = MoE(config, DEVICE, torch.float32)
+    layer = moe(config, 0, DEVICE, torch.float32)
     generator = torch.Generator(DEVICE).manual_seed(2)
     for parameter in layer.parameters():
         parameter.normal_(std=0.2, generator=generator)

@@ -20,11 +20,17 @@ from helpers.oracle import (
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from hybrid_runtime.models.checkpoint import load_eagle, load_mtp, load_nemotron_h, resolve
-from hybrid_runtime.models.config import NemotronHConfig, load_config
+from hybrid_runtime.models.checkpoint import (
+    Checkpoint,
+    EagleCheckpoint,
+    load_head,
+    load_model,
+    resolve,
+)
 from hybrid_runtime.models.eagle import EagleConfig, EagleHead
-from hybrid_runtime.models.mtp import MTPHead
-from hybrid_runtime.models.nemotron_h import NemotronH
+from hybrid_runtime.models.nemotron_h import MTPHead, NemotronH
+from hybrid_runtime.models.nemotron_h_config import NemotronHConfig
+from hybrid_runtime.models.registry import load_config
 
 # As published with NVIDIA-Nemotron-3-Nano-30B-A3B, Nemotron-H-8B and with a MTP head (Super).
 NANO_30B = """{"architectures": ["NemotronHForCausalLM"], "attention_bias": false,
@@ -65,7 +71,7 @@ def test_loads_what_transformers_saves(tmp_path: Path, shard_size: str, latent: 
     tokens = torch.randint(0, 96, (40,))
     with torch.inference_mode():
         want = hf(tokens[None], use_cache=False).logits[0]
-    model = load_nemotron_h(tmp_path, "cpu", torch.float32)
+    model: Any = load_model(Checkpoint(tmp_path), "cpu", torch.float32)
     assert float((logits_of(model, tokens) - want).abs().max() / want.abs().max()) < 1e-5
     assert not any(parameter.requires_grad for parameter in model.parameters())
 
@@ -73,8 +79,8 @@ def test_loads_what_transformers_saves(tmp_path: Path, shard_size: str, latent: 
 def test_converts_dtypes(tmp_path: Path) -> None:
     config = random_config("ME*")
     hf_model(config, 0).save_pretrained(tmp_path)
-    exact = load_nemotron_h(tmp_path, "cpu", torch.float64)
-    reduced = load_nemotron_h(tmp_path, "cpu", torch.bfloat16)
+    exact: Any = load_model(Checkpoint(tmp_path), "cpu", torch.float64)
+    reduced: Any = load_model(Checkpoint(tmp_path), "cpu", torch.bfloat16)
     wide = {"A_log", "D", "dt_bias", "gate.weight", "e_score_correction_bias"}
     for (name, a), (_, b) in zip(exact.named_parameters(), reduced.named_parameters(), strict=True):
         assert a.dtype == torch.float64
@@ -101,8 +107,9 @@ def checkpoint(tmp_path: Path) -> Path:
 
 def test_heads_load(checkpoint: Path) -> None:
     tensors = load_file(checkpoint / "model.safetensors")
-    target = load_nemotron_h(checkpoint, "cpu", torch.float32)
-    mtp, eagle = load_mtp(checkpoint, target), load_eagle(checkpoint / "eagle", target)
+    target = load_model(Checkpoint(checkpoint), "cpu", torch.float32)
+    mtp = load_head(Checkpoint(checkpoint), target)
+    eagle = load_head(EagleCheckpoint(checkpoint / "eagle"), target)
     for name in (
         "mtp.layers.0.enorm.weight",
         "mtp.layers.0.hnorm.weight",
@@ -157,7 +164,7 @@ WRONG_TENSORS = [
 def test_wrong_tensors(checkpoint: Path, change: dict[str, Tensor], message: str) -> None:
     change_tensors(checkpoint / "model.safetensors", **change)
     with pytest.raises(ValueError, match=message):
-        load_nemotron_h(checkpoint, "cpu", torch.float32)
+        load_model(Checkpoint(checkpoint), "cpu", torch.float32)
 
 
 @pytest.mark.parametrize(
@@ -173,9 +180,9 @@ def test_wrong_tensors(checkpoint: Path, change: dict[str, Tensor], message: str
 )
 def test_wrong_mtp_tensors(checkpoint: Path, change: dict[str, Tensor], message: str) -> None:
     change_tensors(checkpoint / "model.safetensors", **change)
-    target = load_nemotron_h(checkpoint, "cpu", torch.float32)
+    target = load_model(Checkpoint(checkpoint), "cpu", torch.float32)
     with pytest.raises(ValueError, match=message):
-        load_mtp(checkpoint, target)
+        load_head(Checkpoint(checkpoint), target)
 
 
 @pytest.mark.parametrize(
@@ -192,7 +199,10 @@ def test_wrong_mtp_tensors(checkpoint: Path, change: dict[str, Tensor], message:
 def test_wrong_eagle_tensors(checkpoint: Path, change: dict[str, Tensor], message: str) -> None:
     change_tensors(checkpoint / "eagle" / "model.safetensors", **change)
     with pytest.raises(ValueError, match=message):
-        load_eagle(checkpoint / "eagle", load_nemotron_h(checkpoint, "cpu", torch.float32))
+        load_head(
+            EagleCheckpoint(checkpoint / "eagle"),
+            load_model(Checkpoint(checkpoint), "cpu", torch.float32),
+        )
 
 
 def test_mtp_tensors_without_a_head_in_the_config_are_unexpected(checkpoint: Path) -> None:
@@ -200,7 +210,7 @@ def test_mtp_tensors_without_a_head_in_the_config_are_unexpected(checkpoint: Pat
     config["num_nextn_predict_layers"] = 0
     (checkpoint / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match=r"tensor mtp\..* is unexpected"):
-        load_nemotron_h(checkpoint, "cpu", torch.float32)
+        load_model(Checkpoint(checkpoint), "cpu", torch.float32)
 
 
 def test_wrong_files(checkpoint: Path, tmp_path: Path) -> None:
@@ -208,31 +218,31 @@ def test_wrong_files(checkpoint: Path, tmp_path: Path) -> None:
     tensors = load_file(weights)
     weights.unlink()
     with pytest.raises(ValueError, match=r"has no weights, must hold model\.safetensors"):
-        load_nemotron_h(checkpoint, "cpu", torch.float32)
+        load_model(Checkpoint(checkpoint), "cpu", torch.float32)
     index = checkpoint / "model.safetensors.index.json"
     index.write_text("{}")
     with pytest.raises(ValueError, match="has no weight_map"):
-        load_nemotron_h(checkpoint, "cpu", torch.float32)
+        load_model(Checkpoint(checkpoint), "cpu", torch.float32)
     names = sorted(tensors)
     files = {name: f"part-{i % 2}.safetensors" for i, name in enumerate(names)}
     index.write_text(json.dumps({"weight_map": files}))
     save_file({n: tensors[n] for n in names[::2]}, checkpoint / "part-0.safetensors")
     with pytest.raises(ValueError, match=r"part-1.safetensors does not exist, but .* names it"):
-        load_nemotron_h(checkpoint, "cpu", torch.float32)
+        load_model(Checkpoint(checkpoint), "cpu", torch.float32)
     save_file({n: tensors[n] for n in names[3::2]}, checkpoint / "part-1.safetensors")
     with pytest.raises(ValueError, match=rf"tensor {names[1]} is missing in .*part-1"):
-        load_nemotron_h(checkpoint, "cpu", torch.float32)
+        load_model(Checkpoint(checkpoint), "cpu", torch.float32)
     save_file({n: tensors[n] for n in names[1::2]}, checkpoint / "part-1.safetensors")
-    load_nemotron_h(checkpoint, "cpu", torch.float32)
+    load_model(Checkpoint(checkpoint), "cpu", torch.float32)
     (checkpoint / "part-1.safetensors").write_bytes(b"no tensors")
     with pytest.raises(ValueError, match="is not a safetensors file"):
-        load_nemotron_h(checkpoint, "cpu", torch.float32)
+        load_model(Checkpoint(checkpoint), "cpu", torch.float32)
     (checkpoint / "config.json").write_text("{")
     with pytest.raises(ValueError, match="is not JSON"):
-        load_nemotron_h(checkpoint, "cpu", torch.float32)
+        load_model(Checkpoint(checkpoint), "cpu", torch.float32)
     (checkpoint / "config.json").unlink()
     with pytest.raises(ValueError, match=r"config.json does not exist"):
-        load_nemotron_h(checkpoint, "cpu", torch.float32)
+        load_model(Checkpoint(checkpoint), "cpu", torch.float32)
 
 
 def test_resolve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -255,7 +265,7 @@ def test_published_configs_load() -> None:
     given: dict[str, Any] = json.loads(NANO_30B)
     nano = NemotronHConfig.from_dict(given)
     assert (nano.num_hidden_layers, nano.pattern.count("*"), nano.pattern.count("E")) == (52, 6, 23)
-    assert (nano.conv_dim, nano.mamba_intermediate_size) == (6144, 4096)
+    assert (nano.mamba2.conv_channels, nano.mamba2.inner) == (6144, 4096)
     assert nano.time_step_limit == (0.0, math.inf)
     assert nano.eos_token_id == (2,)
     assert nano.dtype == "bfloat16"
@@ -283,7 +293,7 @@ def test_both_spellings_and_defaults_of_transformers(tmp_path: Path) -> None:
 
     hf = hf_model(random_config("M-*E"), 0)
     hf.config.save_pretrained(tmp_path)
-    loaded = load_config(tmp_path)
+    loaded: Any = load_config(tmp_path)[1]
     for name in ("intermediate_size", "topk_group", "layer_norm_epsilon", "mamba_ssm_cache_dtype"):
         assert getattr(loaded, name) == getattr(hf.config, name)
     assert loaded.time_step_limit == (0.0, math.inf)
@@ -344,4 +354,4 @@ def test_unknown_fields() -> None:
 
 def test_target_and_head_of_another_model(checkpoint: Path) -> None:
     with pytest.raises(ValueError, match="num_nextn_predict_layers is 0"):
-        load_mtp(checkpoint, target_model())
+        load_head(Checkpoint(checkpoint), target_model())

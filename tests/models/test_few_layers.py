@@ -22,10 +22,10 @@ from hybrid_runtime.kernels.common.varlen import Cuts
 from hybrid_runtime.kernels.mamba2.window_cache import WindowCache
 from hybrid_runtime.kernels.replay.rounding import Rounding
 from hybrid_runtime.kernels.step.advance_replay import ReplayPositions
-from hybrid_runtime.models.config import NemotronHConfig
 from hybrid_runtime.models.few_layers import few_layers
 from hybrid_runtime.models.forward_batch import Caches, RowBatch, StatePositions
 from hybrid_runtime.models.nemotron_h import NemotronH
+from hybrid_runtime.models.nemotron_h_config import NemotronHConfig
 
 PATTERNS = [
     "M-M-M-M*-M-M-M-M-M*-M-M-",
@@ -116,7 +116,7 @@ def step_of(model: NemotronH, rows: tuple[int, int, int], replays: bool) -> tupl
     caches = Caches(
         kv={i: (some(BLOCKS, 64, *model.kv_shape),) * 2 for i in model.kv_layers},
         states={
-            i: (some(BLOCKS, window, config.conv_dim), some(BLOCKS, heads, dim, state))
+            i: (some(BLOCKS, window, config.mamba2.conv_channels), some(BLOCKS, heads, dim, state))
             for i in model.state_layers
         },
         kv_block_table=ints(SLOTS, 8),

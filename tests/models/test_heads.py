@@ -21,8 +21,7 @@ from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHRMSNorm
 from hybrid_runtime.models.attention import FEW_TOKENS
 from hybrid_runtime.models.eagle import EagleConfig, EagleHead
 from hybrid_runtime.models.forward_batch import Caches, WantedTokens
-from hybrid_runtime.models.mtp import MTPHead
-from hybrid_runtime.models.nemotron_h import NemotronH
+from hybrid_runtime.models.nemotron_h import MTPHead, NemotronH
 
 BLOCK_SIZE, HIDDEN = 8, 32
 

@@ -17,9 +17,9 @@ from helpers.oracle import (
 from torch import Tensor
 from transformers import NemotronHForCausalLM
 
-from hybrid_runtime.models.config import NemotronHConfig
 from hybrid_runtime.models.forward_batch import RowBatch
 from hybrid_runtime.models.nemotron_h import NemotronH
+from hybrid_runtime.models.nemotron_h_config import NemotronHConfig
 
 TOLERANCE = 1e-5
 MARGIN = 1e-4

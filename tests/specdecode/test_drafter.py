@@ -13,10 +13,9 @@ from hybrid_runtime.demo import PROMPTS, SHIPPED
 from hybrid_runtime.engine import Engine, SamplingParams
 from hybrid_runtime.kernels.sampling.narrow_head import narrow
 from hybrid_runtime.models.attention import FEW_TOKENS
-from hybrid_runtime.models.config import NemotronHConfig
 from hybrid_runtime.models.forward_batch import Caches, RowBatch, WantedTokens
-from hybrid_runtime.models.mtp import MTPHead
-from hybrid_runtime.models.nemotron_h import NemotronH
+from hybrid_runtime.models.nemotron_h import MTPHead, NemotronH
+from hybrid_runtime.models.nemotron_h_config import NemotronHConfig
 from hybrid_runtime.specdecode.drafter import (
     DrafterName,
     DraftHead,

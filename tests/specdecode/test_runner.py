@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import pytest
@@ -23,6 +23,7 @@ from helpers.hash_target import (
 )
 from torch import Tensor
 
+from hybrid_runtime.engine.config import EngineConfig
 from hybrid_runtime.kernels.sampling.naive import probabilities_reference, sample_reference
 from hybrid_runtime.kernels.sampling.rows import SamplingTensors
 from hybrid_runtime.models.forward_batch import Caches
@@ -37,7 +38,7 @@ from hybrid_runtime.specdecode.sampling import (
 )
 from hybrid_runtime.specdecode.sequences import Sequences
 from hybrid_runtime.specdecode.shape import StepShape, most_rows
-from hybrid_runtime.state.layout import LayoutKind, StateLayout
+from hybrid_runtime.state.layout import LayoutKind
 from hybrid_runtime.state.manager import HybridStateManager
 from hybrid_runtime.state.rows import StepRows
 from hybrid_runtime.state.step import Step
@@ -107,7 +108,12 @@ class Runs:
         captured: bool = False,
     ) -> None:
         slots, target, self.params = len(PROMPTS), SoftTarget(), params
-        layout = StateLayout.from_config(target.config, num_draft, block_size=BLOCK, kind=kind)
+        layout = EngineConfig(
+            drafter="ngram" if num_draft else None,
+            num_speculative_tokens=num_draft,
+            block_size=BLOCK,
+            state_layout=kind,
+        ).layout(cast(Any, target))
         columns = MAX_LENGTH // BLOCK + num_draft + 1
         tables = torch.arange(slots * columns, dtype=torch.int32).view(slots, columns)
         states = {layer: layout.allocate(slots * columns, "cpu") for layer in STATE_LAYERS}

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hybrid_runtime.demo import SHIPPED
-from hybrid_runtime.models.config import load_config
+from hybrid_runtime.models.registry import load_config
 from hybrid_runtime.state import StateLayout
 from hybrid_runtime.state.layout import ALIGNMENT, Component
 
@@ -41,7 +41,7 @@ def test_bytes_per_request_of_nemotron_3_super(dtype: torch.dtype, mib: int) -> 
 
 
 def test_the_shipped_checkpoint_has_small_blocks() -> None:
-    config = load_config(SHIPPED)
+    _, config = load_config(SHIPPED)
     for drafts in range(6):
         assert StateLayout.from_config(config, drafts).block_size <= 128
         assert StateLayout.from_config(config, drafts, conv_dtype=torch.bfloat16).block_size <= 128

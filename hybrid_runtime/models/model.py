@@ -1,0 +1,149 @@
+"""What a model is to the rooms above: `HybridModel`, its groups of states, and its family."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from hybrid_runtime.models.forward_batch import Caches, RowBatch, StatePositions
+
+
+class Mamba2Shape(NamedTuple):
+    """Sizes of a Mamba-2 layer.
+
+    heads, head_dim, state_size: of the matrix, `[heads, head_dim, state_size]`.
+    groups: of heads that share B and C.
+    conv_width: inputs of one output of the convolution.
+    """
+
+    heads: int
+    head_dim: int
+    state_size: int
+    groups: int
+    conv_width: int
+
+    @property
+    def inner(self) -> int:
+        """Channels of x."""
+        return self.heads * self.head_dim
+
+    @property
+    def conv_channels(self) -> int:
+        """Channels of the convolution: x, B and C."""
+        return self.inner + 2 * self.groups * self.state_size
+
+
+class StateGroup(NamedTuple):
+    """Layers that keep states of one kind and shape.
+
+    shape: of the recurrence.
+    layers: indices in the model, ascending: the keys of `Caches.states`.
+    matrix_dtype: what the checkpoint's authors keep matrices in.
+    params: by name, what folding pending tokens into a state reads, a tensor per layer: A_log
+        `[heads]`.
+    """
+
+    shape: Mamba2Shape
+    layers: tuple[int, ...]
+    matrix_dtype: torch.dtype
+    params: Mapping[str, tuple[Tensor, ...]]
+
+
+class HybridModel(Protocol):
+    """What engine, draft heads and speculative decoding need of a target.
+
+    vocab_size, hidden_size: of logits and hidden states.
+    num_layers: draft heads number their layers from there on.
+    max_positions: tokens of the longest text that it was made for; None: it does not say.
+    eos_token_ids: tokens that end a text, by its config.
+    kv_layers: indices of the layers with keys and values, the keys of `Caches.kv`.
+    kv_shape: (num_key_value_heads, head_dim) of one cached key.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    max_positions: int | None
+    eos_token_ids: tuple[int, ...]
+    kv_layers: tuple[int, ...]
+    kv_shape: tuple[int, int]
+
+    @property
+    def groups(self) -> tuple[StateGroup, ...]:
+        """The layers with states."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where the parameters are."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of matrices, activations, keys and values."""
+
+    @property
+    def output_weight(self) -> Tensor:
+        """`[vocab_size, hidden_size]`: logits are products with it."""
+
+    def __call__(
+        self, tokens: Tensor, batch: RowBatch, positions: StatePositions, caches: Caches
+    ) -> Tensor:
+        """int `[T]` to hidden states `[T, hidden_size]` after the final norm; caches are updated.
+
+        tokens: rows one after another; tokens outside all rows need valid ids too.
+        positions: where the rows' states lie.
+        """
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """int `[T]` to `[T, hidden_size]`."""
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """`[T, hidden_size]` after the final norm to `[T, vocab_size]`."""
+
+    def few_layers(self) -> AbstractContextManager[None]:
+        """Within it a call runs few layers, which together launch every kernel that all of them
+        launch over as many rows and tokens. What it returns has the shape of hidden states, but
+        means nothing."""
+
+
+class ModelConfig(Protocol):
+    """What a checkpoint's loader needs of a config.json before there is a model.
+
+    eos_token_id: tokens that end a text.
+    dtype: the checkpoint's own, by name; None: it does not say.
+    has_draft_head: whether the checkpoint brings a draft head of the family.
+    """
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def eos_token_id(self) -> tuple[int, ...]: ...
+
+    @property
+    def dtype(self) -> str | None: ...
+
+    @property
+    def has_draft_head(self) -> bool: ...
+
+
+class Family(NamedTuple):
+    """What a `model_type` of config.json stands for.
+
+    read_config: decoded config.json to the family's config; `ValueError` names the field that is
+        wrong.
+    build: config, device and dtype to a model without values.
+    tensors: model or draft head to its tensors by their names in checkpoints.
+    build_head: target to the draft head that is in its checkpoint, without values; `ValueError` if
+        the config names none. None: the family has none.
+    head_prefix: what the names of the head's tensors begin with.
+    """
+
+    read_config: Callable[[Mapping[str, Any]], ModelConfig]
+    build: Callable[[Any, torch.device | str, torch.dtype], HybridModel]
+    tensors: Callable[[Any], dict[str, Tensor]]
+    build_head: Callable[[Any], nn.Module] | None = None
+    head_prefix: str = ""
