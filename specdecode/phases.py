@@ -19,7 +19,7 @@ from hybrid_runtime.state.manager import HybridStateManager
 
 
 class TargetModel(Protocol):
-    """The model whose text is wanted; `NemotronH` is one."""
+    """The model whose text is wanted; a `HybridModel` is one."""
 
     def __call__(
         self, tokens: Tensor, batch: RowBatch, positions: StatePositions, caches: Caches

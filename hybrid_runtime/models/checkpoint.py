@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from huggingface_hub import snapshot_download
@@ -215,17 +215,6 @@ class StoredTensors(NamedTuple):
         return sum(tensor.nbytes for tensor in self.wanted.values())
 
 
-class DraftCheckpoint(Protocol):
-    """Where a draft head comes from."""
-
-    def build_head(self, target: HybridModel) -> nn.Module:
-        """The head without values, on the target's device; `ValueError` names the config field that
-        is wrong."""
-
-    def head_tensors(self, head: nn.Module) -> StoredTensors:
-        """Those that fill it; `ValueError` for files as of `TensorFiles`."""
-
-
 class Checkpoint:
     """A model's checkpoint, which may hold a draft head too. config.json is read at once, weights
     when their tensors are asked for.
@@ -261,14 +250,15 @@ class Checkpoint:
         return StoredTensors(self.files, self.family.tensors(model), present)
 
     def build_head(self, target: HybridModel) -> nn.Module:
-        """As of `DraftCheckpoint`."""
+        """The draft head without values, on the target's device; `ValueError` if the config names
+        none that is supported."""
         with named(self.directory / "config.json"):
             if self.family.build_head is None:
                 raise ValueError("models of this family have no draft head")
             return self.family.build_head(target)
 
     def head_tensors(self, head: nn.Module) -> StoredTensors:
-        """As of `DraftCheckpoint`."""
+        """Those that fill the draft head."""
         return StoredTensors(self.files, self.family.tensors(head), self._of_head())
 
     @property
@@ -285,19 +275,20 @@ class EagleCheckpoint:
 
     Args:
         path: directory or hub id.
+
+    Raises:
+        ValueError: as of `resolve` and `TensorFiles`.
     """
 
     def __init__(self, path: str | Path):
-        self.directory = resolve(path)
-
-    @cached_property
-    def files(self) -> TensorFiles:
-        return TensorFiles(self.directory)
+        self.files = TensorFiles(resolve(path))
 
     def build_head(self, target: HybridModel) -> EagleHead:
-        """As of `DraftCheckpoint`."""
-        files, decoded = self.files.files, read_json(self.directory, "config.json")
-        with named(self.directory / "config.json"):
+        """The head without values, on the target's device; `ValueError` names the config field that
+        is wrong."""
+        files, directory = self.files.files, self.files.directory
+        decoded = read_json(directory, "config.json")
+        with named(directory / "config.json"):
             return EagleHead(
                 EagleConfig.from_dict(decoded),
                 target,
@@ -306,8 +297,12 @@ class EagleCheckpoint:
             )
 
     def head_tensors(self, head: nn.Module) -> StoredTensors:
-        """As of `DraftCheckpoint`."""
+        """Those that fill it."""
         return StoredTensors(self.files, checkpoint_tensors(head), set(self.files.files))
+
+
+DraftCheckpoint = Checkpoint | EagleCheckpoint
+"""Where a draft head comes from."""
 
 
 def load_model(
