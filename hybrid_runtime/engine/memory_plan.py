@@ -25,7 +25,7 @@ _STEP_WIDTH = 32
 
 class Units(NamedTuple):
     """Bytes of one. kv_block, state_block: of all layers. slot: what a request's place takes
-    besides: window caches, its text, its rows of the block tables."""
+    besides: rings of records, its text, its rows of the block tables."""
 
     kv_block: int
     state_block: int

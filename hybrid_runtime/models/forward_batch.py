@@ -144,8 +144,8 @@ class StatePositions:
         rounding: how update rows round their states stochastically, for every layer (its `layer`
             is not used); None rounds to nearest.
         cuts: checkpoints that prompt rows leave on the way; None: there are none.
-        ring: tokens of a slot's ring in the window cache by which `replay` was made; None: by the
-            cache's own.
+        ring: tokens of a slot's ring of records by which `replay` was made; None: by the cache's
+            own.
     """
 
     draft: Tensor

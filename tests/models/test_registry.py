@@ -39,11 +39,11 @@ def test_a_family_that_only_tests_know_serves(
 ) -> None:
     """The text of a prompt that is computed whole, again by a prefix hit."""
     with Engine.from_pretrained(
-        toy_checkpoint, drafter=None, prefix_caching=False, block_size=16
+        toy_checkpoint, device="cpu", drafter=None, prefix_caching=False, block_size=16
     ) as plain:
         want = plain.generate([PROMPT], PARAMS)[0].tokens
     assert len(set(want)) > 10  # not one token again and again
-    with Engine.from_pretrained(toy_checkpoint, block_size=16, **options) as engine:
+    with Engine.from_pretrained(toy_checkpoint, device="cpu", block_size=16, **options) as engine:
         assert isinstance(engine.model, Toy)
         first, second = (engine.generate([PROMPT], PARAMS)[0] for _ in range(2))
         assert first.tokens == second.tokens == want
