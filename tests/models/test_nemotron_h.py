@@ -258,3 +258,14 @@ def test_batches_that_contradict_themselves_are_refused() -> None:
         RowBatch(slot, start, slot, 1, 1, num_update_rows=3)
     with pytest.raises(ValueError, match="num_update_tokens is -1"):
         RowBatch(slot, start, slot, 1, 1, num_update_rows=1)
+
+
+def test_states_are_one_group_with_the_layers_own_rates() -> None:
+    model = NemotronH(NemotronHConfig.from_dict(random_config("M*-M")), "meta", torch.float32)
+    (group,) = model.groups
+    assert group.layers == (0, 3)
+    assert group.shape == (4, 8, 8, 2, 4)
+    layers = [model.get_parameter(f"backbone.layers.{i}.mixer.A_log") for i in (0, 3)]
+    assert all(a is b for a, b in zip(group.params["A_log"], layers, strict=True))
+    attends = NemotronHConfig.from_dict(random_config("*-"))
+    assert NemotronH(attends, "meta", torch.float32).groups == ()
