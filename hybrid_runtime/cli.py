@@ -134,7 +134,7 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     b.add_argument("model", metavar="DIR", help="checkpoint directory or hub id")
-    bench_options.add_options(b, repeats=5)
+    bench_options.add_options(b)
     b.add_argument("--json", type=Path, metavar="FILE", help="all figures, of every repeat too")
     _add_common(b)
     _add_model(b)

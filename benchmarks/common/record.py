@@ -4,35 +4,40 @@ from __future__ import annotations
 
 import argparse
 import os
+import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from hybrid_runtime.bench.machine import copy_bandwidth, graph_us, machine, output
-from hybrid_runtime.bench.report import dumps, show
+import torch
 
-__all__ = [
-    "arguments",
-    "copy_bandwidth",
-    "environment",
-    "folder",
-    "graph_us",
-    "host_us",
-    "save",
-    "show",
-]
+from hybrid_runtime.bench.machine import machine, output
+from hybrid_runtime.bench.report import dumps
+from hybrid_runtime.bench.report import show as show
 
 RESULTS = Path(__file__).parents[1] / "results"
 
 
-def arguments(doc: str | None) -> argparse.ArgumentParser:
+def arguments(
+    doc: str | None, out: str = "default under benchmarks/results/"
+) -> argparse.ArgumentParser:
     """A parser that shows a script's docstring, and the option that all scripts have."""
     parser = argparse.ArgumentParser(
         description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--out", type=Path, help="JSON file; default under benchmarks/results/")
+    parser.add_argument("--out", type=Path, help=f"JSON file; {out}")
     return parser
+
+
+def numbers(text: str) -> list[int]:
+    """Integers of an option, separated by commas."""
+    return [int(part) for part in text.split(",")]
+
+
+def plain(rows: list[dict[str, Any]], *hidden: str) -> list[dict[str, Any]]:
+    """Rows as a table shows them: without the fields whose names end so."""
+    return [{k: v for k, v in row.items() if not k.endswith(hidden)} for row in rows]
 
 
 def environment() -> dict[str, Any]:
@@ -71,3 +76,37 @@ def host_us(call: Callable[[], object], repeats: int = 5, number: int = 200) -> 
             call()
         times.append((time.perf_counter() - start) / number * 1e6)
     return times
+
+
+def graph_us(calls: list[Callable[[], object]], repeats: int = 7, number: int = 20) -> list[float]:
+    """GPU microseconds per call: a CUDA graph of all `calls`, replayed, timed by events.
+
+    Calls should work on distinct data, more of it than the L2 cache holds.
+    """
+    for call in calls:
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    graph.replay()
+    times = []
+    for _ in range(repeats):
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        for _ in range(number):
+            graph.replay()
+        stop.record()
+        stop.synchronize()
+        times.append(start.elapsed_time(stop) * 1e3 / (number * len(calls)))
+    return times
+
+
+def copy_bandwidth(gib: int = 4) -> float:
+    """Streaming bandwidth of the device in bytes per second, read plus written."""
+    source = torch.ones(gib << 28, dtype=torch.float32, device="cuda")
+    target = torch.empty_like(source)
+    # A kernel: a copy node of a graph goes through the copy engine, which is slower.
+    us = statistics.median(graph_us([lambda: torch.neg(source, out=target)], number=5))
+    return 2 * source.numel() * 4 / (us * 1e-6)

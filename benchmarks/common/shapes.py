@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hybrid_runtime.engine.threads import use_threads
 from hybrid_runtime.models.nemotron_h import MTPHead, NemotronH
 from hybrid_runtime.models.nemotron_h_config import NemotronHConfig
 
@@ -83,19 +84,20 @@ SHAPES = {
         },
         mtp_pattern="*E",
         defaults={
-            "batches": [1, 2], "isl": [24], "osl": [16], "repeats": 2, "warmup_osl": 4,
+            "batches": [1, 2], "isl": [24], "osl": [16], "repeats": 2,
             "block_size": 16, "max_model_len": 128, "max_tokens_per_step": 64,
         },
     ),
 }  # fmt: skip
 
 
-def config(shape: Shape, layers: int | None = None, mtp_pattern: str | None = None) -> Any:
+def config(shape: Shape, layers: int | None = None) -> Any:
     """The shape's `NemotronHConfig`, its first `layers` layers only where that is given."""
     pattern = shape.pattern[: layers or shape.layers]
     sizes = {"vocab_size": 131072} | shape.config
-    mtp = mtp_pattern or shape.mtp_pattern
-    return NemotronHConfig(pattern=pattern, mtp_pattern=mtp, num_nextn_predict_layers=1, **sizes)
+    return NemotronHConfig(
+        pattern=pattern, mtp_pattern=shape.mtp_pattern, num_nextn_predict_layers=1, **sizes
+    )
 
 
 def build(
@@ -107,6 +109,7 @@ def build(
     generator = torch.Generator(device).manual_seed(seed)
     for part in (model, head):
         randomize(part, shape.num_hidden_layers, generator)
+    use_threads(None, model)
     return model.eval(), head.eval()
 
 

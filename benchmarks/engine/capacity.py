@@ -14,7 +14,6 @@ run; and served, `--served` requests from submission to the last token, through 
 from __future__ import annotations
 
 import argparse
-import gc
 import statistics
 import sys
 import time
@@ -29,9 +28,10 @@ import torch
 from record import arguments, environment, save, show
 from shapes import SHAPES, build, config
 
-from hybrid_runtime.bench.drive import Run, drive, summarize
+from hybrid_runtime.bench.drive import drive, summarize
 from hybrid_runtime.bench.load import Load
-from hybrid_runtime.engine import Engine, EngineConfig
+from hybrid_runtime.bench.measure import give_back
+from hybrid_runtime.engine import Engine
 from hybrid_runtime.models.nemotron_h import MTPHead, NemotronH
 from hybrid_runtime.models.nemotron_h_config import NemotronHConfig
 from hybrid_runtime.state.layout import LayoutKind, StateLayout
@@ -99,21 +99,11 @@ class Peak:
         self._scheduler = engine.scheduler
         self.running = self.kv = self.state = 0
 
-    def __call__(self, _: bool) -> None:
+    def __call__(self) -> None:
         kv, state = self._scheduler.kv.pool, self._scheduler.state.pool
         self.running = max(self.running, len(self._scheduler.running))
         self.kv = max(self.kv, kv.size - kv.free)
         self.state = max(self.state, state.size - state.free)
-
-
-def figures(run: Run) -> Row:
-    """Of one run; steady figures are None where never all of its requests ran."""
-    made = summarize(run)
-    names = (
-        "wall_s", "output_tokens", "output_tok_s", "decode_tok_s", "ttft_ms_mean", "timed_steps",
-        "step_ms_mean", "mean_acceptance_length", "itl_ms",
-    )  # fmt: skip
-    return {name: made[name] for name in names}
 
 
 def measure(model: NemotronH, head: MTPHead, load: Load, room: Room, args: Any) -> Row:
@@ -121,30 +111,20 @@ def measure(model: NemotronH, head: MTPHead, load: Load, room: Room, args: Any) 
     block = room.bytes["block_size"]
     queue = replace(load, batch=args.served)
     started = time.perf_counter()
-    options = EngineConfig(
-        drafter="mtp",
-        num_speculative_tokens=DRAFTS,
-        max_requests=load.batch,
-        max_model_len=max(load.longest(block), queue.longest(block)),
-        max_tokens_per_step=max(args.max_tokens_per_step, (DRAFTS + 1) * load.batch),
-        block_size=block,
-        num_blocks=room.blocks,
-        ssm_dtype=getattr(torch, load.ssm_dtype),
-        synthetic_acceptance=ACCEPTANCE,
-        state_layout=load.state_layout,
-    )
+    longest = load.osl + max(load.prompt_lengths(block) + queue.prompt_lengths(block))
+    options = replace(load.config, max_model_len=longest, num_blocks=room.blocks)
     engine = Engine(model, options, head=head)
     engine.capture()
     vocabulary = model.config.vocab_size
-    drive(engine, [p[:64] for p in load.prompts("staggered", block, vocabulary, 10**6)], 16)
+    drive(engine, [p[:64] for p in load.prompts(block, vocabulary, 10**6)], 16)
     print(f"{load.key}: ready after {time.perf_counter() - started:.1f} s", flush=True)
     before, peak = engine.stats(), Peak(engine)
     repeats = [
-        figures(drive(engine, load.prompts("staggered", block, vocabulary, seed), load.osl, peak))
+        summarize(drive(engine, load.prompts(block, vocabulary, seed), load.osl, peak))
         for seed in range(args.repeats)
     ]
     after = engine.stats()
-    served = figures(drive(engine, queue.prompts("staggered", block, vocabulary, 99), load.osl))
+    served = summarize(drive(engine, queue.prompts(block, vocabulary, 99), load.osl))
     scheduler = engine.scheduler
     row: Row = {
         "state_layout": load.state_layout,
@@ -195,15 +175,22 @@ def run(args: argparse.Namespace) -> Row:
     for ssm_dtype in args.ssm_dtype.split(","):
         by: dict[str, Row] = {}
         for kind in KINDS:
-            load = Load(isl=args.isl, osl=args.osl, ssm_dtype=ssm_dtype, state_layout=kind)
+            load = Load(
+                drafts=DRAFTS,
+                isl=args.isl,
+                osl=args.osl,
+                ssm_dtype=ssm_dtype,
+                acceptance=ACCEPTANCE,
+                lengths="staggered",
+                state_layout=kind,
+            )
             room = Room(sizes, load, dtype, result["cache_bytes"])
-            load = replace(load, batch=room.requests, lengths=("staggered",), warmup_osl=args.osl)
-            load = replace(load, profile_steps=0, acceptance=ACCEPTANCE)
+            most = max(args.max_tokens_per_step, (DRAFTS + 1) * room.requests)
+            load = replace(load, batch=room.requests, max_tokens_per_step=most)
             by[kind] = measure(model, head, load, room, args)
             result["rows"].append(by[kind])
-            gc.collect()
+            give_back()
             if device.type == "cuda":
-                torch.cuda.empty_cache()
                 torch.cuda.reset_peak_memory_stats()
             if len(by) == len(KINDS):
                 result["ratios"][ssm_dtype] = {
@@ -221,7 +208,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--gib", type=float, default=60, help="cache: keys, values and states")
     parser.add_argument("--isl", type=int, default=1024, help="mean tokens of a prompt")
     parser.add_argument("--osl", type=int, default=256)
-    parser.add_argument("--ssm-dtype", default="float32", help="float32, float16 or both")
+    parser.add_argument("--ssm-dtype", default="float32", help="several: with commas")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--served", type=int, default=512, help="requests of the longer queue")
     parser.add_argument("--max-tokens-per-step", type=int, default=8192)

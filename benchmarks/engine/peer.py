@@ -1,6 +1,6 @@
-"""For `itl.py`: vLLM's figures beside ours, and results of several runs made into one.
+"""For `itl.py`: figures of a peer beside ours, and results of several runs made into one.
 
-The peer's are the JSON lines of `run_nemotron.py`, taken on the same machine in the same call, with
+vLLM's are the JSON lines of `run_nemotron.py`, taken on the same machine in the same call, with
 `HYBRID_RUNTIME_VLLM=0`: vLLM would otherwise find our plug-in, because this package is installed.
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,81 +26,57 @@ ENGINE = (
     "vllm", "torch", "gpu", "attn", "mode", "eager", "async_scheduling", "mamba_block_size",
     "block_size", "max_model_len", "cudagraph_mode", "pattern", "mtp_pattern", "hidden",
 )  # fmt: skip
-_ROW_KEY = (
-    "strategy",
-    "lengths",
-    "batch",
-    "drafts",
-    "isl",
-    "osl",
-    "ssm_dtype",
-    "state_layout",
-    "acceptance",
-)
-_PEER_KEY = ("runner", "batch", "drafts", "isl", "osl", "ssm_dtype", "acceptance")
+LOAD = ("batch", "drafts", "isl", "osl", "ssm_dtype", "acceptance")
+LAYOUT = "state_layout"
+OURS = (*LOAD, "lengths", "strategy", LAYOUT)
+"""What an entry of vLLM has in common with rows of ours, and rows with each other."""
 
 
-def read(paths: Sequence[Path]) -> list[Row]:
-    """One entry per runner and load, with all its repeats.
+def read(path: Path) -> list[Row]:
+    """One entry per runner and load of vLLM, with all its repeats.
 
     Raises:
         ValueError: a line that is no JSON object, or tells of an error.
     """
-    found: list[Row] = []
-    for path in paths:
-        latest: Row | None = None
-        for number, text in enumerate(path.read_text().splitlines(), 1):
-            try:
-                line = json.loads(text)
-            except ValueError as error:
-                raise ValueError(f"{path}:{number} is not JSON: {error}") from error
-            if "error" in line:
-                raise ValueError(f"{path}:{number}: the peer failed: {line['error'][:300]}")
-            if line.get("profile"):
-                if latest is not None:
-                    names = ("steps", "wall_ms_per_step", "gpu_us_per_step", "kernels_per_step")
-                    latest["profile"] = {n: line[n] for n in names} | {"top": line["top"][:20]}
-            elif "step_ms_mean" in line:
-                latest = _entry(line)
-                found.append(latest)
-    return combine([], found)
+    found: dict[tuple[Any, ...], Row] = {}
+    for number, text in enumerate(path.read_text().splitlines(), 1):
+        try:
+            line = json.loads(text)
+        except ValueError as error:
+            raise ValueError(f"{path}:{number} is not JSON: {error}") from error
+        if "error" in line:
+            raise ValueError(f"{path}:{number}: the peer failed: {line['error'][:300]}")
+        if "step_ms_mean" in line:
+            entry = _entry(line)
+            known = found.setdefault(tuple(entry[k] for k in ("runner", *LOAD)), entry)
+            known["repeats"].append({name: line[name] for name in KEPT if name in line})
+    return list(found.values())
 
 
-def combine(first: list[Row], second: list[Row]) -> list[Row]:
-    """Entries of both, those of equal keys with the repeats of both; a repeat that is there twice
-    counts once, so that a file may be given more than once."""
-    out = {tuple(e[k] for k in _PEER_KEY): dict(e) for e in first}
-    for entry in second:
-        known = out.setdefault(tuple(entry[k] for k in _PEER_KEY), {**entry, "repeats": []})
-        known["repeats"] = _joined(known["repeats"], entry["repeats"])
-        if "profile" in entry:
-            known.setdefault("profile", entry["profile"])
-    return list(out.values())
+def entries(before: Row) -> list[Row]:
+    """Rows of an older checkout's result as a peer's."""
+    return [
+        {k: row[k] for k in (*OURS, "repeats")} | {"runner": "before"} for row in before["rows"]
+    ]
 
 
-def attach(result: Row, entries: list[Row]) -> Row:
+def attach(result: Row, peers: Iterable[Row]) -> Row:
     """The result with these peers, and in each row with the same load, by runner: `peers` (step_ms,
-    itl_ms, ratio and itl_ratio of ours to it); `peer_ratio` is that to the V1 runner, or else to
-    the only one. The peer's prompts have equal lengths; rows of staggered ones stand beside them
-    all the same.
+    itl_ms, ratio and itl_ratio of ours to it); `peer_ratio` is that to the last of them. vLLM's
+    prompts have equal lengths; rows of staggered ones stand beside them all the same.
 
     Raises:
-        ValueError: the peer ran another model.
+        ValueError: vLLM ran another model.
     """
-    for entry in entries:
-        for ours, theirs in (
-            ("pattern", "pattern"),
-            ("mtp_pattern", "mtp_pattern"),
-            ("hidden_size", "hidden"),
-        ):
-            if (its := entry["engine"].get(theirs)) not in (None, result["config"][ours]):
-                raise ValueError(
-                    f"the peer's {theirs} is {its!r}; it must be that of the shape, "
-                    f"{result['config'][ours]!r}"
-                )
-    entries = combine(result.get("peer", []), entries)
-    rows = [_beside(row, entries) for row in result["rows"]]
-    return {**result, "rows": rows, "peer": entries}
+    peers = list(peers)
+    ours = {"pattern": "pattern", "mtp_pattern": "mtp_pattern", "hidden": "hidden_size"}
+    for entry in peers:
+        for name, own in ours.items():
+            its, known = entry.get("engine", {}).get(name), result["config"][own]
+            if its not in (None, known):
+                raise ValueError(f"the peer's {name} is {its!r}; it must be the shape's, {known!r}")
+    rows = [_beside(row, peers) for row in result["rows"]]
+    return result | {"rows": rows, "peer": peers}
 
 
 def merge(results: Sequence[Row]) -> Row:
@@ -119,15 +95,10 @@ def merge(results: Sequence[Row]) -> Row:
                     "they must be of the same model"
                 )
         for row in result["rows"]:
-            known = rows.setdefault(tuple(row[k] for k in _ROW_KEY), {**row, "repeats": []})
-            known["repeats"] = _joined(known["repeats"], row["repeats"])
-            known["profile"] = known.get("profile") or row.get("profile")
-    runs = _joined([], [run for result in results for run in result["runs"]])
-    peers: list[Row] = []
-    for result in results:
-        peers = combine(peers, result.get("peer", []))
-    merged = {**first, "runs": runs, "rows": [aggregate(row) for row in rows.values()]}
-    return attach({**merged, "peer": []}, peers) if peers else merged
+            known = rows.setdefault(tuple(row[k] for k in OURS), {**row, "repeats": []})
+            known["repeats"] += row["repeats"]
+    runs = [run for result in results for run in result["runs"]]
+    return {**first, "runs": runs, "rows": [aggregate(row) for row in rows.values()]}
 
 
 def _entry(line: Row) -> Row:
@@ -145,14 +116,16 @@ def _entry(line: Row) -> Row:
         "ssm_dtype": "float32" if dtype == "auto" else dtype,
         "acceptance": "real" if length is None or not drafts else min(length, drafts + 1.0),
         "engine": {name: options[name] for name in ENGINE if name in options},
-        "repeats": [{name: line[name] for name in KEPT if name in line}],
+        "repeats": [],
     }
 
 
 def _beside(row: Row, entries: list[Row]) -> Row:
-    peers = {}
+    peers: Row = {}
     for entry in entries:
-        if any(row[k] != entry[k] for k in _PEER_KEY if k != "runner") or row["step_ms"] is None:
+        # Without drafts an older checkout has the same states by another name.
+        same = (row[k] == entry[k] for k in OURS if k in entry and (row["drafts"] or k != LAYOUT))
+        if row["step_ms"] is None or not all(same):
             continue
         step, itl = (
             statistics.fmean(r[n] for r in entry["repeats"]) for n in ("step_ms_mean", "itl_ms")
@@ -164,16 +137,6 @@ def _beside(row: Row, entries: list[Row]) -> Row:
             "ratio": row["step_ms"] / step,
             "itl_ratio": row["itl_ms"] / itl,
         }
-    row = {name: value for name, value in row.items() if name not in ("peers", "peer_ratio")}
     if not peers:
         return row
-    chosen = peers.get("v1") or next(iter(peers.values()))
-    return {**row, "peers": peers, "peer_ratio": chosen["ratio"]}
-
-
-def _joined(first: list[Row], second: list[Row]) -> list[Row]:
-    out = list(first)
-    for row in second:
-        if row not in out:
-            out.append(row)
-    return out
+    return {**row, "peers": peers, "peer_ratio": list(peers.values())[-1]["ratio"]}

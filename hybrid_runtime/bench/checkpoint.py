@@ -5,15 +5,13 @@ from __future__ import annotations
 import argparse
 import os
 from pathlib import Path
-from typing import Any
 
 from hybrid_runtime.bench import options, report
-from hybrid_runtime.bench.machine import copy_bandwidth, machine
+from hybrid_runtime.bench.machine import machine
+from hybrid_runtime.bench.measure import Row, measure_all
 from hybrid_runtime.engine.config import EngineConfig
 from hybrid_runtime.engine.load import load
 from hybrid_runtime.engine.threads import use_threads
-
-Row = dict[str, Any]
 
 
 def run(args: argparse.Namespace) -> None:
@@ -27,7 +25,6 @@ def run(args: argparse.Namespace) -> None:
     model, where = loaded.model, machine()
     use_threads(args.threads, model)
     name, dtype = Path(args.model).resolve().name, str(model.dtype).removeprefix("torch.")
-    bandwidth = copy_bandwidth() if model.device.type == "cuda" else None
     kept: list[Row] = []
 
     def save(rows: list[Row]) -> None:
@@ -37,7 +34,7 @@ def run(args: argparse.Namespace) -> None:
             write(args.json, result | {"drafter": loaded.config.drafter, "rows": rows})
 
     try:
-        options.run(model, loaded.head, wanted, bandwidth, save)
+        measure_all(model, loaded.head, wanted, save)
     finally:
         if kept:
             device = where["device"] if model.device.type == "cuda" else "CPU"

@@ -11,26 +11,15 @@ from rich.table import Table
 
 Row = dict[str, Any]
 
-
 WIDTH = 170
 """Columns where there is no terminal that says how many it has."""
-_TIMES = {
+_FIGURES = {
     "step ms": "step_ms",
+    "÷ peer": "peer_ratio",
     "ITL ms": "itl_ms",
     "p50": "itl_ms_p50",
     "p99": "itl_ms_p99",
     "tok/s": "decode_tok_s",
-    "÷ floor": "floor_ratio",
-    "÷ peer": "peer_ratio",
-}
-_HOST = {
-    "idle %": "idle_share",
-    "ops": "operations",
-    "waits": "waits",
-    "undecl.": "undeclared_waits",
-    "implicit": "implicit_syncs",
-    "starved": "starved_waits",
-    "skipped %": "skip_rate",
 }
 _LOAD = (
     "batch", "drafts", "isl", "osl", "ssm_dtype", "acceptance", "lengths", "state_layout",
@@ -52,24 +41,22 @@ def show(title: str, rows: list[dict[str, Any]]) -> None:
 
 
 def table(title: str, rows: list[Row]) -> None:
-    """Print the main figures, times and what the host did apart; what differs between no rows
-    stands in the title, and what no row has is left out."""
+    """Print the main figures; what differs between no rows stands in the title, and what no row
+    has is left out."""
     same = {n: rows[0][n] for n in _LOAD if len({str(r[n]) for r in rows}) == 1}
-    load = [{n: str(row[n]) for n in _LOAD if n not in same} for row in rows]
+    known = {n: of for n, of in _FIGURES.items() if any(r.get(of) is not None for r in rows)}
+    lines = [
+        {n: str(row[n]) for n in _LOAD if n not in same}
+        | {n: _number(row.get(of)) for n, of in known.items()}
+        for row in rows
+    ]
     print(", ".join([title, *(f"{n} {v}" for n, v in same.items())]))
-    for name, figures in (("times", _TIMES), ("per step", _HOST)):
-        known = {n: of for n, of in figures.items() if any(r.get(of) is not None for r in rows)}
-        lines = [
-            key | {n: _number(row.get(of), 100 if "%" in n else 1) for n, of in known.items()}
-            for key, row in zip(load, rows, strict=True)
-        ]
-        show(name, lines)
+    show("", lines)
 
 
-def _number(value: float | None, times: float = 1.0) -> str:
+def _number(value: float | None) -> str:
     if value is None:
         return "-"
-    value *= times
     return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 

@@ -17,8 +17,8 @@ from hybrid_runtime.bench.measure import measure
 from hybrid_runtime.cli import main
 
 MODEL = str(demo.SHIPPED)
-MEASURE = "hybrid_runtime.bench.options.measure"
-SMALL = ["--isl", "12", "--osl", "8", "--repeats", "1", "--warmup-osl", "2"]
+MEASURE = "hybrid_runtime.bench.measure.measure"
+SMALL = ["--isl", "12", "--osl", "8", "--repeats", "1"]
 
 
 def test_a_checkpoint_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -38,7 +38,7 @@ def test_a_checkpoint_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 
 def test_tables_fit_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
-    lists = ["--batches", "1", "--drafts", "0,3", "--strategies", "auto,always"]
+    lists = ["--batches", "1", "--drafts", "0,3", "--strategies", "auto,always", "--lengths", "all"]
     assert main(["bench", MODEL, *lists, *SMALL]) == 0
     title, *table = capsys.readouterr().out.splitlines()
     assert "isl 12" in title
@@ -151,7 +151,6 @@ LISTS = {
     "--osl 8;9": "--osl: is '8;9'; it must be integers",
     "--lengths long": "--lengths: is 'long'; it must be of equal, staggered",
     "--strategies hope": "--strategies: is 'hope'; it must be of blocking, ",
-    "--profile-strategies auto,": "--profile-strategies: is 'auto,'; it must be of blocking, ",
     "--layouts rows": "--layouts: is 'rows'; it must be of ",
     "--ssm-dtype int4": "--ssm-dtype: is 'int4'; it must be of float32, ",
     "--acceptance all": "--acceptance: is 'all'; it must be a number, or real",

@@ -16,7 +16,6 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import NemotronHForCausalLM
 
-from hybrid_runtime.bench.load import Load
 from hybrid_runtime.engine import Engine, SamplingParams
 from hybrid_runtime.engine.request import Request
 from hybrid_runtime.kernels.mamba2.replay_update import replay_update
@@ -179,9 +178,3 @@ def test_what_cannot_be_rounded_by_chance_is_refused(
 ) -> None:
     with pytest.raises(ValueError, match="stochastic_rounding is True with ssm_dtype="):
         engine(hf, tokenizer, **MTP | options)
-
-
-def test_benchmarks_choose_it_by_the_name_of_the_dtype() -> None:
-    load = Load(ssm_dtype="float16-stochastic")
-    assert (load.state_dtype, load.stochastic_rounding) == (torch.float16, True)
-    assert not Load(ssm_dtype="float16").stochastic_rounding
