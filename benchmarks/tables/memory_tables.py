@@ -107,47 +107,6 @@ def prefix(name: str = "prefix") -> str:
     return markdown(header, lines) + "\n\n" + note
 
 
-def swap() -> str:
-    """Most scattered blocks of each kind as one batch of copies, beside loops over them."""
-    result = load("h200", "swap")
-    cases = [case for case in result["cases"] if case["placement"] == "scattered"]
-    most: dict[tuple[str, str], int] = {}
-    for case in cases:
-        key = case["model"], case["group"]
-        most[key] = max(most.get(key, 0), case["blocks"])
-    lines = []
-    for case in cases:
-        if case["blocks"] < most[case["model"], case["group"]]:
-            continue
-        submit = case["submit_us"]
-        batched, loops = submit["batched"], ("loop of copy_", "loop of cuMemcpyAsync")
-        lines.append(
-            [
-                case["model"],
-                case["group"],
-                str(case["blocks"]),
-                case["direction"],
-                f"{case['bytes'] / 2**30:.2f}",
-                f"{case['asked']}",
-                f"{case['submitted']}",
-                f"{batched / 1e3:.2f}",
-                *(f"{submit[loop] / batched:.1f}" for loop in loops),
-                f"{case['bytes_per_s'] / 1e9:.1f}",
-                f"{case['share']:.3f}",
-            ]
-        )
-    header = [
-        "model", "kind", "blocks", "direction", "GiB", "copies", "after merging", "submit, ms",
-        "`copy_` loop ÷", "`cuMemcpyAsync` loop ÷", "GB/s", "of pinned limit",
-    ]  # fmt: skip
-    limit = result["limit_bytes_per_s"]
-    note = (
-        f"{result['path']}. One pinned copy of 1 GiB: {limit['store'] / 1e9:.1f} GB/s to the host, "
-        f"{limit['load'] / 1e9:.1f} from it. {machine(result)}"
-    )
-    return markdown(header, lines) + "\n\n" + note
-
-
 def soak() -> str:
     """What the long form of the soak counted."""
     result = load("h200", "soak")
@@ -181,7 +140,6 @@ TABLES = {
     "capacity": capacity,
     "prefix": prefix,
     "prefix-short": partial(prefix, "prefix-64"),
-    "swap": swap,
     "soak": soak,
 }
 

@@ -10,7 +10,7 @@ from markdown import markdown
 sys.path.insert(0, str(Path(__file__).parents[1] / "common"))
 
 from shapes import SHAPES
-from source import RESULTS, environment, load
+from source import environment, load
 
 
 def sampling() -> str:
@@ -37,10 +37,8 @@ def sampling() -> str:
     return markdown(header, rows) + "\n\n" + environment(result)
 
 
-def draft_head() -> str | None:
+def draft_head() -> str:
     """GPU time from hidden states to drafts, and how many of them are others."""
-    if not (RESULTS / "h200" / "draft-head.json").exists():
-        return None
     result = load("h200", "draft-head")
     rows = [
         [

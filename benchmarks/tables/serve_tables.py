@@ -1,13 +1,12 @@
-"""Tables of the serving load, from `serve-8b*.json` of a GPU; None while there are no results."""
+"""Tables of the serving load and of what bounds it, from `serve-8b*.json` and others of a GPU."""
 
 from __future__ import annotations
 
-import json
 from functools import partial
 from typing import Any
 
 from markdown import markdown
-from source import RESULTS, environment, load
+from source import environment, load
 
 Row = dict[str, Any]
 
@@ -29,12 +28,11 @@ OPEN = (
 )
 
 
-def closed(*names: str, other: str = "vllm", titled: str = "ours : vLLM") -> str | None:
+def closed(device: str, *names: str, other: str = "vllm", titled: str = "ours : vLLM") -> str:
     """So many places, always taken: this engine beside another; of calls with the same options."""
-    paths = [path for name in names if (path := RESULTS / f"{name}.json").is_file()]
-    results, lines = [json.loads(path.read_text()) for path in paths], []
+    results = [load(device, name) for name in names]
     every = [pair for result in results for pair in _pairs(result, other)]
-    pairs = [pair for pair in every if pair[0]["places"] is not None]
+    pairs, lines = [pair for pair in every if pair[0]["places"] is not None], []
     for ours, theirs in sorted(pairs, key=lambda pair: pair[0]["places"]):
         line = [str(ours["places"])]
         for figure, _, form in CLOSED:
@@ -42,48 +40,39 @@ def closed(*names: str, other: str = "vllm", titled: str = "ours : vLLM") -> str
             line.append(f"{theirs['ours_to_this'][figure]:.2f}")
         lines.append(line)
     header = ["places", *(x for _, name, _ in CLOSED for x in (f"{name}, {titled}", "÷"))]
-    return f"{markdown(header, lines)}\n\n{_note(results[0], pairs)}" if lines else None
+    return f"{markdown(header, lines)}\n\n{_note(results[0], pairs)}"
 
 
-def arrivals() -> str | None:
+def arrivals() -> str:
     """Poisson arrivals, as a share of what each engine serves at most."""
-    parts = []
-    for result in _results():
-        pairs = [pair for pair in _pairs(result, "vllm") if pair[0]["places"] is None]
-        lines = [
-            [name, row["load"], *(f"{row[figure]:{form}}" for figure, _, form in OPEN)]
-            for pair in pairs
-            for name, row in zip(("ours", "vLLM"), pair, strict=True)
-        ]
-        if lines:
-            header = ["engine", "load", *(name for _, name, _ in OPEN)]
-            limits = result["options"]["objective"]
-            said = (
-                "Load: share of the requests/s that the engine itself served with the most places. "
-                f"Goodput: requests with TTFT up to {limits['ttft']:.0f} ms and ITL up to "
-                f"{limits['itl']:.0f} ms. "
-            )
-            parts.append(f"{markdown(header, lines)}\n\n{said}{_note(result, pairs)}")
-    return "\n\n".join(parts) or None
+    result = load("h200", "serve-8b")
+    pairs = [pair for pair in _pairs(result, "vllm") if pair[0]["places"] is None]
+    lines = [
+        [name, row["load"], *(f"{row[figure]:{form}}" for figure, _, form in OPEN)]
+        for pair in pairs
+        for name, row in zip(("ours", "vLLM"), pair, strict=True)
+    ]
+    header = ["engine", "load", *(name for _, name, _ in OPEN)]
+    limits = result["options"]["objective"]
+    said = (
+        "Load: share of the requests/s that the engine itself served with the most places. "
+        f"Goodput: requests with TTFT up to {limits['ttft']:.0f} ms and ITL up to "
+        f"{limits['itl']:.0f} ms. "
+    )
+    return f"{markdown(header, lines)}\n\n{said}{_note(result, pairs)}"
 
 
-def capture() -> str | None:
+def capture() -> str:
     """How long an engine takes to be ready, weights aside."""
-    path = RESULTS / "h200" / "capture.json"
-    if not path.is_file():
-        return None
-    result = json.loads(path.read_text())
+    result = load("h200", "capture")
     lines = [[row["kernels"], f"{row['seconds']:.1f}"] for row in result["rows"]]
     said = f"Nemotron-H-8B shapes, {result['max_requests']} requests. {environment(result)}"
     return f"{markdown(['kernels', 'capture, s'], lines)}\n\n{said}"
 
 
-def products() -> str | None:
+def products() -> str:
     """Matrix products of a step, which bound a serving load."""
-    path = RESULTS / "h200" / "products.json"
-    if not path.is_file():
-        return None
-    result = json.loads(path.read_text())
+    result = load("h200", "products")
     lines = [
         [str(row["tokens"]), f"{row['step_ms']:.2f}", f"{row['tflop_s']:.0f}"]
         for row in result["rows"]
@@ -108,19 +97,15 @@ def _prompt_alone(products: Row) -> str:
 
 
 TABLES = {
-    "serving": partial(closed, "h200/serve-8b"),
+    "serving": partial(closed, "h200", "serve-8b"),
     "serving-before": partial(
-        closed, "h200/serve-8b-before", other="before", titled="now : before"
+        closed, "h200", "serve-8b-before", other="before", titled="now : before"
     ),
-    "serving-smaller": partial(closed, "h100/serve-8b", "h100/serve-8b-few"),
+    "serving-smaller": partial(closed, "h100", "serve-8b", "serve-8b-few"),
     "serving-arrivals": arrivals,
     "capture": capture,
     "products": products,
 }
-
-
-def _results() -> list[Row]:
-    return [json.loads(path.read_text()) for path in sorted(RESULTS.glob("*/serve-8b.json"))]
 
 
 def _pairs(result: Row, other: str) -> list[tuple[Row, Row]]:

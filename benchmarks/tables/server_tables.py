@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from markdown import markdown
-from source import RESULTS, load, machine
+from source import load, machine
 
 
-def soak_http() -> str | None:
+def soak_http() -> str:
     """What the soak through the server counted."""
-    if not (RESULTS / "cpu" / "soak-http.json").exists():
-        return None
     result = load("cpu", "soak-http")
     names = (
         "submitted", "queue full", "ended by length", "ended by left", "ended by deadline",
@@ -20,10 +18,8 @@ def soak_http() -> str | None:
     return markdown(["what", "count"], lines) + "\n\n" + machine(result)
 
 
-def guidellm() -> str | None:
+def guidellm() -> str:
     """What GuideLLM measured."""
-    if not (RESULTS / "cpu" / "guidellm.json").exists():
-        return None
     result = load("cpu", "guidellm")
     header = [
         "streams", "requests", "failed", "output tokens/s", "TTFT p50, ms", "TTFT p95, ms",

@@ -20,6 +20,12 @@ def machine(result: dict[str, Any]) -> str:
     return f"{env['device']}, commit {env['commit']}."
 
 
+def where(result: dict[str, Any]) -> str:
+    """Device, processor and commit."""
+    env = result["environment"]
+    return f"{env['device']}, {env['cpu']}, commit {env['commit']}."
+
+
 def environment(result: dict[str, Any]) -> str:
     """Device, processor, versions and commit, and what was changed on the device besides."""
     env = result["environment"]

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import operator
+
 from markdown import markdown
-from source import environment, load
+from source import environment, load, versions
+
+ORDER = operator.itemgetter("state", "tokens", "rows")
+BESIDE_FLASHINFER = ("window-short", "window-long", "window")
+"""Calls, the newest last: what is in several of them is taken from that one."""
 
 
 def candidates() -> str:
@@ -43,24 +49,19 @@ def host() -> str:
     """Host time of the manager's part of a step."""
     result = load("h200", "postprocess")
     names = ("again both", "again best", "whole both", "whole best")
-    parts = ("check", "plan and pack", "upload", "launch")
     rows = [
-        [str(row["rows"]), "yes" if row["readback"] else "no", *(us(row[k]) for k in names + parts)]
+        [str(row["rows"]), "yes" if row["readback"] else "no", *(us(row[k]) for k in names)]
         for row in result["host"]
     ]
     header = ["rows", "readback", "repeated step", "its best", "whole step", "its best"]
     other = load("h200", "postprocess-second-host")
-    slow, fast = (
-        next(r for r in source["host"] if r["rows"] == 256 and not r["readback"])
-        for source in (other, result)
-    )
+    slow = next(row for row in other["host"] if row["rows"] == 256 and not row["readback"])
     note = (
-        "The processor under the same GPU differs from lease to lease: on a second machine, where "
-        f"the parts took {slow['check'] / fast['check']:.1f} times as long, the repeated step "
-        f"of 256 rows took {us(slow['again both'])} and the whole one {us(slow['whole both'])}."
+        "The processor under the same GPU differs from lease to lease: on a second machine the "
+        f"repeated step of 256 rows took {us(slow['again both'])} and the whole one "
+        f"{us(slow['whole both'])}."
     )
-    table = markdown([*header, *(f"of it: {p}" for p in parts)], rows)
-    return f"{table}\n\n{note} {environment(result)}"
+    return f"{markdown(header, rows)}\n\n{note} {environment(result)}"
 
 
 def predicate() -> str:
@@ -95,53 +96,31 @@ def numerics() -> str:
     return markdown(header, rows) + "\n\n" + note
 
 
-def verify() -> str:
-    """GPU time of the state update of one layer at 4 tokens a row: both layouts, and the plain form
-    of columns."""
-    result = load("h200", "verify")
-    rows = []
-    for row in result["gpu"]:
-        if row["tokens"] != 4:
-            continue
-        share = row["replay TB/s"] * 1e12 / row["bandwidth"]
-        rows.append(
-            [
-                row["state"],
-                str(row["rows"]),
-                *(us(row[name]) for name in ("baseline", "update", "floor")),
-                *(us(row[name]) for name in ("replay", "replay floor")),
-                *(f"{row['replay'] / row[name]:.3f}" for name in ("baseline", "update")),
-                f"{100 * share:.0f} %",
-            ]
-        )
-    header = [
-        "state", "rows", "plain", "`columns`", "floor", "`replay`", "floor", "÷ plain",
-        "÷ `columns`", "of bandwidth",
-    ]  # fmt: skip
-    return markdown(header, rows) + "\n\n" + environment(result)
-
-
-def verify_drafts() -> str:
-    """The same by the number of drafts, for one row and for 64."""
-    result = load("h200", "verify")
+def window() -> str:
+    """GPU time of one layer's update beside FlashInfer's, and errors."""
+    newest = {}
+    for name in BESIDE_FLASHINFER:
+        result = load("h200", name)
+        for row in result["gpu"]:
+            newest[ORDER(row)] = row, result["environment"]["commit"]
     lines = []
-    for row in result["gpu"]:
-        if row["rows"] not in (1, 64) or row["tokens"] == 1:
-            continue
-        share = row["replay TB/s"] * 1e12 / row["bandwidth"]
+    for _, (row, commit) in sorted(newest.items()):
         lines.append(
             [
                 row["state"],
+                str(row["tokens"]),
                 str(row["rows"]),
-                str(row["tokens"] - 1),
-                us(row["update"]),
-                us(row["replay"]),
-                f"{row['replay'] / row['update']:.3f}",
-                f"{100 * share:.0f} %",
+                *(us(row[name]) for name in ("ours", "ours floor", "flashinfer")),
+                f"{row['ours ÷ flashinfer']:.2f}",
+                *(f"{row[f'{side} state error']:.1e}" for side in ("ours", "flashinfer")),
+                commit,
             ]
         )
-    header = ["state", "rows", "drafts", "`columns`", "`replay`", "÷ `columns`", "of bandwidth"]
-    return markdown(header, lines) + "\n\n" + environment(result)
+    header = [
+        "state", "tokens", "rows", "`replay`", "floor", "FlashInfer", "÷ FlashInfer",
+        "error of states", "FlashInfer's", "commit",
+    ]  # fmt: skip
+    return f"{markdown(header, lines)}\n\n{versions(result)}."
 
 
 TABLES = {
@@ -150,8 +129,7 @@ TABLES = {
     "host": host,
     "predicate": predicate,
     "numerics": numerics,
-    "verify": verify,
-    "verify-drafts": verify_drafts,
+    "window": window,
 }
 
 

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import checkpoint_tables
-import itl_tables
+import lockstep_tables
 import memory_tables
 import sampling_tables
 import serve_tables
@@ -23,7 +23,6 @@ import server_tables
 import state_tables
 import vllm_replay_tables
 import vllm_tables
-import window_tables
 
 ROOT = Path(__file__).parents[2]
 PAGES = (
@@ -31,10 +30,9 @@ PAGES = (
     *sorted((ROOT / "docs").glob("*.md")),
     ROOT / "hybrid_runtime" / "checkpoints" / "python-small" / "README.md",
 )
-# A table may say None as long as nothing has been measured for it; its pages are then left alone.
-TABLES: dict[str, Callable[[], str | None]] = {
+TABLES: dict[str, Callable[[], str]] = {
     **checkpoint_tables.TABLES,
-    **itl_tables.TABLES,
+    **lockstep_tables.TABLES,
     **memory_tables.TABLES,
     **sampling_tables.TABLES,
     **serve_tables.TABLES,
@@ -42,19 +40,17 @@ TABLES: dict[str, Callable[[], str | None]] = {
     **state_tables.TABLES,
     **vllm_replay_tables.TABLES,
     **vllm_tables.TABLES,
-    **window_tables.TABLES,
 }
 
 
-def filled(page: str, made: dict[str, str | None]) -> str:
+def filled(page: str, made: dict[str, str]) -> str:
     """The page with every table that it names as made from the JSON."""
 
     def table(found: re.Match[str]) -> str:
         name = found["name"]
         if name not in made:
             raise ValueError(f"<!-- {name} --> names no table; there are {', '.join(made)}")
-        text = made[name]
-        return found[0] if text is None else f"<!-- {name} -->\n{text}\n<!-- /{name} -->"
+        return f"<!-- {name} -->\n{made[name]}\n<!-- /{name} -->"
 
     marked = r"<!-- (?P<name>[a-z-]+) -->\n.*?<!-- /(?P=name) -->"
     return re.sub(marked, table, page, flags=re.DOTALL)

@@ -1,11 +1,11 @@
-"""Tables of replay inside vLLM; those of which nothing was measured yet are None."""
+"""Tables of replay inside vLLM."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from markdown import markdown
-from source import RESULTS, load
+from source import load, where
 from vllm_tables import alike
 
 MENDED, PRESENT = "mended", "present"
@@ -53,9 +53,7 @@ def steps() -> str:
     """Steps with replay beside vLLM's own, and requests that run at once in the same cache."""
     lines, notes = [], []
     for name, shape in STEPS:
-        result = _found(name)
-        if result is None:
-            continue
+        result = load("h200", name)
         given = result["options"]
         for rows, found in sorted(result["batches"].items(), key=lambda item: int(item[0])):
             ratios = found["ratios"]
@@ -73,8 +71,7 @@ def steps() -> str:
                 ]
             )
         notes.append(_machine(result))
-    if requests := _found("vllm_replay_requests"):
-        notes.insert(0, _fit(requests))
+    notes.insert(0, _fit(load("h200", "vllm_replay_requests")))
     header = [
         "shape", "drafts", "rows", "replay, ms", "vLLM V2, ms", "÷ V2", "of neighbours", "runs",
         "commit",
@@ -86,9 +83,7 @@ def texts() -> str:
     """The same requests with replay and with vLLM's own path, in fp32."""
     lines, where = [], {}
     for name, what, fault in TEXTS:
-        result = _found(f"vllm-texts-{name}")
-        if result is None:
-            continue
+        result = load("h200", f"vllm-texts-{name}")
         env = result["environment"]
         where[f"{env['device']}, {env['cpu']}, torch {env['torch']}."] = True
         for found in result["comparison"]:
@@ -117,11 +112,9 @@ def texts() -> str:
     return f"{markdown(header, lines)}\n\n{' '.join(where)}"
 
 
-def served() -> str | None:
+def served() -> str:
     """vLLM's OpenAI server with the plug-in and without, under vLLM's client."""
-    result = _found("vllm_openai_server")
-    if result is None:
-        return None
+    result = load("h200", "vllm_openai_server")
     lines = []
     for places, found in sorted(result["rows"].items(), key=lambda item: int(item[0])):
         ours, theirs = found["replay"], found["vllm"]
@@ -143,14 +136,12 @@ def gained() -> str:
         lines.append([rows, f"{found['ratio']:.2f}", spread])
     header = ["requests that decode", "step ÷ vLLM's own", "of neighbouring runs"]
     fit = _fit(load("h200", "vllm_replay_requests"))
-    return f"{markdown(header, lines)}\n\n{fit} {_where(result)}"
+    return f"{markdown(header, lines)}\n\n{fit} {where(result)}"
 
 
-def logprobs() -> str | None:
+def logprobs() -> str:
     """How far log-probabilities lie apart."""
-    result = _found("vllm_logprobs")
-    if result is None:
-        return None
+    result = load("h200", "vllm_logprobs")
     lines = [
         [name, str(found["compared"]), *(f"{found[key]:.2g}" for key in ("mean", "p99", "max"))]
         for name, found in result["spread"].items()
@@ -159,18 +150,16 @@ def logprobs() -> str | None:
     note = (
         f"{given['tokens']} tokens of {max(given['batches'])} requests in batches of "
         f"{', '.join(map(str, given['batches']))}, mean log-probability {result['mean']:.2f}, "
-        f"{result['unexpected_tokens']} other tokens. {_where(result)}"
+        f"{result['unexpected_tokens']} other tokens. {where(result)}"
     )
     return f"{markdown(['apart', 'compared', 'mean', 'p99', 'largest'], lines)}\n\n{note}"
 
 
-def poisoned() -> str | None:
+def poisoned() -> str:
     """Free blocks and guesses that are no numbers, dummy runs and captures."""
     lines = []
     for name in ("vllm_poison", "vllm_poison-eager"):
-        result = _found(name)
-        if result is None:
-            continue
+        result = load("h200", name)
         given = result["options"]
         setting = f"{given['drafts']} drafts, {'graphs' if given['graphs'] else 'eager'}"
         for run, what in POISONED.items():
@@ -182,7 +171,7 @@ def poisoned() -> str | None:
         "engine", "between steps", "texts that differ", "hits, acceptance, preemptions",
         "values not finite", "steps", "dummy runs", "graphs captured", "bytes changed", "commit",
     ]  # fmt: skip
-    return f"{markdown(header, lines)}\n\n{where}" if lines else None
+    return f"{markdown(header, lines)}\n\n{where}"
 
 
 def _survived(found: dict[str, Any]) -> list[str]:
@@ -201,11 +190,9 @@ def _survived(found: dict[str, Any]) -> list[str]:
     ]
 
 
-def checked() -> str | None:
+def checked() -> str:
     """Check mode of replay."""
-    result = _found("vllm-check-replay")
-    if result is None:
-        return None
+    result = load("h200", "vllm-check-replay")
     runs = [run["adapter"][0] for run in result["runs"]]
 
     def total(name: str) -> int:
@@ -221,15 +208,12 @@ def checked() -> str | None:
         for what in ("states", "outputs", "boundaries")
     ]
     header = ["of a layer", "compared", "outside the tolerance", "largest difference"]
-    note = f"{total('checked_steps')} steps. {_where(result)}"
+    note = f"{total('checked_steps')} steps. {where(result)}"
     return f"{markdown(header, lines)}\n\n{note}"
 
 
-def histories() -> str | None:
+def histories() -> str:
     """Random histories on each release's scheduler."""
-    path = RESULTS / "cpu" / "vllm-histories.json"
-    if not path.exists():
-        return None
     lines = []
     releases = load("cpu", "vllm-histories")["releases"]
     for release, found in sorted(releases.items(), key=lambda item: _version(item[0])):
@@ -262,10 +246,6 @@ TABLES = {
 }
 
 
-def _found(name: str) -> dict[str, Any] | None:
-    return load("h200", name) if (RESULTS / "h200" / f"{name}.json").exists() else None
-
-
 def _fit(result: dict[str, Any]) -> str:
     given = result["options"]
     cache = given[given.index("--kv-gib") + 1]
@@ -276,10 +256,6 @@ def _fit(result: dict[str, Any]) -> str:
         f"{theirs['tokens_per_s']:.0f} tokens/s, prompts included (commit "
         f"{result['environment']['commit']})."
     )
-
-
-def _where(result: dict[str, Any]) -> str:
-    return f"{_machine(result)[:-1]}, commit {result['environment']['commit']}."
 
 
 def _machine(result: dict[str, Any]) -> str:
@@ -308,5 +284,5 @@ def _served_note(result: dict[str, Any]) -> str:
         f"requests for each under way, medians of {pairs} pairs of runs. "
         f"{ours} GiB of cache with the plug-in, {theirs} without, where at most {most:.0f} "
         "requests ran at once. "
-        f"{_where(result)}"
+        f"{where(result)}"
     )

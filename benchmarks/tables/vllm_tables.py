@@ -6,7 +6,7 @@ from statistics import median
 from typing import Any
 
 from markdown import markdown
-from source import load
+from source import load, where
 
 SERVED = (("serve-3", "one GPU"), ("serve-0", "one GPU"), ("serve-3-tp2", "two, tensor parallel"))
 TIMED = (("time-8b", "Nemotron-H-8B"), ("time-narrow", "narrow, 40 Mamba layers"))
@@ -16,14 +16,14 @@ HOOKS = ("preprocess_state", "postprocess_state")
 def serving() -> str:
     """The same requests with our copies and with vLLM's, and the check mode."""
     lines = []
-    for name, where in SERVED:
+    for name, gpus in SERVED:
         result = load("h200", f"vllm-{name}")
         ours = next(run for run in result["runs"] if run["ours"])
         same = [*result["comparison"], *result.get("comparison_with_plugin_off", [])]
         counted = ours["metrics"]
         lines.append(
             [
-                where,
+                gpus,
                 str(result["options"]["drafts"]),
                 f"{max(c['different_text'] for c in same)} of {same[0]['requests']}",
                 "identical" if all(alike(c) for c in same) else "different",
@@ -71,7 +71,6 @@ def timing() -> str:
                     " : ".join(f"{_host(found['runs'], ours):.0f}" for ours in (True, False)),
                 ]
             )
-    env = load("h200", "vllm-time-8b")["environment"]
     header = [
         "shape", "rows", "step, ms", "vLLM V2", "÷ V2", "vLLM V1", "kernels, µs", "of vLLM V2",
         "share", "launches, ours : V2", "host µs, ours : V2",
@@ -84,8 +83,7 @@ def timing() -> str:
         f"narrow shape these lie between {min(pairs):.2f} and {max(pairs):.2f}. Launches without "
         "the one that notes accepted tokens, which both make; its time is included."
     )
-    where = f"{env['device']}, {env['cpu']}, commit {env['commit']}."
-    return f"{markdown(header, lines)}\n\n{note} {where}"
+    return f"{markdown(header, lines)}\n\n{note} {where(load('h200', 'vllm-time-8b'))}"
 
 
 def releases() -> str:

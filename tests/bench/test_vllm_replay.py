@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[2]
-ENVIRONMENT = {"device": "D", "cpu": "C", "commit": "abc", "torch": "T"}
 
 
 @pytest.fixture(autouse=True)
@@ -58,20 +57,21 @@ def test_one_engine_at_a_time(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
 
     started = []
 
-    class Engine:
-        def __init__(self, side: str, *_: Any) -> None:
-            self.side = side
-            started.append(side)
+    class Child:
+        def __init__(self, name: str, *_: Any) -> None:
+            self.name = name
+            started.append(name)
 
-        def answer(self) -> dict[str, Any]:
+        def hear(self) -> dict[str, Any]:
             return {}
 
-        def ask(self, batch: int, seed: int) -> dict[str, Any]:
-            return {"mean": (seed + 1) * batch * (0.5 if self.side == "replay" else 1.0)}
+        def ask(self, asked: dict[str, Any]) -> dict[str, Any]:
+            share = 0.5 if self.name == "replay" else 1.0
+            return {"mean": (asked["seed"] + 1) * asked["batch"] * share}
 
         def close(self) -> None: ...
 
-    monkeypatch.setattr(replay_steps, "Engine", Engine)
+    monkeypatch.setattr(replay_steps, "Child", Child)
     out = tmp_path / "steps.json"
     monkeypatch.setattr(
         sys, "argv", ["x", "--alone", "--batches", "4,1", "--rounds", "2,1", "--out", str(out)]
@@ -91,79 +91,3 @@ def test_neighbours_are_of_both_sides() -> None:
     means += [("replay", 1.0), ("vllm", 2.0)]
     found = replay_steps.summary([{"side": side, "mean": mean} for side, mean in means])
     assert found == {"replay_ms": 1.0, "vllm_ms": 2.0, "ratios": [0.5], "ratio": 0.5}
-
-
-def test_tables(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    import openai_server
-    import source
-    import vllm_replay_tables as tables
-
-    for module in (source, tables):
-        monkeypatch.setattr(module, "RESULTS", tmp_path)
-    optional = ("served", "logprobs", "poisoned", "checked", "histories")
-    assert {getattr(tables, name)() for name in optional} == {None}
-    runs = [served("replay", 3.0), served("vllm", 2.0)]
-    spread = dict.fromkeys(("compared", "mean", "p99", "max"), 7)
-    checked = {
-        f"{how}_{what}": 0
-        for how in ("checked", "different", "worst")
-        for what in ("states", "outputs", "boundaries")
-    }
-    fit = {"tokens_per_s": 1.0}
-    comparison = {
-        "different_text": 0,
-        "requests": 200,
-        "different_prefix_hits": 0,
-        "metrics": {"hits": [5, 5]},
-    }
-    finite = {"tokens": 5, "not_finite": 0, "steps": 340}
-    changed = {"guess_bytes": 0, "state_bytes": 0}
-    kind = {"histories": 2000, "holes": [], "steps": 9, "preemptions": 8, "boundaries": 7}
-    files: dict[str, dict[str, Any]] = {
-        "h200/vllm_openai_server": {
-            "options": {"drafts": 3, "acceptance": "x", "per_place": 4, "kv_gib": [30, 58]},
-            "rows": {"8": {"runs": runs, **openai_server.summary(runs)}},
-        },
-        "h200/vllm_replay_steps": {
-            "options": ["--num-spec", "3", "--kv-gib", "40"],
-            "batches": {"8": {"ratios": [0.9, 0.8], "ratio": 0.85}},
-        },
-        "h200/vllm_replay_requests": {
-            "options": ["--num-spec", "3", "--kv-gib", "40"],
-            "fit": {"replay": fit | {"running": 284}, "vllm": fit | {"running": 91}},
-        },
-        "h200/vllm_logprobs": {
-            "options": {"tokens": 64, "batches": [1, 4]},
-            "mean": -1.0,
-            "unexpected_tokens": 0,
-            "spread": {"replay": spread},
-        },
-        "h200/vllm-check-replay": {"runs": [{"adapter": [{**checked, "checked_steps": 3000}]}]},
-        "h200/vllm_poison": {
-            "options": {"drafts": 3, "graphs": True},
-            "runs": {
-                "poisoned": finite | {"comparison": comparison},
-                "captures": finite | changed | {"captures": 17},
-            },
-        },
-        "cpu/vllm-histories": {
-            "releases": {
-                release: {"commit": "abc", "synchronous": kind, "asynchronous": kind}
-                for release in ("0.31.0", "0.4.0")
-            }
-        },
-    }
-    for name, content in files.items():
-        path = tmp_path / f"{name}.json"
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(json.dumps({"environment": ENVIRONMENT, **content}))
-    assert "| 8 | 3 : 2 | 1.50 |" in tables.served()
-    assert "at most 5 requests ran at once" in tables.served()
-    assert "| 8 | 0.85 | 0.80 to 0.90 |" in tables.gained()
-    assert "284 requests ran at once with replay, 91 without" in tables.gained()
-    assert "| replay | 7 |" in tables.logprobs()
-    assert "3000 steps" in tables.checked()
-    nan, capture = tables.poisoned().splitlines()[2:4]
-    assert nan.endswith("| 0 of 200 | identical | 0 of 5 | 340 | - | - | - | abc |")
-    assert capture.endswith("| a capture | - | - | 0 of 5 | 340 | - | 17 | 0 | abc |")
-    assert tables.histories().index("vLLM 0.4.0") < tables.histories().index("vLLM 0.31.0")
