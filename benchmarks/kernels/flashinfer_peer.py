@@ -64,12 +64,12 @@ def flashinfer_side(state: str, tokens: int) -> type[FlashInfer] | None:
 class FlashInfer:
     """Its arguments, in the order of flashinfer/mamba/checkpointing_ssu.py (0.7.2)."""
 
-    window, late, written = WINDOW, 0, 1
+    window, late = WINDOW, 0
     module: Any
     public: Any
 
     def __init__(self, case: Any, form: Form | None = None) -> None:
-        self.case, self.form, self.blocks = case, form or Form(False), case.rows
+        self.case, self.form = case, form or Form(False)
         rows, tokens = case.rows, case.tokens
         heads, dim, state = case.A_log.shape[0], 64, 128
         self.A = (-torch.exp(case.A_log))[:, None, None].expand(heads, dim, state)
@@ -83,9 +83,6 @@ class FlashInfer:
             new(rows, heads, padded, dtype=torch.float32),
             new(rows, heads, 32, WINDOW // 2, dtype=torch.bfloat16),
         )
-
-    def live(self, states: Tensor) -> Tensor:
-        return states
 
     def forms(self) -> list[FlashInfer]:
         return [type(self)(self.case, form) for form in FORMS] if self.module else [self]

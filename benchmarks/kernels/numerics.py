@@ -14,7 +14,6 @@ On a GPU the Triton kernels run, on a CPU their references.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,7 +21,7 @@ from typing import Any, NamedTuple
 sys.path.insert(0, str(Path(__file__).parents[1] / "common"))
 
 import torch
-from record import save, show
+from record import arguments, plain, save, show
 from torch import Tensor
 from torch.nn.functional import silu
 
@@ -37,8 +36,6 @@ from hybrid_runtime.kernels.replay.rows import ReplayRows
 from hybrid_runtime.kernels.step.advance_replay import ReplayPositions
 
 HEADS, DIM, GROUPS, STATE, DRAFTS = 8, 64, 2, 128, 3
-LONG = 0.01
-"""Heads whose state loses less than this share per token are reported as long-memory heads."""
 
 
 class Inputs(NamedTuple):
@@ -202,9 +199,8 @@ class Trial:
         self.apart = torch.maximum(self.apart, (replay - columns).abs().amax((1, 3)))
 
     def results(self) -> list[dict[str, Any]]:
-        """One row per track; sequences and heads, in order, in its lists."""
+        """One row per track; heads, in order, in its lists."""
         truth = self.exact.certain_state()
-        long = self.heads.decay < LONG
         rows = []
         for track in self.tracks:
             outputs = track.worst / self.largest
@@ -217,12 +213,8 @@ class Trial:
                     "outputs": float(outputs.max()),
                     "outputs rms": float((track.squares.sum() / self.energy.sum()).sqrt()),
                     "final state": float(state.max()),
-                    "long memory": float(state[:, long].max()),
-                    "short memory": float(state[:, ~long].max()),
                     "outputs by head": outputs.amax(0).tolist(),
                     "final state by head": state.amax(0).tolist(),
-                    "outputs by sequence": outputs.amax(1).tolist(),
-                    "final state by sequence": state.amax(1).tolist(),
                 }
             )
         return rows
@@ -261,19 +253,16 @@ def relative(got: Tensor, want: Tensor) -> Tensor:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = arguments(__doc__)
     parser.add_argument("--tokens", type=int, default=10_000)
     parser.add_argument("--sequences", type=int, default=3, help="with inputs of their own")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--out", type=Path, help="JSON file; default under benchmarks/results/")
     args = parser.parse_args()
     trial = Trial(HEADS, args.sequences, args.seed, args.device)
     reached = trial.run(args.tokens)
     rows = trial.results()
-    lists = ("by head", "by sequence")
-    flat = [{k: v for k, v in row.items() if not k.endswith(lists)} for row in rows]
-    show(f"error against fp64 after {reached} tokens", flat)
+    show(f"error against fp64 after {reached} tokens", plain(rows, "by head"))
     result = {
         "shape": [HEADS, DIM, STATE], "drafts": DRAFTS, "tokens": reached, "steps": trial.steps,
         "sequences": args.sequences, "seed": args.seed, "decay": trial.heads.decay.tolist(),

@@ -8,7 +8,6 @@ is then measured in the same run on the same state.
 
 from __future__ import annotations
 
-import argparse
 import ast
 import importlib
 import math
@@ -25,13 +24,11 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "common"))
 
 import numpy as np
 import torch
-from record import copy_bandwidth, graph_us, host_us, save, show
+from record import arguments, copy_bandwidth, graph_us, plain, save, show
 
 from hybrid_runtime.kernels.step import entry as fields
 from hybrid_runtime.kernels.step.state_copy import postcopy
 from hybrid_runtime.state import HybridStateManager, StateLayout, StepRows
-from hybrid_runtime.state.checks import check_rows
-from hybrid_runtime.state.layouts.pack import pack_step
 
 LAYERS, DRAFTS, BLOCK = 40, 3, 4336
 LAYOUT = StateLayout(10240, 4, (128, 64, 128), DRAFTS, BLOCK, torch.bfloat16, torch.float16)
@@ -189,8 +186,8 @@ def gpu_cases(peer_path: Path | None) -> list[dict[str, Any]]:
 
 
 def host_cases() -> list[dict[str, Any]]:
-    """Host time of a skipped step under `auto`, queue drained before each, and where it goes:
-    `block_demand` and `begin_step` ("begin"), as the engine calls them, and `end_step` ("end").
+    """Host time of a skipped step under `auto`, queue drained before each: `block_demand` and
+    `begin_step` ("begin"), as the engine calls them, and `end_step` ("end").
 
     "whole" steps pack and send their rows, as after any change in the batch; "again" steps repeat
     the last one's rows, as steady decode does. Repeats of all cases take turns.
@@ -250,7 +247,6 @@ class HostRun:
                     begin.append((t1 - t0) * 1e6)
                     end.append((t2 - t1) * 1e6)
             self.times[kind].append((statistics.median(begin), statistics.median(end)))
-        self.last = rows
         for slot in range(self.rows):
             self.manager.release(slot)
 
@@ -264,37 +260,18 @@ class HostRun:
                 f"{kind} both": statistics.median(both),
                 f"{kind} best": min(both),
             }
-        return row | {"repeats": self.times} | parts(self.manager, self.last)
-
-
-def parts(manager: HybridStateManager, rows: StepRows) -> dict[str, float]:
-    """Host time of the pieces of a whole begin_step, each alone and warm."""
-    for slot in range(len(rows)):
-        manager.admit(slot, 500, 0)
-    index, packed = manager._staging.take()
-    n, slot_table = len(rows), manager._slot_table
-    _, lines = pack_step(packed, slot_table, rows, manager.layout, 64, False)
-    entries = manager._staging.upload(index, lines)
-    pieces: dict[str, Callable[[], object]] = {
-        "demand": lambda: manager.block_demand(rows, rows.computed_min),
-        "check": lambda: check_rows(rows, slot_table, DRAFTS),
-        "plan and pack": lambda: pack_step(packed, slot_table, rows, manager.layout, 64, False),
-        "upload": lambda: manager._staging.upload(index, lines),
-        "launch": lambda: manager._placement.place(0, entries, lines, n),
-    }
-    return {name: statistics.median(host_us(call, number=50)) for name, call in pieces.items()}
+        return row | {"repeats": self.times}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = arguments(__doc__)
     parser.add_argument("--peer", type=Path, help="vLLM's v1/worker/mamba_utils.py")
-    parser.add_argument("--out", type=Path, help="JSON file; default under benchmarks/results/")
     args = parser.parse_args()
     gpu, host = gpu_cases(args.peer), host_cases()
     hidden = ("repeats", "bandwidth")
     keys = list(dict.fromkeys(k for row in gpu for k in row if k not in hidden))
     show("post-copy, GPU us per launch", [{k: row.get(k, "") for k in keys} for row in gpu])
-    show("skipped step, host us", [{k: v for k, v in r.items() if k != "repeats"} for r in host])
+    show("skipped step, host us", plain(host, "repeats"))
     result = {"layers": LAYERS, "block": BLOCK, "unit": "us", "gpu": gpu, "host": host}
     print(save("postprocess", result, args.out))
 

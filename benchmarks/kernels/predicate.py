@@ -7,7 +7,6 @@ Python loop over requests, the form that the predicate of vllm-project/vllm#4257
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 from pathlib import Path
@@ -15,7 +14,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1] / "common"))
 
 import numpy as np
-from record import host_us, save, show
+from record import arguments, host_us, plain, save, show
 
 from hybrid_runtime.state import align
 
@@ -32,9 +31,7 @@ def loop(computed: list[int], scheduled: list[int], draft: list[int]) -> bool:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, help="JSON file; default under benchmarks/results/")
-    args = parser.parse_args()
+    args = arguments(__doc__).parse_args()
     rng = np.random.default_rng(0)
     rows = []
     for n in (1, 16, 64, 256, 512, 1024):
@@ -69,8 +66,7 @@ def main() -> None:
         }
         rows.append({"rows": n} | {k: statistics.median(v) for k, v in times.items()})
         rows[-1]["repeats"] = times
-    shown = [{k: v for k, v in row.items() if k != "repeats"} for row in rows]
-    show("predicate, microseconds on the host", shown)
+    show("predicate, microseconds on the host", plain(rows, "repeats"))
     print(
         save("predicate", {"block": BLOCK, "drafts": DRAFTS, "unit": "us", "rows": rows}, args.out)
     )

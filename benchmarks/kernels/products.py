@@ -22,12 +22,14 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "common"))
 
 import torch
 import torch.nn.functional as F
-from record import arguments, save, show
+from record import arguments, numbers, save, show
 from shapes import SHAPES, config
 from torch import Tensor
 
 Row = dict[str, Any]
-TOKENS = "64,128,256,512,768,1024,1280,1344,1408,1536,2048,2432,2464,2560,2816,3072"
+TOKENS = (
+    64, 128, 256, 512, 768, 1024, 1280, 1344, 1408, 1536, 2048, 2432, 2464, 2560, 2816, 3072,
+)  # fmt: skip
 DENSE = [name for name, shape in SHAPES.items() if "E" not in shape.pattern]
 COPIES = 3
 """Of each weight, so that none is in the cache when it is used again."""
@@ -104,12 +106,11 @@ class Products:
 def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--shape", default="8b", choices=DENSE)
-    parser.add_argument("--tokens", default=TOKENS)
+    parser.add_argument("--tokens", type=numbers, default=TOKENS)
     args = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("products.py times a GPU's products, and there is none")
-    tokens = [int(count) for count in args.tokens.split(",")]
-    rows = Products(args.shape, max(tokens), torch.device("cuda")).rows(tokens)
+    rows = Products(args.shape, max(args.tokens), torch.device("cuda")).rows(args.tokens)
     shape = SHAPES[args.shape].name
     path = save("products", {"shape": args.shape, "name": shape, "rows": rows}, args.out)
     shown = [{k: row[k] for k in ("tokens", "step_ms", "tflop_s")} for row in rows]

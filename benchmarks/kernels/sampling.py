@@ -1,14 +1,12 @@
 """What does a sampled step cost more than a greedy one?
 
     python benchmarks/kernels/sampling.py
-    python benchmarks/kernels/sampling.py --tune
     python benchmarks/kernels/sampling.py --vocabulary 3000 --rows 1,2
 
 From logits to accepted tokens, GPU microseconds: greedy, our selection by thresholds, and the same
 distribution by PyTorch's sort. Rows of K + 1 = 4 positions. Logits are flat (a standard normal, as
 models of random weights give) or peaked (a normal and 30 tokens high above it, as trained ones do).
-`--tune` compares launch shapes instead. Without a CUDA device the plain-torch forms are timed, on
-the host.
+Without a CUDA device the plain-torch forms are timed, on the host.
 """
 
 from __future__ import annotations
@@ -24,12 +22,12 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1] / "common"))
 
 import torch
-from record import arguments, graph_us, host_us, save, show
+from record import arguments, graph_us, host_us, numbers, plain, save, show
 
 from hybrid_runtime.kernels.sampling.accept import accept_drafts
 from hybrid_runtime.kernels.sampling.naive import select_reference
 from hybrid_runtime.kernels.sampling.rows import SamplingTensors
-from hybrid_runtime.kernels.sampling.select import TILING, SelectTiling, select_tokens
+from hybrid_runtime.kernels.sampling.select import select_tokens
 from hybrid_runtime.specdecode.acceptance import greedy
 from hybrid_runtime.specdecode.sampling import TARGET
 
@@ -44,10 +42,6 @@ PARAMS: dict[str, tuple[float, int, float, float]] = {
     "top-k 20, top-p 0.95": (0.6, 20, 0.95, 0.0),
     "top-k 5000, top-p 0.95": (1.0, 5000, 0.95, 0.0),
 }
-TILINGS = [
-    TILING._replace(tile=tile, warps=warps)
-    for tile, warps in itertools.product((4096, 8192, 16384), (8, 16, 32))
-]
 
 
 class Bench:
@@ -75,13 +69,11 @@ class Bench:
     def greedy(self) -> list[float]:
         return self._us(lambda x: greedy(x, self.drafts, self.num_draft, self.emits))
 
-    def ours(self, params: tuple[float, int, float, float], tiling: SelectTiling) -> list[float]:
+    def ours(self, params: tuple[float, int, float, float]) -> list[float]:
         sampling = self._sampling(params)
 
         def step(x: torch.Tensor) -> object:
-            chosen = select_tokens(
-                x, sampling, self.position, TARGET, self.num_draft, self.emits, tiling=tiling
-            )
+            chosen = select_tokens(x, sampling, self.position, TARGET, self.num_draft, self.emits)
             return accept_drafts(chosen, self.drafts, self.num_draft, self.emits)
 
         return self._us(step)
@@ -123,7 +115,7 @@ def compare(vocabulary: int, row_counts: list[int], dtype: torch.dtype) -> list[
         bench = Bench(rows, vocabulary, kind, dtype)
         base = bench.greedy()
         for name, params in PARAMS.items():
-            ours, sort = bench.ours(params, TILING), bench.sort(params)
+            ours, sort = bench.ours(params), bench.sort(params)
             medians = {
                 "greedy": statistics.median(base),
                 "ours": statistics.median(ours),
@@ -134,36 +126,16 @@ def compare(vocabulary: int, row_counts: list[int], dtype: torch.dtype) -> list[
     return results
 
 
-def tune(vocabulary: int, row_counts: list[int], dtype: torch.dtype) -> list[dict[str, Any]]:
-    results = []
-    for rows in row_counts:
-        benches = {kind: Bench(rows, vocabulary, kind, dtype) for kind in ("flat", "peaked")}
-        for tiling in TILINGS:
-            times = {
-                f"{kind}, {name}": statistics.median(bench.ours(PARAMS[name], tiling))
-                for kind, bench in benches.items()
-                for name in ("T", "top-p 0.9", "top-k 20, top-p 0.95")
-            }
-            results.append({"rows": rows} | tiling._asdict() | times)
-    return results
-
-
 def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--vocabulary", type=int, default=131072)
-    parser.add_argument("--rows", default="1,16,64")
+    parser.add_argument("--rows", type=numbers, default=[1, 16, 64])
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
-    parser.add_argument("--tune", action="store_true", help="compare launch shapes")
     args = parser.parse_args()
-    measure = tune if args.tune else compare
-    results = measure(
-        args.vocabulary, [int(n) for n in args.rows.split(",")], getattr(torch, args.dtype)
-    )
-    shown = [{k: v for k, v in row.items() if not k.endswith("repeats")} for row in results]
-    show("logits to accepted tokens, us", shown)
-    name = "sampling-tune" if args.tune else "sampling"
+    results = compare(args.vocabulary, args.rows, getattr(torch, args.dtype))
+    show("logits to accepted tokens, us", plain(results, "repeats"))
     result = {"vocabulary": args.vocabulary, "positions": WIDTH, "dtype": args.dtype, "unit": "us"}
-    print(save(name, result | {"gpu": results}, args.out))
+    print(save("sampling", result | {"gpu": results}, args.out))
 
 
 if __name__ == "__main__":

@@ -6,12 +6,9 @@ steps in which each guess is accepted with the same chance if all before it were
 a step on average; then consecutive steps are timed, each with the positions that it would have.
 Launches rotate over at least 256 MiB of state, each with a window cache of its own.
 
-`--peer flashinfer,vllm` times others in the same call, each side with the steps of its own rule:
-
-- flashinfer: `checkpointing_ssu` at the best of its forms. It needs flashinfer-python (0.7.2), or
-  modules that were built from it beforehand: FLASHINFER_MODULES is the folder of their `.so` files,
-  named f32_T4_W16 and so on.
-- vllm: vLLM's kernel at its shipped tuning, which writes a state for every token. It needs vLLM.
+`--peer` times FlashInfer's `checkpointing_ssu` in the same call, at the best of its forms and with
+the steps of its own rule. It needs flashinfer-python (0.7.2), or modules that were built from it
+beforehand: FLASHINFER_MODULES is the folder of their `.so` files, named f32_T4_W16 and so on.
 """
 
 from __future__ import annotations
@@ -27,9 +24,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "common"))
 
 import torch
 from flashinfer_peer import flashinfer_side
-from record import arguments, copy_bandwidth, graph_us, save, show
+from record import arguments, copy_bandwidth, graph_us, numbers, plain, save, show
 from torch import Tensor
-from vllm_peer import vllm_side
 
 from hybrid_runtime.kernels.mamba2.replay_naive import advance_state
 from hybrid_runtime.kernels.mamba2.replay_update import replay_update
@@ -44,7 +40,6 @@ WIDTH = INNER + 2 * OUTER + HEADS
 ROTATE = 256 << 20  # bytes of state that the launches of one graph work on, at least
 DTYPES = {"float32": torch.float32, "float16": torch.float16}
 NAMES = {torch.float32: "f32", torch.float16: "f16"}
-PEERS = ("flashinfer", "vllm")
 
 
 class Places(NamedTuple):
@@ -70,7 +65,7 @@ def chance(mean: float, tokens: int) -> float:
 
 def walk(rows: int, tokens: int, mean: float, steps: int, seed: int, side: Any) -> list[Places]:
     """Consecutive steps of rows that have decoded for 200. side.window: most tokens that a state
-    may lack. side.late: a step that writes does so after its certain token (ours, vLLM's);
+    may lack. side.late: a step that writes does so after its certain token (ours);
     otherwise before its own (FlashInfer's)."""
     window, late = side.window, side.late
     generator = torch.Generator().manual_seed(seed)
@@ -113,10 +108,10 @@ class Case:
         self.ones, self.table = ones, self.slot[:, None].contiguous()
         self.cu_seqlens = torch.arange(rows + 1, dtype=torch.int32, device=device) * tokens
 
-    def states(self, blocks: int) -> list[Tensor]:
-        """Of each launch that is timed, so many blocks."""
-        size = blocks * INNER * STATE * self.dtype.itemsize
-        shape = blocks, HEADS, DIM, STATE
+    def states(self) -> list[Tensor]:
+        """Of each launch that is timed."""
+        size = self.rows * INNER * STATE * self.dtype.itemsize
+        shape = self.rows, HEADS, DIM, STATE
         count = max(3, math.ceil(ROTATE / size))
         return [torch.randn(shape, device=self.device).to(self.dtype) for _ in range(count)]
 
@@ -128,27 +123,22 @@ class Case:
     def floor_bytes(self, path: list[Places], side: Any) -> float:
         pending = torch.stack([places.pending for places in path]).float().mean().item()
         state = INNER * STATE * self.dtype.itemsize
-        kept = 2 * (INNER + OUTER) + 4 * HEADS if side.window else 0
+        kept = 2 * (INNER + OUTER) + 4 * HEADS
         own = 2 * (2 * INNER + 2 * OUTER + HEADS) + kept
-        states = 1 + _share(path) * side.written
+        states = 1 + _share(path)
         return self.rows * (states * state + pending * kept + self.tokens * own)
 
 
 class Ours:
     """`replay_update`, with the window that so many tokens get by default.
 
-    window, late: see `walk`. written: states that a row writes, if it does.
-    blocks: of a launch's states; `live` finds those in them that rows read first.
+    window, late: see `walk`.
     """
 
-    late, written = 1, 1
+    late = 1
 
     def __init__(self, case: Case) -> None:
-        self.case, self.blocks = case, case.rows
-        self.window = default_window(case.tokens - 1)
-
-    def live(self, states: Tensor) -> Tensor:
-        return states
+        self.case, self.window = case, default_window(case.tokens - 1)
 
     def cache(self) -> WindowCache:
         case = self.case
@@ -194,7 +184,7 @@ class Ours:
 
 def times(side: Any, case: Case, mean: float, repeats: int) -> tuple[list[float], float]:
     """Microseconds a launch, and the bytes that a launch has to move."""
-    states = case.states(side.blocks)
+    states = case.states()
     caches = [side.cache() for _ in states]
     for cache in caches:
         for part in cache:
@@ -221,10 +211,9 @@ def errors(side: Any, case: Case, steps: int = 24) -> tuple[float, float]:
     """Relative errors (root of mean squares) of outputs and of written states, against fp64."""
     generator = torch.Generator(case.device).manual_seed(7)
     cpu = torch.Generator().manual_seed(7)
-    shape = side.blocks, HEADS, DIM, STATE
+    shape = case.rows, HEADS, DIM, STATE
     states = torch.randn(shape, generator=generator, device=case.device).mul(0.3).to(case.dtype)
-    live = side.live(states)
-    exact, cache, rate = live.double(), side.cache(), -torch.exp(case.A_log.double())
+    exact, cache, rate = states.double(), side.cache(), -torch.exp(case.A_log.double())
     start, pending = torch.zeros(2, case.rows, dtype=torch.int64)
     sums = torch.zeros(4, dtype=torch.float64, device=case.device)
     for _ in range(steps):
@@ -248,7 +237,7 @@ def errors(side: Any, case: Case, steps: int = 24) -> tuple[float, float]:
             sums[1] += want.square().sum()
         for row in writes.nonzero()[:, 0].tolist():
             want = each[side.late][row]
-            sums[2] += (live[row].double() - want).square().sum()
+            sums[2] += (states[row].double() - want).square().sum()
             sums[3] += want.square().sum()
         accepted = torch.randint(1, case.tokens + 1, (case.rows,), generator=cpu)
         exact = torch.stack([each[int(a)][row] for row, a in enumerate(accepted)])
@@ -264,10 +253,8 @@ def measure(args: Any) -> list[dict[str, Any]]:
     for dtype in (DTYPES[name] for name in args.states.split(",")):
         for tokens in args.tokens:
             sides: dict[str, type[Any]] = {"ours": Ours}
-            if "flashinfer" in args.peer and (peer := flashinfer_side(NAMES[dtype], tokens)):
+            if args.peer and (peer := flashinfer_side(NAMES[dtype], tokens)):
                 sides["flashinfer"] = peer
-            if "vllm" in args.peer:
-                sides["vllm"] = vllm_side()
             precise = {}
             for name, side in sides.items():
                 case = Case(2, tokens, dtype)
@@ -285,9 +272,8 @@ def measure(args: Any) -> list[dict[str, Any]]:
                     row[f"{name} repeats"] = us
                     row[f"{name} output error"], row[f"{name} state error"] = precise[name]
                     torch.cuda.empty_cache()
-                for name in PEERS:
-                    if name in row:
-                        row[f"ours ÷ {name}"] = row["ours"] / row[name]
+                if "flashinfer" in row:
+                    row["ours ÷ flashinfer"] = row["ours"] / row["flashinfer"]
                 results.append(row)
                 save("window", result(args, results, bandwidth), args.out)
     return results
@@ -305,9 +291,6 @@ def result(args: Any, rows: list[dict[str, Any]], bandwidth: float) -> dict[str,
 
 
 def main() -> None:
-    def numbers(text: str) -> list[int]:
-        return [int(part) for part in text.split(",")]
-
     parser = arguments(__doc__)
     parser.add_argument("--rows", type=numbers, default=[1, 16, 64, 128])
     parser.add_argument("--tokens", type=numbers, default=[2, 4, 6, 8, 16])
@@ -316,17 +299,11 @@ def main() -> None:
         "--accept", type=float, default=3.0, help="accepted tokens a step, on average"
     )
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--peer", default="", help=" and ".join(PEERS) + ", one or both")
+    parser.add_argument("--peer", action="store_true", help="FlashInfer's beside it")
     args = parser.parse_args()
-    args.peer = [name for name in args.peer.split(",") if name]
-    if unknown := set(args.peer) - set(PEERS):
-        parser.error(f"--peer names {', '.join(sorted(unknown))}; it may name {', '.join(PEERS)}")
     rows = measure(args)
-    hidden = ("repeats", "floor")
-    show(
-        "state update of the replay layout, GPU us per layer",
-        [{k: v for k, v in row.items() if not k.endswith(hidden)} for row in rows],
-    )
+    title = "state update of the replay layout, GPU us per layer"
+    show(title, plain(rows, "repeats", "floor"))
 
 
 if __name__ == "__main__":
