@@ -1,7 +1,7 @@
 """Drive an engine through a list of requests and time every token; the same code for every engine.
 
-`answer` makes a process of an engine, which `Child` talks to: one line of JSON per run each way, so
-that several engines can take turns on one GPU. Standard library only, as `workload`.
+`answer` makes a process of an engine, which a `Child` talks to: one line of JSON per run each way,
+so that several engines can take turns on one GPU. Standard library only, as `workload`.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol
@@ -112,83 +113,72 @@ def figures(timed: Sequence[Timed], wall: float, objective: Mapping[str, float])
 
 
 def spread(values: Sequence[float]) -> Row:
-    """Mean, p50 and p99, and 101 quantiles for a plot."""
+    """Mean, p50 and p99."""
     if not values:
-        return {"mean": None, "p50": None, "p99": None, "quantiles": []}
+        return {"mean": None, "p50": None, "p99": None}
     ordered = sorted(values)
-    last = len(ordered) - 1
-    quantiles = [ordered[round(last * i / 100)] for i in range(101)]
-    return {
-        "mean": statistics.fmean(ordered),
-        "p50": quantiles[50],
-        "p99": quantiles[99],
-        "quantiles": quantiles,
-    }
+    p50, p99 = (ordered[round((len(ordered) - 1) * share)] for share in (0.50, 0.99))
+    return {"mean": statistics.fmean(ordered), "p50": p50, "p99": p99}
 
 
 def answer(engine: Served, about: Row) -> None:
-    """Serve the parent: say `about`, then run each list it names and say the figures.
-
-    An engine with a `profile` method may also be asked for a trace of so many steps.
-    """
-    _say({"ready": about})
+    """Serve the parent: say `about`, then run each list it names and say the figures."""
+    say(about)
     for line in sys.stdin:
         asked = json.loads(line)
         engine.reset()
         asks = workload.read(Path(asked["requests"]))
-        if "profile" in asked:
-            _say(engine.profile(asks, asked["places"], asked["profile"]))  # type: ignore[attr-defined]
-            continue
         timed, wall = drive(engine, asks, asked["places"])
-        _say(figures(timed, wall, asked["objective"]))
+        say(figures(timed, wall, asked["objective"]))
 
 
 _MARK = "serving: "
 
 
-def _say(value: Row) -> None:
-    # Engines print too, some of them to standard output.
+def say(value: Row) -> None:
+    """To the parent. Engines print too, some of them to standard output."""
     print(_MARK + json.dumps(value), flush=True)
 
 
 class Child:
-    """An engine in a process of its own.
+    """A process that answers lines of JSON with lines of JSON.
 
-    about: what it says of itself once it is ready, `ready_s` after the start.
+    name: of the engine in it. switch: of vLLM's plug-in, which vLLM finds wherever this package is
+    installed. log: where it writes what is no answer; None: to our standard error.
     """
 
-    def __init__(self, name: str, command: Sequence[str], settings: Row, folder: Path) -> None:
-        """Start `command` with one more argument, a file of `settings`."""
-        self.name = name
-        file = folder / f"{name}.json"
-        file.write_text(json.dumps(settings))
-        self._started = time.perf_counter()
-        self._process = subprocess.Popen(
-            [*command, str(file)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=os.environ | {"HYBRID_RUNTIME_VLLM": "0"},
-        )
-        self.about: Row = self._hear()["ready"]
-        self.about["ready_s"] = time.perf_counter() - self._started
+    def __init__(
+        self, name: str, command: Sequence[str], switch: str = "0", log: Path | None = None
+    ) -> None:
+        self.name, self.log = name, log
+        with log.open("w") if log else nullcontext() as file:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=file,
+                text=True,
+                env=os.environ | {"HYBRID_RUNTIME_VLLM": switch},
+            )
 
     def ask(self, asked: Row) -> Row:
         """The figures of one run."""
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(asked) + "\n")
         self._process.stdin.flush()
-        return self._hear()
+        return self.hear()
 
-    def close(self) -> None:
-        self._process.kill()
-        self._process.wait()
-
-    def _hear(self) -> Row:
+    def hear(self) -> Row:
+        """What it says next; first of all, once it is ready, of itself."""
         assert self._process.stdout is not None
         for line in self._process.stdout:
             if line.startswith(_MARK):
                 said: Row = json.loads(line.removeprefix(_MARK))
                 return said
             print(line, end="", file=sys.stderr)
-        raise RuntimeError(f"{self.name} ended with {self._process.wait()}; it wrote why above")
+        where = self.log or "above"
+        raise RuntimeError(f"{self.name} ended with {self._process.wait()}; why: see {where}")
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.wait()

@@ -4,14 +4,13 @@ and vLLM beside it on the same GPU with the same requests, taking turns.
     python benchmarks/engine/serve.py --shape 8b --places 8,32,64 --vllm python
     python benchmarks/engine/serve.py --shape 8b --places 64 --rates 80% --lengths chat
     python benchmarks/engine/serve.py --shape tiny --lengths tiny --places 1,2
-    python benchmarks/engine/serve.py plot benchmarks/results/h200/serve-8b.json
 
 Closed loop: the next request is sent when one of so many places is free. `--rates` adds Poisson
 arrivals: requests per second, or a share of what the engine itself served per second in the closed
 loop with the most places. Before anything is timed, both engines serve the whole list once. Figures
 are medians over the repeats; order of the engines: ABBA. The JSON is written after every repeat, so
 that nothing is lost where time runs out. `--before` has an older checkout of this engine beside it
-instead of vLLM. `plot` needs matplotlib.
+instead of vLLM.
 """
 
 from __future__ import annotations
@@ -21,6 +20,7 @@ import json
 import shlex
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "common"))
 
 import serve_rows
 import workload
-from record import arguments, environment, save, show
+from record import arguments, environment, numbers, save, show
 from serving import Child
 from shapes import SHAPES, config
 
@@ -51,20 +51,22 @@ def measure(
     """
     settings = _settings(args)
     with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "settings.json"
+        file.write_text(json.dumps(settings))
         children: list[Child] = []
+        result: Row = {"settings": settings, "engines": {}, "rows": []}
         try:
             # Peers first: vLLM takes its share of the memory that is free when it starts.
             for name, command in reversed(commands.items()):
-                children.insert(0, Child(name, command, settings, Path(folder)))
-                print(f"{name} ready: {children[0].about['ready_s']:.0f} s", file=sys.stderr)
-            result: Row = {
-                "settings": settings,
-                "engines": {child.name: child.about for child in children},
-                "rows": [],
-                "profiles": [],
-            }
-            for rows, profiles in _loads(args, settings, children, Path(folder)):
-                result |= {"rows": rows, "profiles": profiles}
+                started = time.perf_counter()
+                children.insert(0, Child(name, [*command, str(file)]))
+                said = children[0].hear()
+                ready = time.perf_counter() - started
+                # An older checkout says it under a name.
+                result["engines"][name] = said.get("ready", said) | {"ready_s": ready}
+                print(f"{name} ready: {ready:.0f} s", file=sys.stderr)
+            for rows in _loads(args, settings, children, Path(folder)):
+                result["rows"] = rows
                 keep(result)
         finally:
             for child in children:
@@ -97,17 +99,15 @@ def _settings(args: argparse.Namespace) -> Row:
 
 def _loads(
     args: argparse.Namespace, settings: Row, children: list[Child], folder: Path
-) -> Iterator[tuple[list[Row], list[Row]]]:
-    """Rows and profiles so far, after every repeat. Closed loops come first, since arrivals may be
-    a share of what they reach."""
+) -> Iterator[list[Row]]:
+    """Rows so far, after every repeat. Closed loops come first, since arrivals may be a share of
+    what they reach."""
     rows: list[Row] = []
     for places in args.places:
         made: list[Row] = []
         for made in _take_turns(args, settings, children, folder, places, {}):
-            yield [*rows, *made], []
+            yield [*rows, *made]
         rows += made
-    profiles = _profiles(args, settings, children[0], folder)
-    yield rows, profiles
     most = max(args.places)
     capacity = {row["engine"]: row["requests_s"] for row in rows if row["places"] == most}
     for asked in args.rates:
@@ -119,7 +119,7 @@ def _loads(
         made = []
         for made in _take_turns(args, settings, children, folder, None, rates):
             made = [row | {"load": asked} for row in made]
-            yield [*rows, *made], profiles
+            yield [*rows, *made]
         rows += made
 
 
@@ -153,19 +153,6 @@ def _take_turns(
             )
 
 
-def _profiles(args: argparse.Namespace, settings: Row, ours: Child, folder: Path) -> list[Row]:
-    """A trace of some steps of ours in the middle of each closed loop."""
-    found = []
-    for places in args.places if args.profile_steps else []:
-        path = folder / "requests.json"
-        count = args.per_place * places
-        vocabulary = settings["model"]["vocab_size"]
-        workload.write(path, workload.make(args.lengths, count, vocabulary, args.seed + 77))
-        said = ours.ask({"requests": str(path), "places": places, "profile": args.profile_steps})
-        found.append({"places": places} | said)
-    return found
-
-
 def run(argv: Sequence[str]) -> Path:
     args = _parse(argv)
     commands = {"ours": OURS}
@@ -188,16 +175,6 @@ def run(argv: Sequence[str]) -> Path:
     return path
 
 
-def plot(argv: Sequence[str]) -> Path:
-    """Tokens per second over places, and how ITL and TTFT are spread, beside the JSON."""
-    import serve_plots
-
-    parser = argparse.ArgumentParser(prog="serve.py plot", description=plot.__doc__)
-    parser.add_argument("result", type=Path)
-    path: Path = parser.parse_args(argv).result
-    return serve_plots.draw(json.loads(path.read_text()), path)
-
-
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = arguments(__doc__)
     add = parser.add_argument
@@ -206,7 +183,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--dtype", help="of weights; default bfloat16, float32 for the tiny shape")
     add("--ssm-dtype", default="float32")
     add("--lengths", choices=workload.LENGTHS, default="uniform")
-    add("--places", type=_ints, default=[8, 32, 64], help="of the closed loops")
+    add("--places", type=numbers, default=[8, 32, 64], help="of the closed loops")
     add("--per-place", type=int, default=4, help="requests per place")
     add("--rates", type=_words, default=[], help="Poisson: requests/s, or 80%% of capacity")
     add("--drafts", type=int, default=3)
@@ -218,7 +195,6 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--max-tokens-per-step", type=int, default=8192, help="of both engines")
     add("--objective", type=_objective, default={"ttft": 500.0, "itl": 25.0}, help="ttft=MS,itl=MS")
     add("--repeats", type=int, default=5)
-    add("--profile-steps", type=int, default=40, help="of each closed loop to trace; 0 = none")
     add("--options", default="{}", help="JSON, fields of EngineConfig")
     add("--vllm", help="how Python is started where vLLM is installed; left out: ours alone")
     add("--before", help="how serve_ours.py of an older checkout is started, to run beside")
@@ -240,10 +216,6 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     return args
 
 
-def _ints(text: str) -> list[int]:
-    return [int(part) for part in text.split(",")]
-
-
 def _words(text: str) -> list[str]:
     return text.split(",")
 
@@ -259,7 +231,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """2 and one line on standard error for input that can't be used."""
     given = list(sys.argv[1:] if argv is None else argv)
     try:
-        print(plot(given[1:]) if given[:1] == ["plot"] else run(given))
+        print(run(given))
     except ValueError as error:
         print(f"serve.py: error: {error}", file=sys.stderr)
         return 2

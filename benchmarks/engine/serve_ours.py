@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,11 +19,10 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "common"))
 
 import torch
 from record import environment
-from serving import answer, drive
+from serving import answer
 from shapes import SHAPES, build, config
 from workload import Ask
 
-from hybrid_runtime.bench.trace import analyse, device_operations, step_shares
 from hybrid_runtime.engine import Engine, EngineConfig, Request, SamplingParams
 from hybrid_runtime.engine.memory_plan import Planner
 from hybrid_runtime.models.nemotron_h import MTPHead, NemotronH
@@ -73,7 +72,6 @@ class Ours:
         self._sampling = settings["sampling"]
         self._numbers: dict[int, int] = {}
         self._known: dict[int, int] = {}
-        self._before_step = lambda: None
 
     def submit(self, number: int, ask: Ask) -> None:
         params = SamplingParams(
@@ -83,48 +81,12 @@ class Ours:
         self._numbers[request.id], self._known[request.id] = number, 0
 
     def step(self) -> Iterator[tuple[int, int, bool]]:
-        self._before_step()
         return map(self._result, self.engine.step())
 
     def reset(self) -> None:
         while not self.engine.idle:
             self.engine.step()
         self.engine.reset_prefix_cache()
-
-    def profile(self, asks: Sequence[Ask], places: int, steps: int) -> Row:
-        """Trace `steps` steps from when a quarter of the requests have ended; {} without a GPU."""
-        if self.engine.model.device.type != "cuda":
-            return {}
-        tracer = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
-        seen = -1
-        before = self.engine.stats().emitted
-
-        def before_step() -> None:
-            nonlocal seen
-            done = self.engine.stats().emitted - before
-            if seen < 0 and done > sum(ask.output for ask in asks) / 4:
-                torch.cuda.synchronize()
-                tracer.start()
-                seen = 0
-            elif 0 <= seen < steps:
-                seen += 1
-                if seen == steps:
-                    torch.cuda.synchronize()
-                    tracer.stop()
-
-        self._before_step = before_step
-        try:
-            drive(self, asks, places)
-        finally:
-            self._before_step = lambda: None
-        if seen < steps:
-            if seen >= 0:
-                tracer.stop()
-            return {}
-        operations = device_operations(tracer)
-        found = analyse(operations, steps)
-        del found["timeline"]
-        return found | {"shares": step_shares(operations)}
 
     def _result(self, request: Request) -> tuple[int, int, bool]:
         if request.error is not None:

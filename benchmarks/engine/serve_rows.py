@@ -33,25 +33,12 @@ def compared(made: Iterable[Row]) -> list[Row]:
 
 
 def medians(repeats: list[Row]) -> Row:
-    """The repeats, every figure's median, and the median of every quantile, which only the row
-    keeps."""
+    """The repeats, and every figure's median."""
     row: Row = {}
     for path, name in zip(FIGURES, NAMES, strict=True):
         values = [reduce(getitem, path, one) for one in repeats]
         row[name] = None if None in values else statistics.median(values)
-    for name in ("ttft_ms", "itl_ms", "e2e_s"):
-        columns = zip(*(one[name]["quantiles"] for one in repeats), strict=True)
-        row[f"{name}_quantiles"] = [statistics.median(column) for column in columns]
-    return row | {"repeats": [_without_quantiles(one) for one in repeats]}
-
-
-def _without_quantiles(figures: Row) -> Row:
-    return {
-        name: {k: v for k, v in value.items() if k != "quantiles"}
-        if isinstance(value, dict)
-        else value
-        for name, value in figures.items()
-    }
+    return row | {"repeats": repeats}
 
 
 def lines(result: Row) -> list[Row]:

@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "common"))
 
 import numpy as np
 import torch
-from record import save
+from record import arguments, save
 
 from hybrid_runtime.engine import Engine, QueueFull, Request, SamplingParams
 from hybrid_runtime.engine.config import EngineOptions
@@ -274,6 +274,21 @@ def left_behind(engine: Engine) -> dict[str, int]:
     return found
 
 
+def at_rest(engine: Engine, counts: Counter[str], memory: list[list[int]]) -> dict[str, Any]:
+    """The result of a run that has ended: its counts with the engine's, and what is left."""
+    stats, prefix = engine.stats(), engine.stats().prefix
+    counts["preemptions"] += stats.preemptions
+    counts["hit tokens"] += prefix.hit_tokens
+    counts["queried tokens"] += prefix.queried_tokens
+    counts["evictions"] += prefix.evictions
+    counts["blocks from the host"] += prefix.host_blocks
+    counts.update({f"short: {why}": n for why, n in prefix.short.items()})
+    left = left_behind(engine)
+    counts["leaked"] += sum(left.values())
+    memory.append([counts["submitted"], *used()])
+    return {"counts": dict(sorted(counts.items())), "left": left, "memory": memory}
+
+
 def run(args: argparse.Namespace) -> dict[str, Any]:
     state = json.loads(args.state.read_text()) if args.state and args.state.exists() else {}
     counts: Counter[str] = Counter(state.get("counts", {}))
@@ -282,17 +297,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     started = time.perf_counter()
     engine = soak(args, cases, counts, memory)
     counts["seconds"] += round(time.perf_counter() - started)
-    stats = engine.stats()
-    counts["preemptions"] += stats.preemptions
-    counts["hit tokens"] += stats.prefix.hit_tokens
-    counts["queried tokens"] += stats.prefix.queried_tokens
-    counts["evictions"] += stats.prefix.evictions
-    counts["blocks from the host"] += stats.prefix.host_blocks
-    counts.update({f"short: {why}": n for why, n in stats.prefix.short.items()})
-    left = left_behind(engine)
-    counts["leaked"] += sum(left.values())
-    memory.append([counts["submitted"], *used()])
-    result = {"counts": dict(sorted(counts.items())), "left": left, "memory": memory}
+    result = at_rest(engine, counts, memory)
     if args.state:
         args.state.write_text(json.dumps(result))
     options = {k: str(v) for k, v in vars(args).items() if k not in ("out", "state")}
@@ -317,9 +322,7 @@ def merge(argv: list[str]) -> None:
 
 
 def parsed(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = arguments(__doc__, "default: none")
     parser.add_argument("--requests", type=int, default=20000)
     parser.add_argument("--seconds", type=float, default=420, help="no request comes after these")
     parser.add_argument("--distinct", type=int, default=400)
@@ -334,7 +337,6 @@ def parsed(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--state", type=Path, help="counters that parts of a run share")
-    parser.add_argument("--out", type=Path, help="JSON file; default: none")
     parser.add_argument("--short", action="store_true", help="what the tests run: ends by count")
     args = parser.parse_args(argv)
     if args.short:  # stops by count: a test must not depend on the machine's speed

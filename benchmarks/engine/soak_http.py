@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "common"))
 
 import httpx
 import torch
-from record import save
+from record import arguments, save
 from soak import (
     SAMPLES,
     Case,
@@ -37,9 +37,9 @@ from soak import (
     Fault,
     Injected,
     Judge,
+    at_rest,
     build,
     catalogue,
-    left_behind,
     used,
 )
 
@@ -216,25 +216,12 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     started = time.perf_counter()
     engine, memory = soak(args, counts)
     counts["seconds"] = round(time.perf_counter() - started)
-    stats = engine.stats()
-    counts["preemptions"] = stats.preemptions
-    counts["hit tokens"] = stats.prefix.hit_tokens
-    counts["queried tokens"] = stats.prefix.queried_tokens
-    counts["evictions"] = stats.prefix.evictions
-    counts["blocks from the host"] = stats.prefix.host_blocks
-    left = left_behind(engine)
-    counts["leaked"] = sum(left.values())
-    memory.append([counts["submitted"], *used()])
     options = {k: str(v) for k, v in vars(args).items() if k != "out"}
-    return {
-        "options": options, "counts": dict(sorted(counts.items())), "left": left, "memory": memory,
-    }  # fmt: skip
+    return {"options": options} | at_rest(engine, counts, memory)
 
 
 def parsed(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = arguments(__doc__, "default: none")
     parser.add_argument("--requests", type=int, default=2000)
     parser.add_argument("--clients", type=int, default=32)
     parser.add_argument("--distinct", type=int, default=100)
@@ -247,7 +234,6 @@ def parsed(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--state-layout", default="replay")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, help="JSON file; default: none")
     parser.add_argument("--short", action="store_true", help="what the tests run")
     args = parser.parse_args(argv)
     if args.short:

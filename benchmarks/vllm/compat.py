@@ -9,7 +9,6 @@ signature is there, and each hook is called the way the adapter expects.
 
 from __future__ import annotations
 
-import argparse
 import ast
 import copy
 import subprocess
@@ -22,7 +21,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "common"))
 
-from record import RESULTS, save
+from record import RESULTS, arguments, save
 from requirements import (
     ATTRIBUTES,
     CALLS,
@@ -141,8 +140,8 @@ def checks(source: Source) -> Iterator[tuple[str, bool]]:
     for path, names in NAMES.items():
         bound = set(assigned(source.tree(path)))
         yield from ((f"{path}: {name}", name in bound) for name in names.split())
-    for what, (path, inside, called, arguments) in CALLS.items():
-        yield what, _calls(source.tree(path), inside, called, arguments)
+    for what, (path, inside, called, given) in CALLS.items():
+        yield what, _calls(source.tree(path), inside, called, given)
     yield from _differences(source)
 
 
@@ -214,11 +213,8 @@ def unpack(release: str, folder: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = arguments(__doc__, "default: benchmarks/results/cpu/vllm_compat.json")
     parser.add_argument("--unpacked", type=Path, help="folder with one unpacked wheel per release")
-    parser.add_argument("--out", type=Path, default=RESULTS / "cpu" / "vllm_compat.json")
     args = parser.parse_args()
     releases: dict[str, Any] = {}
     for release in RELEASES:
@@ -238,7 +234,8 @@ def main() -> None:
         }
         print(f"{release}: {len(met) - len(missing)} of {len(met)} there, {len(known)} models")
         print("".join(f"  missing: {what}\n" for what in missing), end="")
-    save("vllm_compat", {"releases": releases, "requirements": list(met)}, args.out)
+    out = args.out or RESULTS / "cpu" / "vllm_compat.json"
+    save("vllm_compat", {"releases": releases, "requirements": list(met)}, out)
     if any(found["missing"] for found in releases.values()):
         sys.exit(1)
 

@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "common"))
 
 import nemotron
 import workload
-from record import save
+from record import arguments, numbers, save
 from replay_steps import SIDES
 from server_process import Server, Watch
 from shapes import SHAPES, config
@@ -180,26 +180,19 @@ def measure(args: argparse.Namespace) -> Row:
     return result
 
 
-def _numbers(text: str) -> list[int]:
-    return [int(number) for number in text.split(",")]
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = arguments(__doc__, "default: none")
     parser.add_argument("--shape", choices=SHAPES, default="8b")
-    parser.add_argument("--places", type=_numbers, default=[8, 32, 64, 128], help="under way")
+    parser.add_argument("--places", type=numbers, default=[8, 32, 64, 128], help="under way")
     parser.add_argument("--per-place", type=int, default=4, help="requests of a run, per place")
     parser.add_argument("--repeats", type=int, default=4)
     parser.add_argument("--seconds", type=float, default=900, help="in all; no new pair after")
     parser.add_argument("--ready-s", type=float, default=400, help="to wait for a server's start")
     parser.add_argument("--drafts", type=int, default=3)
     parser.add_argument("--acceptance", default="qwen3.5", help="as of engine/serve.py")
-    parser.add_argument("--kv-gib", type=_numbers, default=[30, 58], help="of each server's cache")
+    parser.add_argument("--kv-gib", type=numbers, default=[30, 58], help="of each server's cache")
     parser.add_argument("--vllm-options", default="{}", help="JSON, of both servers")
     parser.add_argument("--port", type=int, default=8190, help="of the first; the other's is next")
-    parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)

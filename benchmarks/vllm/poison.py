@@ -15,7 +15,6 @@ Texts, hits, acceptance and preemptions of 2 and 3 must be those of 1, and no lo
 may be NaN. Dummy runs and captures must change no byte of the guesses, nor of the Mamba blocks that
 requests hold or a prefix hit may find. After a capture texts are not compared.
 
-With `--apart` runs with a large number in the guesses, the windows or the states come before 2.
 With HYBRID_RUNTIME_VLLM=0 the same is asked of vLLM's own layers.
 
 A fault of vLLM is kept out (`dummy_run`): in a dummy run its drafter writes keys and values into
@@ -35,7 +34,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "common"))
 
 import torch
 from comparison import compared, line
-from record import environment, save
+from record import arguments, environment, save
 from serve import counters, difference, model_state
 from shipped import ENVIRONMENT, PRECISE, serving_engine
 from torch import Tensor
@@ -45,11 +44,6 @@ EVERY = 10
 """Steps from one dummy run to the next, and before the capture."""
 CAPTURING = 32
 """Requests of the run with a capture."""
-
-
-WINDOWS, STATES, GUESSES = range(3)
-NUMBER = 1000.0
-"""What is written instead of NaN, which may end in an index that no table has."""
 
 
 class Memory:
@@ -91,28 +85,22 @@ class Memory:
 
 
 class Poison:
-    """Called after every step: what is free holds `value`.
+    """Called after every step: what is free holds NaN."""
 
-    spoils: GUESSES, WINDOWS, STATES or several of them.
-    """
-
-    def __init__(self, memory: Memory, value: float, spoils: tuple[int, ...]) -> None:
-        self.memory, self.value, self.spoils = memory, value, spoils
-        self.guesses = memory.guesses if GUESSES in spoils else []
-        pairs = [memory.states[kind::2] for kind in (WINDOWS, STATES) if kind in spoils]
-        self.states = [part for pair in pairs for _, part in pair]
+    def __init__(self, memory: Memory) -> None:
+        self.memory = memory
         self.found: dict[str, Any] = dict.fromkeys(("steps", "blocks", "slots"), 0)
         with torch.inference_mode():
-            for part in self.guesses:
-                part.fill_(value)
+            for part in memory.guesses:
+                part.fill_(math.nan)
 
     @torch.inference_mode()
     def __call__(self) -> None:
         blocks, slots = self.memory.free(), list(self.memory.runner.req_states.free_indices)
-        for part in self.states:
-            part[blocks] = self.value
-        for part in self.guesses:
-            part[:, slots] = self.value
+        for _, part in self.memory.states:
+            part[blocks] = math.nan
+        for part in self.memory.guesses:
+            part[:, slots] = math.nan
         for name, count in (("steps", 1), ("blocks", len(blocks)), ("slots", len(slots))):
             self.found[name] += count
 
@@ -217,9 +205,7 @@ def measure(args: argparse.Namespace) -> None:
 
     clean = run("clean", None)
     memory = Memory(llm)
-    for spoils in ((GUESSES,), (WINDOWS,), (STATES,)) if args.apart else ():
-        run(("windows", "states", "guesses")[spoils[0]], Poison(memory, NUMBER, spoils))
-    run("poisoned", Poison(memory, math.nan, (WINDOWS, STATES, GUESSES)))
+    run("poisoned", Poison(memory))
     run("dummies", Interruptions(memory, captures=False))
     graphs = memory.runner.cudagraph_manager
     if graphs is not None and graphs.needs_capture():
@@ -227,9 +213,7 @@ def measure(args: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = arguments(__doc__, "default: none")
     parser.add_argument("--drafts", type=int, default=3)
     parser.add_argument("--prompts", type=int, default=200)
     parser.add_argument("--tokens", type=int, default=300, help="at most so many are generated")
@@ -241,13 +225,7 @@ def main() -> None:
     parser.add_argument("--kv-gib", type=float, default=3)
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--eager", action="store_false", dest="graphs", help="no CUDA graphs")
-    parser.add_argument(
-        "--apart",
-        action="store_true",
-        help="first each kind of memory by itself, with a large number instead of NaN",
-    )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path)
     parser.set_defaults(mode="align", synchronous=True, tensor_parallel=1)
     args = parser.parse_args()
     for name, value in (ENVIRONMENT | PRECISE).items():

@@ -15,7 +15,6 @@ import argparse
 import json
 import os
 import statistics as stats
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -23,51 +22,12 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "common"))
 
-from record import save
+from record import arguments, numbers, save
+from serving import Child, say
 from time_steps import prompts
 
-SWITCH = "HYBRID_RUNTIME_VLLM"
 SIDES = {"replay": "replay", "vllm": "0"}
-"""Names of the engines, and what the switch is set to."""
-MARK = "RESULT "
-
-
-class Engine:
-    """One engine in a process of its own."""
-
-    def __init__(self, side: str, arguments: list[str], log: Path) -> None:
-        self.side, self.log = side, log.open("w")
-        self.process = subprocess.Popen(
-            [sys.executable, __file__, "--serve", *arguments],
-            env=os.environ | {SWITCH: SIDES[side]},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self.log,
-            text=True,
-        )
-
-    def answer(self) -> dict[str, Any]:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            if line.startswith(MARK):
-                found: dict[str, Any] = json.loads(line.removeprefix(MARK))
-                return found
-        raise RuntimeError(f"the engine has ended; its log is {self.log.name}")
-
-    def ask(self, **what: Any) -> dict[str, Any]:
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps(what) + "\n")
-        self.process.stdin.flush()
-        return self.answer()
-
-    def close(self) -> None:
-        self.process.terminate()
-        self.process.wait()
-        self.log.close()
-
-
-def reply(**what: Any) -> None:
-    print(MARK + json.dumps(what), flush=True)
+"""Names of the engines, and what the plug-in's switch is set to."""
 
 
 def serve(args: argparse.Namespace, rest: list[str]) -> None:
@@ -88,28 +48,23 @@ def serve(args: argparse.Namespace, rest: list[str]) -> None:
     block = cache.mamba_block_size
     block = block if cache.enable_prefix_caching else length
     kind = llm.collective_rpc(lambda worker: type(worker.model_runner.model_state).__name__)
-    reply(
-        start_s=time.perf_counter() - started,
-        model_state=kind[0],
-        block_size=block,
-        blocks=cache.num_gpu_blocks,
-    )
+    said = {"model_state": kind[0], "block_size": block, "blocks": cache.num_gpu_blocks}
+    say({"start_s": time.perf_counter() - started} | said)
     for line in sys.stdin:
         what = json.loads(line)
         engine.reset_prefix_cache()
         if "fit" in what:
-            reply(**fit(tool, engine, options, what["fit"], length, tokens))
+            say(fit(tool, engine, options, what["fit"], length, tokens))
             continue
         asked = prompts(tool, options, what["batch"], length, block, what["seed"])
         raw = tool.drive(engine, asked, tokens, what["batch"], options)
         ms = sorted(1e3 * step for step in raw["step_dt"])
-        reply(
-            steps=len(ms),
-            tokens_per_step=stats.fmean(raw["acc"]) if raw["acc"] else None,
-            mean=stats.fmean(ms) if ms else None,
-            p50=ms[len(ms) // 2] if ms else None,
-            p99=ms[len(ms) * 99 // 100] if ms else None,
-        )
+        found = {"steps": len(ms), **dict.fromkeys(("tokens_per_step", "mean", "p50", "p99"))}
+        if ms:
+            found |= {"tokens_per_step": stats.fmean(raw["acc"]) if raw["acc"] else None}
+            found |= {"mean": stats.fmean(ms), "p50": ms[len(ms) // 2]}
+            found |= {"p99": ms[len(ms) * 99 // 100]}
+        say(found)
 
 
 def fit(
@@ -136,16 +91,17 @@ def compare(args: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
     """Start both engines, and have them take turns."""
     sides = {side: start(side, args, rest) for side in SIDES}
     result: dict[str, Any] = {"options": rest, "batches": {}}
-    result["engines"] = {side: engine.answer() for side, engine in sides.items()}
+    result["engines"] = {side: engine.hear() for side, engine in sides.items()}
     print(json.dumps(result["engines"]), flush=True)
     end = time.perf_counter() + args.seconds
     for batch, most in rounds(args):
         runs: list[dict[str, Any]] = []
         for engine in sides.values():
-            engine.ask(batch=batch, seed=10**6)
+            engine.ask({"batch": batch, "seed": 10**6})
         for number in range(most):
             for side in ("replay", "vllm", "vllm", "replay"):
-                runs.append({"side": side, **sides[side].ask(batch=batch, seed=number)})
+                asked = {"batch": batch, "seed": number}
+                runs.append({"side": side} | sides[side].ask(asked))
             if time.perf_counter() > end:
                 break
         result["batches"][str(batch)] = {"runs": runs, **summary(runs)}
@@ -153,7 +109,7 @@ def compare(args: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
         if args.out:
             save("vllm_replay_steps", result, args.out)
     if args.fit:
-        result["fit"] = {side: engine.ask(fit=args.fit) for side, engine in sides.items()}
+        result["fit"] = {side: engine.ask({"fit": args.fit}) for side, engine in sides.items()}
         print(f"fit: {result['fit']}", flush=True)
     for engine in sides.values():
         engine.close()
@@ -164,21 +120,20 @@ def alone(args: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
     """One engine at a time, in the order ABBA: half of the rounds, all of them with vLLM's, the
     other half. Neighbours are the runs of both with the same prompts."""
     result: dict[str, Any] = {"options": rest, "engines": {}, "batches": {}}
-    engine: Engine | None = None
+    engine: Child | None = None
     for side, half in (("replay", 0), ("vllm", 0), ("vllm", 1), ("replay", 1)):
-        if engine is None or engine.side != side:
+        if engine is None or engine.name != side:
             if engine is not None:
                 engine.close()
             engine = start(side, args, rest)
-            result["engines"].setdefault(side, engine.answer())
+            result["engines"].setdefault(side, engine.hear())
             for batch in args.batches:
-                engine.ask(batch=batch, seed=10**6)
+                engine.ask({"batch": batch, "seed": 10**6})
         for batch, most in rounds(args):
             found = result["batches"].setdefault(str(batch), {"runs": []})
             for seed in range(half * most, (half + 1) * most):
-                found["runs"].append(
-                    {"side": side, "seed": seed, **engine.ask(batch=batch, seed=seed)}
-                )
+                asked = {"batch": batch, "seed": seed}
+                found["runs"].append({"side": side, "seed": seed} | engine.ask(asked))
             both = {r["seed"] for r in found["runs"] if r["side"] != side}
             paired = [run for run in found["runs"] if run["seed"] in both]
             found |= summary(sorted(paired, key=lambda run: run["seed"]))
@@ -190,9 +145,10 @@ def alone(args: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
     return result
 
 
-def start(side: str, args: argparse.Namespace, rest: list[str]) -> Engine:
+def start(side: str, args: argparse.Namespace, rest: list[str]) -> Child:
+    command = [sys.executable, __file__, "--serve", "--peer", str(args.peer), "--", *rest]
     logs = args.out.parent if args.out else Path()
-    return Engine(side, ["--peer", str(args.peer), "--", *rest], logs / f"engine-{side}.log")
+    return Child(side, command, SIDES[side], logs / f"engine-{side}.log")
 
 
 def rounds(args: argparse.Namespace) -> list[tuple[int, int]]:
@@ -214,24 +170,15 @@ def summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
     return {**medians, "ratios": ratios, "ratio": stats.median(ratios) if ratios else None}
 
 
-def _numbers(text: str) -> list[int]:
-    return [int(number) for number in text.split(",")]
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = arguments(__doc__, "default: none")
     parser.add_argument("--peer", type=Path, default=Path(".peer"), help="run_nemotron.py's folder")
-    parser.add_argument("--batches", type=_numbers, default=[1, 16])
-    parser.add_argument(
-        "--rounds", type=_numbers, default=[2], help="of ABBA, of each batch or all"
-    )
+    parser.add_argument("--batches", type=numbers, default=[1, 16])
+    parser.add_argument("--rounds", type=numbers, default=[2], help="of ABBA, of each batch or all")
     parser.add_argument("--seconds", type=float, default=150, help="no new round after")
     parser.add_argument("--fit", type=int, default=0, help="requests sent at once, in the end")
     parser.add_argument("--alone", action="store_true", help="one engine at a time")
     parser.add_argument("--serve", action="store_true", help="be one of the engines")
-    parser.add_argument("--out", type=Path)
     place = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
     args, rest = parser.parse_args(sys.argv[1:place]), sys.argv[place + 1 :]
     if args.serve:

@@ -12,7 +12,7 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
-from replay_steps import SIDES, SWITCH
+from replay_steps import SIDES
 
 WATCHED = ("num_requests_running", "num_requests_waiting", "num_preemptions_total")
 
@@ -27,7 +27,7 @@ class Server:
         quiet = ["--uvicorn-log-level", "warning"]
         self.process = subprocess.Popen(
             [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", *told, *quiet],
-            env=os.environ | {SWITCH: SIDES[side]},
+            env=os.environ | {"HYBRID_RUNTIME_VLLM": SIDES[side]},
             stdin=subprocess.DEVNULL,
             stdout=self.log,
             stderr=subprocess.STDOUT,

@@ -18,8 +18,6 @@ import serve_rows
 import serving
 import workload
 
-from hybrid_runtime.bench.trace import Operation, step_shares
-
 
 def test_a_curve_gives_how_often_each_draft_is_accepted() -> None:
     assert workload.acceptance("qwen3.5", 3) == pytest.approx((0.93, 0.80, 0.66))
@@ -92,22 +90,6 @@ def test_figures_of_one_request() -> None:
     assert serving.figures([one], 2.0, {"ttft": 501.0, "itl": 79.0})["goodput_s"] == 0
 
 
-def test_idle_time_belongs_to_the_step_that_it_is_in() -> None:
-    def step(start: float, kernel: str, idle: float) -> list[Operation]:
-        return [
-            Operation("_advance_replay_kernel", start, start + 10),
-            Operation(kernel, start + 10, start + 100 - idle),
-        ]
-
-    operations = [
-        *step(0, "gemm", 0), *step(100, "_conv1d_varlen_kernel", 40), *step(200, "gemm", 0),
-        *step(300, "gemm", 0),
-    ]  # fmt: skip
-    shares = step_shares(operations)
-    assert shares["mixed"]["idle_share"] == pytest.approx(0.4)
-    assert (shares["decode"]["steps"], shares["decode"]["idle_share"]) == (1, 0.0)
-
-
 def test_two_engines_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options = [
         "--shape=tiny", "--lengths=tiny", "--places=2", "--per-place=2", "--repeats=2",
@@ -119,7 +101,7 @@ def test_two_engines_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     commands = {"ours": serve.OURS, "vllm": serve.OURS}
     result = serve.measure(args, commands, lambda found: kept.append(json.dumps(found)))
     counts = [[len(row["repeats"]) for row in json.loads(found)["rows"]] for found in kept]
-    assert counts == [[1, 1], [2, 2], [2, 2], [2, 2, 1, 1], [2, 2, 2, 2]]
+    assert counts == [[1, 1], [2, 2], [2, 2, 1, 1], [2, 2, 2, 2]]
     assert json.loads(kept[-1]) == json.loads(json.dumps(result))
     rows = result["rows"]
     assert [(row["engine"], row["places"]) for row in rows] == [
@@ -128,23 +110,17 @@ def test_two_engines_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     for ours, theirs in (rows[:2], rows[2:]):
         assert ours["repeats"][0]["output_tokens"] == theirs["repeats"][0]["output_tokens"] > 0
         assert theirs["ours_to_this"]["output_tok_s"] > 0
-        assert len(ours["itl_ms_quantiles"]) == 101
     assert rows[2]["rate"] == pytest.approx(0.8 * rows[0]["requests_s"])
     assert serve_rows.lines(result)
 
     monkeypatch.syspath_prepend(str(Path(serve.__file__).parents[1] / "tables"))
     import serve_tables
 
-    monkeypatch.setattr(serve_tables, "RESULTS", tmp_path)
-    assert {table() for table in serve_tables.TABLES.values()} == {None}
     result["engines"]["vllm"]["vllm"] = "9.9"
-    (tmp_path / "h200").mkdir()
-    serve.save("serve-8b", {"options": vars(args)} | result, tmp_path / "h200" / "serve-8b.json")
-    tables = {name: table() for name, table in serve_tables.TABLES.items()}
-    found, arrivals = tables["serving"], tables["serving-arrivals"]
-    assert found is not None
-    assert arrivals is not None
-    assert {name for name, table in tables.items() if table} == {"serving", "serving-arrivals"}
+    serve.save("serve-8b", {"options": vars(args)} | result, tmp_path / "serve-8b.json")
+    made = json.loads((tmp_path / "serve-8b.json").read_text())
+    monkeypatch.setattr(serve_tables, "load", lambda device, name: made)
+    found, arrivals = serve_tables.TABLES["serving"](), serve_tables.TABLES["serving-arrivals"]()
     assert f"| 2 | {rows[0]['output_tok_s']:.0f} : {rows[1]['output_tok_s']:.0f} |" in found
     assert "medians of 2 repeats, vLLM 9.9" in found
     assert arrivals.count("| 80% |") == 2
@@ -164,16 +140,3 @@ def test_what_cannot_be_measured_is_refused_in_one_line(
 ) -> None:
     assert serve.main(options) == 2
     assert len(capsys.readouterr().err.splitlines()) == 1
-
-
-def test_plot(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    row = {
-        "engine": "ours", "places": 2, "output_tok_s": 5.0,
-        "itl_ms_quantiles": [1.0, 2.0], "ttft_ms_quantiles": [1.0, 2.0],
-    }  # fmt: skip
-    options = {"lengths": "tiny", "drafts": 3, "acceptance": "real"}
-    result = {"rows": [row], "name": "tiny", "options": options, "environment": {"device": "cpu"}}
-    file = tmp_path / "serve-tiny.json"
-    file.write_text(json.dumps(result))
-    assert serve.plot([str(file)]).read_text().count("<svg") == 1

@@ -79,8 +79,7 @@ class Engine:
 
 def test_what_is_free_becomes_nan(poison: Any) -> None:
     engine = Engine()
-    kinds = (poison.WINDOWS, poison.STATES, poison.GUESSES)
-    spoil = poison.Poison(poison.Memory(engine), torch.nan, kinds)
+    spoil = poison.Poison(poison.Memory(engine))
     assert engine.guesses.isnan().all()
     engine.guesses.zero_()
     spoil()
@@ -102,15 +101,6 @@ def test_what_a_dummy_run_changes_is_noticed(poison: Any, block: int, changed: b
     assert [table[0].tolist() for table in engine.tables] == [[OTHER], [HELD]]
     assert (between.found["dummy_runs"], between.found["blocks"]) == (1, 2)
     assert (between.found["state_bytes"] > 0, between.found["guess_bytes"]) == (changed, 0)
-
-
-def test_one_kind_of_memory_by_itself(poison: Any) -> None:
-    engine = Engine()
-    poison.Poison(poison.Memory(engine), 7.0, (poison.STATES,))()
-    windows, states = engine.layer.kv_cache
-    assert not windows.any()
-    assert not engine.guesses.any()
-    assert states.sum(1).tolist() == [0, 0, 0, 21, 0]
 
 
 def test_prompts_come_last_however_few_their_tokens(poison: Any) -> None:
