@@ -38,6 +38,12 @@ SCRIPTS = sorted(
     path for path in (ROOT / "benchmarks").rglob("*.py") if "__main__" in path.read_text()
 )
 
+SHARED_OPTIONS = {
+    "options.add_options(": "hybrid_runtime/bench/options.py",
+    "arguments(__doc__": "benchmarks/common/record.py",
+}
+"""Files with the options of the scripts that say this."""
+
 
 def fenced(page: str, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", PAGES[page], re.MULTILINE | re.DOTALL)
@@ -158,8 +164,9 @@ def test_script_is_documented(script: Path) -> None:
     path = script.relative_to(ROOT).as_posix()
     commands = re.findall(rf"python {re.escape(path)}([^`\n]*)", PAGES["benchmarks.md"])
     assert commands, f"docs/benchmarks.md has no command of {path}"
-    shared = (ROOT / "hybrid_runtime" / "bench" / "options.py").read_text()
-    known = script.read_text() + (shared if "options.add_options" in script.read_text() else "")
+    known = script.read_text()
+    for maker, file in SHARED_OPTIONS.items():
+        known += (ROOT / file).read_text() if maker in known else ""
     for command in commands:
         for option in re.findall(r"--[a-z][\w-]*", command.split(" -- ")[0]):
             assert f'"{option}"' in known, f"{path} has no {option}"
