@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from hybrid_runtime.integrations.vllm import mixer
+from hybrid_runtime.integrations.vllm import replay_layers
 from hybrid_runtime.integrations.vllm.replay_checker import ReplayChecker
 from hybrid_runtime.integrations.vllm.replay_layers import ReplayLayers
 from hybrid_runtime.kernels.step.vllm_decide import VllmCounts
@@ -82,9 +82,9 @@ class Layers:
         self.config, self.drafts, self.slots = _parallel(), drafts, slots
         self.channels_first, self.monkeypatch = channels_first, monkeypatch
         self.config.cache_config.mamba_ssm_cache_dtype = dtype
-        assert mixer.register() is None
+        assert replay_layers.register() is None
         theirs = _layer(self.config, "theirs")
-        with mixer.collecting(True) as found:
+        with replay_layers.collecting(True) as found:
             ours = _layer(self.config, "ours")
         assert found == [ours]
         self.module = sys.modules[LAYER]

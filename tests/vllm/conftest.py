@@ -13,7 +13,7 @@ import pytest
 import torch
 from helpers.vllm_stand_in import InputBatch, NewRequestData, VllmState
 
-from hybrid_runtime.integrations.vllm import config, hooks, mixer, models, replay_state
+from hybrid_runtime.integrations.vllm import config, hooks, models, replay_layers, replay_state
 from hybrid_runtime.integrations.vllm.state import model_state_class
 
 
@@ -110,7 +110,7 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     made = (
         models.model_class,
         model_state_class,
-        mixer.mixer_class,
+        replay_layers.mixer_class,
         replay_state.model_state_class,
     )
     for kind in made:
@@ -119,7 +119,7 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     made = (
         models.model_class,
         model_state_class,
-        mixer.mixer_class,
+        replay_layers.mixer_class,
         replay_state.model_state_class,
     )
     for kind in made:

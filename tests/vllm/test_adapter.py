@@ -25,7 +25,7 @@ from helpers.vllm_stand_in import (
     vllm_config,
 )
 
-from hybrid_runtime.integrations.vllm import config, models, plugin, versions
+from hybrid_runtime.integrations.vllm import config, models, versions
 from hybrid_runtime.integrations.vllm.bounds import Bounds
 from hybrid_runtime.integrations.vllm.state import AlignedStates
 from hybrid_runtime.kernels.step.entry import ENTRY_FIELDS, SCHEDULED, SLOT
@@ -237,7 +237,7 @@ def test_registration_is_idempotent_and_lazy(vllm: ModuleType) -> None:
     registry = sys.modules["vllm.model_executor.models.registry"].ModelRegistry.models
     registry["Zamba2ForCausalLM"] = SimpleNamespace(module_name="another.plugin")
     for _ in range(2):
-        plugin.register()
+        models.register()
     ours = f"{models.__name__}:v0_25_1_NemotronHForCausalLM"
     assert registry["NemotronHForCausalLM"].path == ours
     assert registry["Zamba2ForCausalLM"].module_name == "another.plugin"
@@ -262,7 +262,7 @@ def test_left_alone(
     monkeypatch.setattr(vllm, "__version__", version)
     monkeypatch.setenv(config.SWITCH, switch)
     for _ in range(2):
-        plugin.register()
+        models.register()
     registry = sys.modules["vllm.model_executor.models.registry"].ModelRegistry.models
     assert all(known.module_name.startswith("vllm.") for known in registry.values())
     assert len(caplog.records) == warnings

@@ -24,7 +24,7 @@ from helpers.vllm_stand_in import (
     vllm_config,
 )
 
-from hybrid_runtime.integrations.vllm import config, hooks, models, plugin
+from hybrid_runtime.integrations.vllm import config, hooks, models
 from hybrid_runtime.integrations.vllm.state import AlignedStates
 
 STATES = "vllm.v1.worker.gpu.model_states.mamba_hybrid"
@@ -233,9 +233,9 @@ def test_another_registry_is_left_alone(vllm: ModuleType, caplog: pytest.LogCapt
     registry: Any = sys.modules["vllm.model_executor.models.registry"]
     known = registry.ModelRegistry.models
     registry.ModelRegistry = SimpleNamespace(models=known)
-    plugin.register()
+    models.register()
     del registry._VLLM_MODELS
-    plugin.register()
+    models.register()
     first, second = (record.getMessage() for record in caplog.records)
     assert "register_model" in first
     assert "_VLLM_MODELS" in second

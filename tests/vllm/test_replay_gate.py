@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from helpers.vllm_stand_in import K, VllmState, vllm_config
 
-from hybrid_runtime.integrations.vllm import config, mixer, models
+from hybrid_runtime.integrations.vllm import config, models, replay_layers
 from hybrid_runtime.integrations.vllm.replay_state import ReplayStates
 from hybrid_runtime.integrations.vllm.state import AlignedStates
 
@@ -147,7 +147,7 @@ def test_another_vllm(
         monkeypatch.delitem(module.Mamba2AttentionMetadata.__dataclass_fields__, "num_decodes")
     else:
         replaced = sys.modules["vllm.model_executor.custom_op"].op_registry_oot
-        replaced[mixer.NAME] = type("Another", (sys.modules[MIXER].MambaMixer2,), {})
+        replaced[replay_layers.NAME] = type("Another", (sys.modules[MIXER].MambaMixer2,), {})
     assert spare_blocks(build()) == [K, K]
     (record,) = caplog.records
     says = {"platform": "NVIDIA", "method": "lane", "field": "num_decodes", "other": "another"}
@@ -156,7 +156,7 @@ def test_another_vllm(
 
 def test_a_model_within_a_model() -> None:
     """A model of text inside one of pictures: the outer one's guesses are shared."""
-    with mixer.collecting(True) as layers:
+    with replay_layers.collecting(True) as layers:
         inner = build()
     assert [layer.prefix for layer in layers] == ["l0", "l1"]
     assert not hasattr(inner, "replay_layers")

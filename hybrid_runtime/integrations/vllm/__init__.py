@@ -1,27 +1,29 @@
-"""Our state handling inside vLLM, as a plug-in: installing this package next to vLLM is all.
+"""Our state handling inside vLLM, as a plug-in: installed next to vLLM, it is found by itself.
 
-What one needs to know to do the same in another runner. vLLM's V2 runner keeps the exact counts on
-the device: tokens computed, tokens accepted and the running column of each request. Its own forward
-pass reads them. `HybridStateManager` keeps such counts itself; it would hold them twice and launch
-a kernel in every step for that. So the adapter stands on what lies under the manager:
+vLLM's V2 runner keeps the exact counts on the device: the tokens computed and accepted, and the
+running column, of each request. Its own forward pass reads them. `HybridStateManager` would keep
+the same counts a second time and launch a kernel in every step to update them. So the adapter uses
+what lies below the manager; it is the example to follow in any runner that owns its counts:
 
-- `bounds` follows, per request, the interval in which the exact count must lie, and asks
-  `state.align` which rows may have a state to move (nothing is read back, nothing waits);
-- `kernels.step.vllm_decide` decides for those rows, and no others, on the device, moves the states
-  of the rows that act, and leaves vLLM's counts exactly as vLLM's own kernels would, so that any
-  step can be handed back to them.
+- `bounds` keeps, per request, the interval in which the exact count lies, and asks `state.align`
+  which rows may have a state to move. Nothing is read back, nothing waits.
+- `kernels.step.vllm_decide` decides for those rows on the device, moves the states of the rows
+  that act, and leaves vLLM's counts exactly as vLLM's own kernels would, so that any step can be
+  handed back to them.
 
-The other files: `binding` finds vLLM's state tensors and block tables; `mover` uploads and
-launches; `state` hooks both into vLLM's model state; `models` and `plugin` bring that class in;
-`config` is the switch and what is said to the user; `versions` knows how releases differ and which
-configurations are left to vLLM; `hooks` which calls are known; `checker` compares
-every byte with vLLM's kernels; `counters` writes to vLLM's log.
+The other files, vLLM's layout first, then replay:
 
-Replay, one state per request instead of one per guess, is `mixer` (vLLM's layer with our state
-update), `replay_layers` (what the layers share), `replay_state` and `replay_mover` (the model state
-with other moves for the same candidates) and `spec` (the cache's manager in old releases).
+- `models`: the entry point, and the model classes that bring our model state into vLLM
+- `state`: the model state, which hooks `bounds` and `mover` into vLLM's steps
+- `mover`: finds vLLM's states, uploads the candidates of a step and launches for them
+- `checker`: check mode, every byte beside vLLM's own kernels
+- `replay_layers`, `replay_state`, `replay_checker`: layer, model state and check mode of replay
+- `spec`: the cache manager that replay needs in vLLM 0.25 and 0.26
+- `config`: the switch, and what is said to the user
+- `versions`: how releases differ, and which configurations are left to vLLM
+- `hooks`: which calls and fields of vLLM the adapter knows
 """
 
-from hybrid_runtime.integrations.vllm.plugin import register
+from hybrid_runtime.integrations.vllm.models import register
 
 __all__ = ["register"]

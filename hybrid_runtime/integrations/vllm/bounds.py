@@ -1,5 +1,5 @@
-"""What the host knows of each request's position while results are in flight, and which rows of a
-step may therefore have a state to move."""
+"""Bounds on each request's token count while results are in flight, and the rows of a step that may
+therefore have a state to move."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ Rows = NDArray[np.intp]
 
 
 class Candidates(NamedTuple):
-    """What a step may have to do.
+    """Rows of a step that may have a state to move, as indices into the batch.
 
-    precopy: rows of the batch that may need the pre-copy or a new running column.
-    postcopy: rows that may leave a retained boundary behind.
-    first: `[rows]` or empty, a boundary that the row retains whatever the interval, 0 = none.
+    precopy: before the forward pass, to a new running column.
+    postcopy: after the sampler, because a retained boundary may have been passed.
+    first: int32 `[rows]` or `[0]`, a boundary (tokens) retained whatever the interval; 0 = none.
     """
 
     precopy: Rows
@@ -27,17 +27,18 @@ class Candidates(NamedTuple):
 
 
 class Bounds:
-    """Per slot, in tokens: `low <= computed <= high` before its next step, drafts that may still be
-    rejected, and bounds on the column that its last step ran in (-1: it has no state yet).
+    """Bounds by request slot; all counts are tokens.
 
-    The scheduler's count assumes that drafts in flight are all accepted, so it is the upper bound;
-    with `asynchronous` scheduling one step of a request can be in flight, otherwise none. A count
-    outside what the steps so far allow is not explained away: the row is a candidate of everything
-    until its slot is taken again.
+    low, high: int32 `[max_requests]`, `low <= computed <= high` before the slot's next step.
+    lost: bool `[max_requests]`, the bounds do not hold; until its slot is taken again the row is a
+        candidate in every step.
+    retained: boundaries of generated tokens that are kept: None = all, 0 = none, else multiples.
+    every: the same as an interval in tokens.
 
-    retained: None keeps a snapshot at every boundary of generated tokens, 0 at none, otherwise at
-    multiples of it; vLLM retains boundaries of the prompt by rules of its own, of which a step with
-    drafts can only reach the prompt's end.
+    The scheduler counts all drafts in flight as accepted, so its count is the upper bound. With
+    `asynchronous` scheduling one step of a request can be in flight, otherwise none. vLLM retains
+    boundaries of the prompt by rules of its own; a step with drafts can reach only the last one, at
+    the prompt's end.
     """
 
     LOW, HIGH, UNSETTLED, HELD_MIN, HELD_MAX = range(5)
@@ -45,8 +46,9 @@ class Bounds:
     def __init__(self, max_requests: int, block_size: int, asynchronous: bool) -> None:
         self.resize(block_size)
         self._asynchronous = asynchronous
-        # One line per slot, so that a step is one gather and one scatter, of whole lines: as single
-        # items NumPy moves them in a third of the time.
+        # One line per slot: low, high, drafts that may still be rejected, and the least and largest
+        # column that the last step ran in (-1: no state yet). A step is one gather and one scatter
+        # of whole lines, which NumPy moves as single items in a third of the time.
         self._known = np.zeros((max_requests, 5), np.int32)
         self._lines = self._known.view(_LINE)[:, 0]
         self.low, self.high = self._known[:, self.LOW], self._known[:, self.HIGH]
@@ -54,12 +56,12 @@ class Bounds:
         self._any_lost = False
 
     def resize(self, block_size: int) -> None:
-        """Set the block size, in tokens; only before requests are admitted."""
+        """Set the block size in tokens, before requests are admitted."""
         self.block_size = block_size
         self.retain(None)
 
     def retain(self, retained: int | None) -> None:
-        """Which boundaries of generated tokens are kept, from the next step on."""
+        """Set `retained` from the next step on."""
         self.retained = retained
         self.every = self.block_size if retained is None else retained
 
@@ -77,9 +79,13 @@ class Bounds:
         draft: NDArray[Any],
         prompt: NDArray[Any],
     ) -> Candidates:
-        """Candidates of a step, and the bounds after it. All arguments `[rows]`.
+        """Candidates of a step; moves the bounds past it. All arguments are int32 `[rows]`.
 
-        computed: the scheduler's count. prompt: tokens that the request was admitted to prefill.
+        slot: request slots.
+        computed: the scheduler's count before the step.
+        scheduled: tokens of the step, drafts included.
+        draft: drafts among them.
+        prompt: tokens that the request was admitted to prefill.
         """
         known = self._lines.take(slot, mode="wrap").view(np.int32).reshape(-1, 5)
         known_low, known_high, unsettled, held_min, held_max = known.T
@@ -92,7 +98,7 @@ class Bounds:
         column_low = align.running_column(end_low, self.block_size)
         column_high = align.running_column(end_high, self.block_size)
         precopy = align.precopy_candidates(column_low, column_high, held_min, held_max, None)
-        # Nothing to copy, but the device has to learn the first running column.
+        # Without a state there is nothing to copy, but the device must set the running column.
         precopy |= held_max < 0
         kept, first = self._retention(prompt, certain_low)
         if kept is None:
@@ -113,14 +119,14 @@ class Bounds:
     def _retention(
         self, prompt: NDArray[Any], certain: NDArray[Any]
     ) -> tuple[align.RetentionRule | None, NDArray[np.int32]]:
-        """The rule for this step's rows (None: nothing is kept), and its positions by row."""
+        """The rule for this step's rows (None: nothing is kept), and `Candidates.first`."""
         if self.retained is None or (prompt < certain).all():
             return align.RetentionRule(self.every) if self.every else None, _NO_POSITIONS
         first = np.where(prompt % self.block_size == 0, prompt, 0).astype(np.int32)
         return align.RetentionRule(self.every, first), first
 
     def distrust(self, slots: NDArray[Any]) -> None:
-        """Steps of these slots were not planned here, or not as announced."""
+        """The bounds of these slots no longer hold."""
         self.lost[slots] = True
         self._any_lost = True
 

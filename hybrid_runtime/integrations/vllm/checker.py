@@ -1,9 +1,9 @@
-"""Check mode: after each launch, every byte of every state block against vLLM's own kernels.
+"""Check mode of vLLM's layout: after each launch, every byte beside vLLM's own kernels.
 
-Before our launch the memory of the cache is copied, vLLM's kernels then run on the copy, from a
-copy of the counts, for all rows. This waits for the device in every step and needs as much memory
-again as the cache has. Compared are all bytes but one kind: in a block that has just been moved to,
-window positions behind the convolution's inputs, which vLLM copies along and nothing reads.
+Before our launch the cache and the counts are copied; vLLM's kernels then run on the copies, for
+all rows. This waits for the device in every step and needs the cache's memory a second time. All
+bytes are compared, with one exception: in a block that has just been moved to, the positions of
+conv_state behind the convolution's inputs, which vLLM copies along and nothing reads.
 """
 
 from __future__ import annotations
@@ -29,14 +29,21 @@ PER_STATE = (
     "state_dim_row_stride",
 )
 """Tensors of vLLM's copy context with one entry per state tensor."""
+
 LOGGED = 10
+"""Most lines about differences that are logged."""
 
 
 @dataclasses.dataclass(slots=True)
 class Found:
-    """checked_steps: compared. different: launches after which a byte or count differed, and
-    different_bytes. out_of_bounds: rows whose exact count lay outside the host's bounds.
-    vllm_races: windows that vLLM shifted in place with a result other than its own definition."""
+    """Counts since the start.
+
+    checked_steps: steps compared.
+    different: launches after which a byte or a count differed.
+    different_bytes: bytes that differed.
+    out_of_bounds: rows whose exact count lay outside the host's bounds.
+    vllm_races: conv_states that vLLM, shifting them in place, did not leave as it defines them.
+    """
 
     checked_steps: int = 0
     different: int = 0
@@ -46,7 +53,12 @@ class Found:
 
 
 class Checker:
-    """Runs a mover's launches and vLLM's side by side. context: what vLLM's kernels run from."""
+    """Runs a mover's launches and vLLM's side by side.
+
+    mover: makes our launches.
+    context: vLLM's copy context, from which its kernels run.
+    logger: takes the differences.
+    """
 
     def __init__(self, mover: Mover, context: Any, logger: Any) -> None:
         self.found = Found()
@@ -90,7 +102,7 @@ class Checker:
         self.found.out_of_bounds += int((outside & ~bounds.lost[slot]).sum())
 
         column, accepted, source, offset = (value.clone() for value in (*counts[:2], *counts[:2]))
-        self._snapshot()
+        self._copy_cache()
         self._mover.run(step, counts, PRECOPY)
         block, rows = 256, batch.num_reqs
         preprocess_mamba_align_fused_kernel[((rows + block - 1) // block,)](
@@ -111,7 +123,7 @@ class Checker:
 
     def run_postcopy(self, idx_mapping: Tensor, step: StagedStep, counts: VllmCounts) -> None:
         accepted = [counts.accepted.clone() for _ in self._single]
-        self._snapshot()
+        self._copy_cache()
         self._mover.run(step, counts, POSTCOPY)
         shifted = self._shifted(step)
         for context, own in zip(self._single, accepted, strict=True):
@@ -125,12 +137,12 @@ class Checker:
             window[blocks, :taps] = inputs
         self._compare(step, POSTCOPY, counts, (counts.column, accepted[0]))
 
-    def _snapshot(self) -> None:
+    def _copy_cache(self) -> None:
         for copy, live in zip(self._copy, self._live, strict=True):
             copy.copy_(live)
 
     def _targets(self, step: StagedStep, phase: int) -> tuple[Tensor, Tensor]:
-        """Rows of the tables that acted in the launch just made, and their moves `[3, rows]`."""
+        """Table rows that the launch just made has moved, and their moves, int64 `[3, rows]`."""
         count, lines = step.count(phase), step.lines(phase)
         if not count or lines is None:
             return torch.zeros(0, dtype=torch.long), torch.zeros((3, 0), dtype=torch.long)
@@ -140,7 +152,7 @@ class Checker:
         return row[acts], moves[:, acts]
 
     def _shifted(self, step: StagedStep) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """Per layer: the copy's windows, blocks shifted in place, and what must stand there."""
+        """Per layer: conv_states in the copy, blocks shifted in place, and the inputs due there."""
         row, moves = self._targets(step, POSTCOPY)
         inside = moves[fields.SOURCE] == moves[fields.TARGET]
         row, (source, offset, _) = row[inside], moves[:, inside]

@@ -1,4 +1,4 @@
-"""What every part of the plug-in asks: whether it is switched on, and how it speaks to the user."""
+"""The switch of the plug-in, and the lines that it writes to vLLM's log."""
 
 from __future__ import annotations
 
@@ -6,9 +6,13 @@ import os
 from typing import Any
 
 SWITCH = "HYBRID_RUNTIME_VLLM"
-"""Environment variable: `replay` keeps one state per request where that is handled and is else as
-`columns`, which keeps vLLM's layout with our copies; 0 turns the plug-in off. `check` and
-`check-columns` are the same and compare with vLLM's kernels. Unset: `replay`."""
+"""Environment variable that selects what the plug-in does.
+
+replay: one state per request where that is handled, else as `columns`; this is the default.
+columns: vLLM's layout with our copies.
+check, check-columns: as `replay` and `columns`, and compare with vLLM's kernels.
+0, off, false, no: nothing.
+"""
 
 VALUES = ("columns", "replay", "check", "check-columns")
 
@@ -18,7 +22,7 @@ _said: set[str] = set()
 
 
 class Unhandled(Exception):
-    """This configuration is left to vLLM; the message says why, in words for the user."""
+    """This configuration is left to vLLM; the message is for the user and says why."""
 
 
 def switch() -> str:
@@ -38,24 +42,24 @@ def checks() -> bool:
 
 
 def left_to_vllm(reason: str) -> None:
-    """Say once per process that vLLM's own path runs, and why."""
+    """Log once per process that vLLM's own path runs, and why."""
     say_once("warning", "hybrid-runtime leaves Mamba states to vLLM: %s.", reason)
 
 
 def does_not_replay(reason: str, level: str) -> None:
-    """Say once per process that a model keeps vLLM's layout, and why."""
+    """Log once per process that a model keeps vLLM's layout, and why."""
     say_once(level, "hybrid-runtime does not replay: %s.", reason)
 
 
 def say_once(level: str, message: str, *values: Any) -> None:
-    """Write a line of the log that other models of this process need not repeat."""
+    """Log a line, unless this process has logged the same one before."""
     if message % values not in _said:
         _said.add(message % values)
         getattr(logger(), level)(message, *values)
 
 
 def logger() -> Any:
-    """A logger below vLLM's own, which therefore formats and filters what it writes."""
+    """A logger below vLLM's own, so that vLLM's handlers and levels apply to it."""
     from vllm.logger import init_logger
 
     return init_logger("vllm.plugins.hybrid_runtime")

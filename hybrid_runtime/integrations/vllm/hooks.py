@@ -1,12 +1,11 @@
-"""Which calls of vLLM the adapter knows, decided once, when the model is built.
+"""Calls and fields of vLLM that the adapter knows, checked once, when the model is built.
 
-vLLM's runner calls a model state by the signatures of vLLM's own class. They tell what will come
-before anything runs, so a call that we do not know never reaches us: a vLLM that makes one keeps
-its own class, from the first step to the last.
+vLLM's runner calls a model state by the signatures of vLLM's own class, so these show every call
+that will come. Where one of them differs, vLLM keeps its own class from the first step to the last.
 
-To take such calls in the hooks (`*args, **kwargs`) and hand them on would be no safer. An argument
-of unknown meaning may say which rows to copy, or where a request starts; vLLM's copies would follow
-it, ours, and the bounds that rule rows out, would not, and states would be wrong in silence.
+Accepting unknown calls (`*args, **kwargs`) and passing them on would be no safer: a new argument
+may say which rows to copy, or where a request starts. vLLM's copies would follow it; ours and the
+bounds would not, and states would silently be wrong.
 """
 
 from __future__ import annotations
@@ -22,10 +21,10 @@ SIGNATURES = {
     "_get_mamba_group_info": "(kv_cache_config)",
     "_ensure_align_ctx": "(kv_cache_config, mamba_group_ids, block_tables)",
 }
-"""Methods of `MambaHybridModelState` that are replaced, added to or called; 0.25.1 to 0.33.0."""
+"""Methods of `MambaHybridModelState` that are overridden, extended or called; 0.25.1 to 0.33.0."""
 
 EITHER = ("_ensure_align_ctx", "initialize_kv_cache")
-"""Of these a release has one: the first up to 0.31. By it `versions` tells them apart."""
+"""A release has one of these: the first up to 0.31, the second from 0.32 on."""
 
 FIELDS = {
     "InputBatch": (
@@ -34,28 +33,26 @@ FIELDS = {
     ),
     "NewRequestData": "num_computed_tokens",
 }
-"""What is read of the dataclasses that the hooks are handed."""
-
+"""Fields that are read, by dataclass that vLLM passes to the hooks."""
 
 LAYER = {
     "conv_ssm_forward": "(projected_states, output)",
     "get_kv_cache_spec": "(vllm_config)",
 }
-"""Methods of `MambaMixer2` that a replaying layer replaces; 0.25.1 to 0.33.0."""
+"""Methods of `MambaMixer2` that a replaying layer overrides; 0.25.1 to 0.33.0."""
 
 LAYER_FIELDS = (
     "num_prefills num_prefill_tokens num_decodes num_decode_tokens query_start_loc_d "
     "num_accepted_tokens state_indices_tensor_d"
 )
-"""What it reads, or replaces, of `Mamba2AttentionMetadata`."""
+"""Fields of `Mamba2AttentionMetadata` that it reads or replaces."""
 
 PREPARE = "input_batch cudagraph_mode block_tables slot_mappings attn_groups kv_cache_config"
-"""First parameters of the model state's `prepare_attn`, which replay watches: the rest is passed
-on, whatever it is."""
+"""First parameters of the model state's `prepare_attn`, which replay reads."""
 
 
 def unknown() -> str | None:
-    """What of the installed vLLM's hooks is not as listed above, or None."""
+    """The first hook of the installed vLLM that is not as listed above, or None."""
     import vllm
 
     try:
@@ -70,7 +67,7 @@ def unknown() -> str | None:
 
 
 def unknown_layer() -> str | None:
-    """What of the installed vLLM's Mamba-2 layer is not as listed above, or None."""
+    """The first method or field of the installed Mamba-2 layer that is not as above, or None."""
     import vllm
     from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
     from vllm.v1.attention.backends.mamba2_attn import Mamba2AttentionMetadata
@@ -90,7 +87,7 @@ def unknown_layer() -> str | None:
 
 
 def unknown_method(state: type) -> str | None:
-    """The first method of vLLM's model state that is missing or takes other arguments."""
+    """The first method of vLLM's model state that is missing or takes other arguments, or None."""
     if sum(hasattr(state, name) for name in EITHER) != 1:
         return f"{state.__name__} has not one of {' and '.join(EITHER)}"
     for name, known in SIGNATURES.items():
@@ -103,7 +100,7 @@ def unknown_method(state: type) -> str | None:
 
 
 def unknown_field(handed: Any) -> str | None:
-    """The fields that are read of the dataclass `handed` and that it lacks."""
+    """Fields that are read of the dataclass `handed` and that it does not have, or None."""
     found = getattr(handed, "__dataclass_fields__", ())
     missing = [name for name in FIELDS[handed.__name__].split() if name not in found]
     return f"{handed.__name__} has no {', '.join(missing)}" if missing else None

@@ -1,8 +1,12 @@
-"""Uploads a step's candidates and launches for them: one copy to the device in a step that has
-any, one kernel per phase, and nothing otherwise."""
+"""vLLM's states as one `StateTable`, and the launches that move them.
+
+A step with candidates makes one copy to the device and launches one kernel per phase; a step
+without any does neither.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +18,7 @@ from torch import Tensor
 from hybrid_runtime.device.sync import Waits
 from hybrid_runtime.device.transfer import Staging
 from hybrid_runtime.integrations.vllm.bounds import Bounds, Candidates
+from hybrid_runtime.integrations.vllm.config import Unhandled
 from hybrid_runtime.kernels.step import entry as fields
 from hybrid_runtime.kernels.step.state_table import StateTable
 from hybrid_runtime.kernels.step.vllm_decide import (
@@ -25,14 +30,66 @@ from hybrid_runtime.kernels.step.vllm_decide import (
 )
 
 
+def bind(
+    kv_cache_config: Any,
+    groups: Sequence[int],
+    forward_context: Mapping[str, Any],
+    tables: Sequence[Tensor],
+    channels_first: bool,
+    drafts: int | None = None,
+) -> StateTable:
+    """conv_state and matrix of every Mamba layer, with the block table of its cache group.
+
+    kv_cache_config: vLLM's.
+    groups: indices of the Mamba cache groups.
+    forward_context: vLLM's layers by name.
+    tables: int32 block tables, one for each of `groups`.
+    channels_first: conv_state is `[channels, positions]` (vLLM's DS layout).
+    drafts: drafts that a conv_state has room for; None = as many as there are blocks for drafts.
+
+    `Unhandled` if the layers hold other states, or differ in shape or dtype.
+    """
+    windows, states, chosen = [], [], []
+    room = drafts or 0
+    for group, table in zip(groups, tables, strict=True):
+        spec = kv_cache_config.kv_cache_groups[group].kv_cache_spec
+        spare = _speculative_blocks(spec)
+        room = spare if drafts is None else drafts
+        for name in kv_cache_config.kv_cache_groups[group].layer_names:
+            parts = list(forward_context[name].kv_cache)
+            if len(parts) != 2 or parts[0].dim() != 3 or not parts[1][0].is_contiguous():
+                shapes = [tuple(part.shape) for part in parts]
+                raise Unhandled(f"layer {name} keeps {shapes}, not one window and one state")
+            windows.append(parts[0].transpose(1, 2) if channels_first else parts[0])
+            states.append(parts[1])
+            chosen.append(table)
+    for kind, tensors in (("windows", windows), ("states", states)):
+        if len({(t.dtype, t.shape[1:], t.stride()[1:]) for t in tensors}) != 1:
+            raise Unhandled(f"the {kind} of its Mamba layers differ in shape or type")
+    taps = windows[0].shape[1] - room
+    if taps < 1:
+        raise Unhandled(f"its windows of {windows[0].shape[1]} inputs hold none besides the drafts")
+    return StateTable.build(windows, states, chosen, taps)
+
+
+def _speculative_blocks(spec: Any) -> int:
+    """Blocks for drafts that a request has in a cache group; `Unhandled` unless its states roll
+    back as ours do, conv_state by an offset and the matrix by a column."""
+    kind = getattr(getattr(spec, "mamba_type", None), "name", "?")
+    drafts = int(getattr(spec, "num_speculative_blocks", 0))
+    if kind in ("MAMBA2", "GDN_ATTN") or (kind == "MAMBA1" and not drafts):
+        return drafts
+    raise Unhandled(f"a cache group of type {kind} with {drafts} drafts")
+
+
 @dataclass(slots=True, eq=False)
 class StagedStep:
     """Candidates of one step on the device.
 
-    rows: vLLM's tensor of the step's slots, by which the end of the step is recognised.
-    entries: int32 `[lines, ENTRY_FIELDS]`, candidates of the pre-copy, then of the post-copy; None
-        when there are none.
-    precopy, postcopy: how many there are of each.
+    rows: vLLM's tensor of the step's slots; its identity marks the end of the same step.
+    entries: int32 `[lines, ENTRY_FIELDS]`, pre-copy candidates, then post-copy; None = none at all.
+    precopy: pre-copy candidates.
+    postcopy: post-copy candidates.
     """
 
     rows: Tensor
@@ -41,11 +98,11 @@ class StagedStep:
     postcopy: int
 
     def count(self, phase: int) -> int:
-        """Candidates of a phase."""
+        """How many candidates a phase has."""
         return self.precopy if phase == PRECOPY else self.postcopy
 
     def lines(self, phase: int) -> Tensor | None:
-        """Entries of a phase's candidates, and whatever lies behind them."""
+        """Entries from the phase's first candidate on; those behind its `count` are not its own."""
         if self.entries is None or phase == PRECOPY:
             return self.entries
         return self.entries[self.precopy :]
@@ -54,13 +111,19 @@ class StagedStep:
 class Mover:
     """Moves states for the candidates of each step.
 
-    bounds: whose candidates they are; gives the block size and the retention rule.
-    by_slot: the block tables' rows are request slots, not rows of the batch.
+    states: vLLM's states and block tables.
+    bounds: gives block size and retention interval.
+    max_requests: most rows of a step.
+    by_slot: the rows of the block tables are request slots, not rows of the batch.
     depth: steps whose entries must stay on the device at a time.
+
+    moves: int32 `[3, max_requests]`, source, offset and target of each candidate; -1 = no move.
+    totals: int64 `[2]`, rows moved since the start, by phase.
+    waits: counts how often the host waited for an upload.
     """
 
     replays = False
-    """Whether accepted guesses are no part of the states."""
+    """Whether accepted drafts are left out of the states, in records."""
 
     def __init__(
         self, states: StateTable, bounds: Bounds, max_requests: int, by_slot: bool, depth: int
@@ -78,7 +141,12 @@ class Mover:
     def stage(
         self, rows: Tensor, candidates: Candidates, slot: NDArray[Any], scheduled: NDArray[Any]
     ) -> StagedStep:
-        """Upload a step's candidates; `slot` and `scheduled` are of all its rows."""
+        """Upload a step's candidates.
+
+        rows: vLLM's tensor of the step's slots.
+        candidates: of `Bounds.candidates`.
+        slot, scheduled: `[rows]`, request slot and tokens of each row of the step.
+        """
         precopy, postcopy = len(candidates.precopy), len(candidates.postcopy)
         stop = precopy + postcopy
         if not stop:
@@ -95,13 +163,13 @@ class Mover:
         return StagedStep(rows, self._staging.upload(index, stop), precopy, postcopy)
 
     def run(self, step: StagedStep, counts: VllmCounts, phase: int) -> None:
-        """Decide on a phase's candidates and move what acts."""
+        """Decide on a phase's candidates, and move the states of those that act."""
         count, lines = step.count(phase), step.lines(phase)
         if count and lines is not None:
             self._launch(lines, count, counts, phase)
 
     def warm_up(self, counts: VllmCounts) -> None:
-        """Compile for lists of any length, on entries that decide and move nothing."""
+        """Compile for every number of candidates, with entries that move nothing."""
         one = torch.ones_like(counts.computed)
         scratch = VllmCounts(torch.zeros_like(one), one.clone(), one)
         totals, most = self.totals.clone(), self.moves.shape[1]

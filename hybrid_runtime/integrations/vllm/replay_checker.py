@@ -1,10 +1,10 @@
 """Check mode of replay: vLLM's own state update runs beside ours, for a few requests.
 
-They have columns of their own, a state for every guess as in vLLM's layout, which start from our
-state when a prompt has been run. In every step vLLM's kernel gets the inputs that ours gets. What
-is compared are the states after the certain token, the outputs, and every boundary that is
-materialised, each by its largest difference over its largest entry. All of it runs on the device,
-and so in captured graphs too; only counting waits.
+These have shadow columns, a state for every draft as in vLLM's layout, which start from our state
+when the prompt has run. In every step vLLM's kernel gets the inputs that ours gets. Compared are
+the states after the certain token, the outputs, and every boundary that is written, each by its
+largest difference over its largest entry. All of this runs on the device, in captured graphs too;
+only reading the counts waits.
 """
 
 from __future__ import annotations
@@ -24,18 +24,21 @@ WATCHED = 4
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 8e-3, torch.bfloat16: 5e-2}
 """Largest difference, by the state's dtype. vLLM rounds a state once per token, replay per step."""
 PER_TOKEN = 1e-7
-"""What is added to it for each token that both have run: vLLM rounds every token's decay, which is
-hardly less than 1 where a head remembers long, and those roundings add up."""
+"""Added to the tolerance for each token that both have run: vLLM rounds every token's decay, and in
+heads whose decay is close to 1 those roundings add up."""
 STATES, OUTPUTS, BOUNDARIES = range(3)
 LOGGED = 10
+"""Most lines about differences that are logged."""
 
 
 class Expected(NamedTuple):
     """What vLLM's kernel made of a layer's decode rows.
 
-    out: `[tokens, H, P]`. watched: bool `[rows]`. first: `[rows]`, first column of a row's request
-    in the shadow. block: `[rows]`, of its running column in vLLM's cache. limit: `[rows]`, largest
-    difference.
+    out: `[tokens, H, P]`, its outputs.
+    watched: bool `[rows]`, the row's request is checked.
+    first: `[rows]`, first shadow column of the row's request; 0 = not checked.
+    block: `[rows]`, the block of its running column in vLLM's cache.
+    limit: float `[rows]`, the largest difference allowed.
     """
 
     out: Tensor
@@ -46,7 +49,16 @@ class Expected(NamedTuple):
 
 
 class ReplayChecker:
-    """layers: of the model. slots: request slots. logger: of vLLM."""
+    """Compares for the request slots below `WATCHED`.
+
+    layers: what the model's layers share.
+    slots: request slots.
+    logger: takes the differences.
+
+    compared, different: int64 `[3]`, comparisons of states, outputs and boundaries, and those
+        beyond the tolerance.
+    worst: float32 `[3]`, their largest differences.
+    """
 
     def __init__(self, layers: ReplayLayers, slots: int, logger: Any) -> None:
         one, device = layers.layers[0], layers.A_log.device
@@ -55,7 +67,7 @@ class ReplayChecker:
         self._columns, self._watched = 1 + layers.drafts, min(WATCHED, slots)
         dtype = one.get_state_dtype()[1]
         self._tolerance = TOLERANCE[dtype]
-        # Block 0 is nobody's, as in vLLM.
+        # Block 0 is the null block, as in vLLM.
         blocks = 1 + self._watched * self._columns
         self._shadows = [
             torch.zeros((blocks, *shape), dtype=dtype, device=device) for _ in layers.layers
@@ -78,8 +90,8 @@ class ReplayChecker:
         self._verified[slot : slot + 1] = -1
 
     def begin(self, slot: Tensor) -> None:
-        """A step of the requests in these slots begins. Whose last one was none of decode rows
-        starts from our state."""
+        """A step of the requests in these slots begins. A slot that was no decode row in its last
+        step starts from our state."""
         at = slot.long()
         self._fresh[at] = self._verified[at] != self._ran[at]
         self._tokens[at] = torch.where(self._fresh[at], 0, self._tokens[at] + self._accepted[at])
@@ -87,7 +99,7 @@ class ReplayChecker:
         self._ran[at] = self._number
 
     def end(self, slot: Tensor, sampled: Tensor | int) -> None:
-        """The sampler has accepted so many tokens of each; -1 = no slot."""
+        """The sampler has accepted `sampled` tokens of each slot; slot -1 = a padded row."""
         sampled = torch.as_tensor(sampled, device=slot.device).expand(len(slot))
         self._accepted[slot.long()] = sampled.clamp(min=1).int()
         found = self.different.tolist()
@@ -98,7 +110,7 @@ class ReplayChecker:
     def expect(
         self, layer: Any, x: Tensor, dt: Tensor, B: Tensor, C: Tensor, step: StepRows, start: Tensor
     ) -> Expected:
-        """vLLM's update of a layer's decode rows, before ours."""
+        """Run vLLM's update of a layer's decode rows on the shadow, before ours."""
         from vllm.model_executor.layers.mamba import mamba_mixer2
 
         index, states = layer.replay_index, layer.kv_cache[1]
@@ -135,7 +147,7 @@ class ReplayChecker:
         return Expected(out, watched, first, block, self._limit(at))
 
     def compare(self, layer: Any, expected: Expected, output: Tensor, start: Tensor) -> None:
-        """Our states and outputs with vLLM's, after our update."""
+        """Compare our states and outputs with vLLM's, after our update."""
         shadow = self._shadows[layer.replay_index]
         runs = expected.watched & (start[1:] > start[:-1])
         ours, limit = layer.kv_cache[1][expected.block], expected.limit
@@ -147,7 +159,7 @@ class ReplayChecker:
         self._count(OUTPUTS, output.unflatten(1, expected.out.shape[1:]), expected.out, runs, limit)
 
     def compare_boundaries(self, flush: FlushRows, count: int) -> None:
-        """Boundaries that have just been materialised with vLLM's states there."""
+        """Compare boundaries that have just been written with vLLM's states there."""
         positions = flush.positions
         slot = flush.slot[:count].long()
         acts = (slot < self._watched) & (positions.write_column[:count] >= 0)
@@ -156,15 +168,14 @@ class ReplayChecker:
         own = torch.where(acts, 1 + slot * self._columns + positions.pending[:count], 0)
         for index, layer in enumerate(self._layers.layers):
             block = self._layers.tables[index][slot, column].long()
-            # One that ends on a prompt's last token has not been through vLLM's kernel.
+            # A boundary at a prompt's last token has not been through vLLM's kernel.
             known = acts & (self._verified[slot] == self._ran[slot])
             shadow = self._shadows[index]
             ours, limit = layer.kv_cache[1][block], self._limit(slot)
             self._count(BOUNDARIES, ours, shadow[own], known, limit)
 
     def statistics(self) -> dict[str, Any]:
-        """Steps; states, outputs and boundaries compared, those beyond the tolerance, and their
-        largest differences. Waits for the device."""
+        """Steps; by kind, comparisons, those that differed, and the worst. Waits for the device."""
         found: dict[str, Any] = {"checked_steps": int(self._number)}
         for index, what in enumerate(("states", "outputs", "boundaries")):
             found[f"checked_{what}"] = int(self.compared[index])
@@ -182,7 +193,7 @@ class ReplayChecker:
         largest = theirs.abs().amax(1).clamp(min=torch.finfo(torch.float32).tiny)
         error = (ours - theirs).abs().amax(1) / largest
         self.compared[what] += chosen.sum()
-        # What is no number is different too.
+        # Not `error > limit`: NaN must count as different.
         self.different[what] += (chosen & ~(error <= limit)).sum()
         worst = torch.where(chosen, error, 0).nan_to_num(nan=torch.inf).amax()
         self.worst[what] = torch.maximum(self.worst[what], worst)

@@ -1,32 +1,205 @@
-"""What the replaying layers of a model share: the guesses of each request's last step, and where
-the rows of a step find their state."""
+"""vLLM's Mamba-2 layers with replay: one state per request, whatever the number of drafts.
+
+vLLM lets a plug-in name a class to build in place of `MambaMixer2`. Ours is that class with two
+methods replaced: its cache has no blocks for drafts, and the decode rows of a step go through
+`replay_update`. Projections, convolution, sharding, quantised weights and prompts stay vLLM's.
+`ReplayLayers` is what the layers of a model share.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+import dataclasses
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
+from hybrid_runtime.integrations.vllm import versions
 from hybrid_runtime.integrations.vllm.config import say_once
+from hybrid_runtime.kernels.mamba2.replay_update import replay_update
 from hybrid_runtime.kernels.mamba2.window_cache import WindowCache
+from hybrid_runtime.kernels.replay.rows import ReplayRows
 from hybrid_runtime.kernels.step.vllm_rows import StepRows
 
+if TYPE_CHECKING:
+    Base = Any
+else:
+    Base = object
+
+NAME = "MambaMixer2"
+"""vLLM's class, under whose name vLLM looks for one to build instead."""
+
+OURS = "HybridRuntimeMixer2"
+"""The name of ours."""
+
+_collected: ContextVar[list[Any] | None] = ContextVar("_collected", default=None)
+
+
+@contextmanager
+def collecting(replays: bool) -> Iterator[list[Any]]:
+    """The Mamba-2 layers that are built inside this context, if `replays`.
+
+    A model inside a model collects none: its layers belong to the outer model.
+    """
+    found: list[Any] = []
+    if not replays or _collected.get() is not None:
+        yield found
+        return
+    token = _collected.set(found)
+    try:
+        yield found
+    finally:
+        _collected.reset(token)
+
+
+class ReplayMixer(Base):
+    """Mixed in before vLLM's class.
+
+    replay: shared by the layers of the model; None = this layer runs as vLLM's.
+    replay_index: its index among those layers.
+    """
+
+    replay: ReplayLayers | None = None
+    replay_index = 0
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        found = _collected.get()
+        if found is not None:
+            found.append(self)
+
+    def get_kv_cache_spec(self, vllm_config: Any) -> Any:
+        spec = super().get_kv_cache_spec(vllm_config)
+        return spec if self.replay is None else versions.without_spare_blocks(spec)
+
+    def conv_ssm_forward(self, projected_states: Tensor, output: Tensor) -> Any:
+        from vllm.forward_context import get_forward_context
+
+        every = get_forward_context().attn_metadata
+        metadata = every.get(self.prefix) if every else None
+        if self.replay is None or metadata is None or not metadata.num_decodes:
+            return super().conv_ssm_forward(projected_states, output)
+        tokens = metadata.num_decode_tokens
+        self._verify(projected_states[:tokens], output[:tokens], metadata)
+        if metadata.num_prefills:
+            # Decode rows come first. vLLM's metadata of the others is relative to their start.
+            every[self.prefix] = dataclasses.replace(metadata, num_decodes=0, num_decode_tokens=0)
+            try:
+                super().conv_ssm_forward(projected_states[tokens:], output[tokens:])
+            finally:
+                every[self.prefix] = metadata
+        return None
+
+    def _verify(self, projected: Tensor, output: Tensor, metadata: Any) -> None:
+        """Run the decode rows of a step: vLLM's convolution, then our state update.
+
+        projected, output: `[tokens, ...]`, of the decode rows alone.
+        """
+        from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
+        from vllm.model_executor.layers.mamba.ops.causal_conv1d import causal_conv1d_update
+
+        replay = self.replay
+        assert replay is not None
+        mixed, dt = projected[:, self.tped_intermediate_size :].split(
+            [self.tped_conv_size, self.tped_dt_size], dim=-1
+        )
+        windows, states = self.kv_cache[:2]
+        blocks, start = metadata.state_indices_tensor_d[:, :1], metadata.query_start_loc_d
+        mixed = causal_conv1d_update(
+            mixed,
+            windows if is_conv_state_dim_first() else windows.transpose(-1, -2),
+            self.conv_weights,
+            self.conv1d.bias,
+            self.activation,
+            conv_state_indices=blocks,
+            num_accepted_tokens=metadata.num_accepted_tokens,
+            query_start_loc=start,
+            max_query_len=1 + self.num_spec,
+        )
+        x, B, C = self.split_hidden_states_B_C_fn(mixed)
+        heads, groups = self.num_heads // self.tp_size, self.n_groups // self.tp_size
+        x = x.unflatten(-1, (heads, self.head_dim))
+        B = B.unflatten(-1, (groups, self.ssm_state_size))
+        C = C.unflatten(-1, (groups, self.ssm_state_size))
+        step, checker = replay.rows.first(blocks.shape[0]), replay.checker
+        expected = checker.expect(self, x, dt, B, C, step, start) if checker else None
+        replay_update(
+            x=x,
+            dt=dt,
+            A_log=replay.A_log[self.replay_index],
+            B=B,
+            C=C,
+            D=self.D,
+            dt_bias=self.dt_bias,
+            states=states,
+            window_cache=replay.caches[self.replay_index],
+            rows=ReplayRows(
+                block_table=replay.tables[self.replay_index],
+                slot=step.slot,
+                cu_seqlens=start,
+                draft=step.draft,
+                positions=step.positions,
+            ),
+            max_scheduled=1 + self.num_spec,
+            out=output.unflatten(-1, (heads, self.head_dim)),
+        )
+        if checker is not None and expected is not None:
+            checker.compare(self, expected, output, start)
+
+
+@functools.cache
+def mixer_class() -> type:
+    """The class that vLLM builds: `ReplayMixer` before its own."""
+    from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
+
+    return type(OURS, (ReplayMixer, MambaMixer2), {"__module__": __name__})
+
+
+def __getattr__(name: str) -> Any:
+    # Caches of compiled code find a class by module and name.
+    if name == OURS:
+        return mixer_class()
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def register() -> str | None:
+    """Have vLLM build our class from now on; why not, if another plug-in has replaced its own."""
+    from vllm.model_executor import custom_op
+
+    built = custom_op.op_registry_oot.get(NAME)
+    if built is None:
+        custom_op.PluggableLayer.register_oot(name=NAME)(mixer_class())
+    elif built is not mixer_class():
+        return f"another plug-in has replaced {NAME}"
+    return None
+
+
 EVERY_STEP = 0
-"""Window: vLLM's blocks hold whole states, so that every step writes them."""
+"""`ring_tokens` with which every step writes its states: vLLM copies, shares and frees them by the
+tokens computed, so that they must not lag behind."""
 
 
 class ReplayLayers:
-    """The window caches of all Mamba-2 layers of a model, by request slot.
+    """What the Mamba-2 layers of a model share, above all the records of drafts, by request slot.
 
-    They lie outside of vLLM's blocks, and are allocated with the model, so that vLLM counts them
-    as memory of the model.
+    The records lie outside of vLLM's blocks. They are allocated with the model, so that vLLM counts
+    them as memory of the model.
 
-    layers: vLLM's layers; each is told of this object.
-    slots: most requests at a time. drafts: guesses per step, at most.
+    layers: vLLM's layers; sets `replay` and `replay_index` of each.
+    slots: most requests at a time.
+    drafts: most drafts of a step.
+    dtype: of the records' vectors.
 
-    rows: what is placed in each step. A_log: `[layers, H]`, of vLLM's A. cache: of all layers.
-    caches, tables: of each layer: its window cache; its blocks, `[slots, 2]`.
-    checker: of check mode.
+    rows: slots, positions and blocks of a step's rows, rewritten before each step.
+    cache: the rings of records, `[layers, slots, ...]`.
+    caches: the ring of each layer.
+    tables: the block table of each layer, int32 `[slots, 2]`.
+    A_log: float32 `[layers, H]`, the logarithm of vLLM's -A.
+    checker: of check mode, else None.
     """
 
     checker: Any = None
@@ -56,27 +229,27 @@ class ReplayLayers:
 
     @property
     def bytes(self) -> int:
-        """Memory of the window caches."""
+        """Memory of the records."""
         return sum(part.numel() * part.element_size() for part in self.cache)
 
     def take_weights(self) -> None:
-        """Follow the layers' A, once they are loaded. A trained one is negative."""
+        """Set `A_log` from the layers' A, after weights are loaded. A trained A is negative."""
         rates = torch.stack([layer.A.detach() for layer in self.layers]).float()
         self.A_log.copy_((-rates).clamp(min=torch.finfo(torch.float32).tiny).log())
 
     def assign(self, groups: list[list[str]]) -> None:
-        """Tell each layer its cache group's blocks; names of the layers of each group."""
-        place = {name: index for index, names in enumerate(groups) for name in names}
-        self.tables = [self.rows.whole.tables[place[layer.prefix]] for layer in self.layers]
+        """Set the block table of each layer; `groups` has the layers' names by cache group."""
+        group = {name: index for index, names in enumerate(groups) for name in names}
+        self.tables = [self.rows.whole.tables[group[layer.prefix]] for layer in self.layers]
         self.take_weights()
 
 
 MOST_COLUMNS = 128
-"""Columns of a head's state; with 256 the kernel compiles, but has not been measured."""
+"""Most columns of a head's matrix; with 256 the kernel compiles, but has not been measured."""
 
 
 def unhandled(layers: list[Any]) -> str | None:
-    """Why a model with these layers does not replay."""
+    """Why a model with these layers does not replay, or None."""
     one = layers[0]
     if one.ssm_state_size > MOST_COLUMNS:
         return f"its states have {one.ssm_state_size} columns, the kernel takes {MOST_COLUMNS}"
@@ -85,7 +258,7 @@ def unhandled(layers: list[Any]) -> str | None:
 
 
 def build(layers: list[Any], vllm_config: Any) -> ReplayLayers:
-    """For the layers of a model that has just been built."""
+    """Have the layers of a model that has just been built replay."""
     shared = ReplayLayers(
         layers,
         slots=vllm_config.scheduler_config.max_num_seqs,
@@ -105,7 +278,7 @@ def build(layers: list[Any], vllm_config: Any) -> ReplayLayers:
 
 
 class _Rows:
-    """Views of the first rows, each made once."""
+    """`StepRows`, and views of its first rows, each made once."""
 
     def __init__(self, whole: StepRows) -> None:
         self.whole = whole

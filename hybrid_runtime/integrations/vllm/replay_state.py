@@ -1,7 +1,8 @@
 """The model state of a model whose layers replay.
 
-Before a step its rows are placed for the layers. In align mode states are moved as `AlignedStates`
-does, for the same candidates. No step can be handed to vLLM, whose kernels need blocks for guesses.
+Before a step it writes slots, positions and blocks of the rows for the layers to read. In align
+mode it moves states for the same candidates as `AlignedStates`. No step can be handed back to vLLM,
+whose kernels need blocks for drafts.
 """
 
 from __future__ import annotations
@@ -10,21 +11,75 @@ import functools
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from hybrid_runtime.integrations.vllm import replay_layers, versions
-from hybrid_runtime.integrations.vllm.binding import bind
 from hybrid_runtime.integrations.vllm.bounds import Candidates
 from hybrid_runtime.integrations.vllm.config import SWITCH
-from hybrid_runtime.integrations.vllm.mover import Mover, StagedStep
-from hybrid_runtime.integrations.vllm.replay_mover import ReplayMover
+from hybrid_runtime.integrations.vllm.mover import Mover, StagedStep, bind
 from hybrid_runtime.integrations.vllm.state import AlignedStates
+from hybrid_runtime.kernels.mamba2.flush import replay_flush
 from hybrid_runtime.kernels.step.state_table import StateTable
-from hybrid_runtime.kernels.step.vllm_decide import VllmCounts
-from hybrid_runtime.kernels.step.vllm_rows import BlockTables, place_rows
+from hybrid_runtime.kernels.step.vllm_decide import PRECOPY, VllmCounts
+from hybrid_runtime.kernels.step.vllm_rows import BlockTables, FlushRows, decide_flush, place_rows
 
 ONE_BLOCK = 1 << 30
-"""Tokens of a block without prefix caching: a request has one for good."""
+"""Block size (tokens) without prefix caching: a request stays in its first block."""
+
+
+class ReplayMover(Mover):
+    """Moves states of the replay layout: whole blocks before a step, folded states after it.
+
+    A new running column gets a copy of the whole state, conv_state with all drafts. A boundary is
+    written after the sampler of the same step that passes it: when the next step is scheduled, vLLM
+    has freed its block and published it to other requests.
+
+    states: whole conv_states, on vLLM's block tables.
+    flushed: the same, but of conv_state only the convolution's inputs, on the tables of `StepRows`.
+    layers: what the layers share.
+    """
+
+    replays = True
+
+    def __init__(
+        self,
+        states: StateTable,
+        flushed: StateTable,
+        layers: replay_layers.ReplayLayers,
+        *args: Any,
+    ) -> None:
+        super().__init__(states, *args)
+        device = states.addresses.device
+        most = self.moves.shape[1]
+        self._layers, self._flushed = layers, flushed
+        self._flush = FlushRows.allocate(most, device)
+        self._listed = torch.arange(most, dtype=torch.int32, device=device)
+
+    def _launch(self, entries: Tensor, count: int, counts: VllmCounts, phase: int) -> None:
+        if phase == PRECOPY:
+            super()._launch(entries, count, counts, phase)
+            return
+        layers, flush = self._layers, self._flush
+        decide_flush(
+            entries,
+            count,
+            counts,
+            flush,
+            self.totals,
+            self._bounds.block_size,
+            layers.cache.length,
+        )
+        replay_flush(
+            self._flushed,
+            layers.cache,
+            layers.A_log,
+            self._listed[:count],
+            flush.slot,
+            flush.positions,
+        )
+        if layers.checker is not None:
+            layers.checker.compare_boundaries(flush, count)
 
 
 class ReplayStates(AlignedStates):
@@ -104,8 +159,8 @@ class ReplayStates(AlignedStates):
     ) -> Any:
         self._assign(kv_cache_config)
         if input_batch is not self._placed:
-            # A dummy or a graph's capture names slots of real requests, whose guesses and states it
-            # must not touch.
+            # A dummy run or a graph's capture names slots of real requests. It must touch neither
+            # their records nor their states.
             self.layers.rows.whole.slot.fill_(-1)
             versions.clear_dummy_tables(block_tables)
             self._placed = None
@@ -121,7 +176,7 @@ class ReplayStates(AlignedStates):
         )
 
     def _assign(self, kv_cache_config: Any) -> None:
-        """Tell the layers of a new cache's groups, before anything of it is captured."""
+        """Assign a new cache's block tables to the layers, before anything of it is captured."""
         if self._assigned is kv_cache_config:
             return
         self._groups = [
@@ -136,7 +191,7 @@ class ReplayStates(AlignedStates):
         step = super()._close(idx_mapping)
         if step is not None or self.mover is None:
             return step
-        # Not a step that was planned as it ends here: every row is a candidate.
+        # Not the rows that this step began with: every one is a candidate.
         slot = idx_mapping.cpu().numpy()
         rows = (slot >= 0).nonzero()[0]
         none = np.zeros(0, np.int32)
@@ -162,7 +217,7 @@ class ReplayStates(AlignedStates):
         bound = bind(
             kv_cache_config, self._groups, context, tables, is_conv_state_dim_first(), drafts
         )
-        # The flush takes its guesses and A_log in the order of the layers of the model.
+        # The flush takes records and A_log in the order of the model's layers.
         names = [n for g in replay_layers.layer_groups(kv_cache_config, self._groups) for n in g]
         order = [names.index(layer.prefix) for layer in layers.layers]
         windows = [bound.windows[index] for index in order]
@@ -180,7 +235,7 @@ class ReplayStates(AlignedStates):
 
 @functools.cache
 def model_state_class() -> type:
-    """The class for vLLM to instantiate: its own for models that replay."""
+    """The class that vLLM instantiates for models that replay."""
     from vllm.v1.worker.gpu.model_states.mamba_hybrid import MambaHybridModelState
 
     return type("HybridRuntimeReplayState", (ReplayStates, MambaHybridModelState), {})

@@ -1,26 +1,28 @@
-"""Our model state for vLLM's V2 runner: `MambaHybridModelState` with the two state copies replaced.
+"""Our model state for vLLM's V2 runner: `MambaHybridModelState` with its two state copies replaced.
 
-`preprocess_state` and `postprocess_state` are the only steps of vLLM that change. vLLM's own
-post-processing still runs, but is handed no counts, upon which it notes the accepted tokens (which
-the next forward pass reads) and copies nothing. All hooks take what vLLM's own take and nothing
-else: with a vLLM in which they differ this class is never chosen (`hooks`).
+Only `preprocess_state` and `postprocess_state` do something else than vLLM's. vLLM's own
+post-processing still runs, but without counts: it then stores the accepted tokens, which the next
+forward pass reads, and copies nothing. All hooks have exactly vLLM's signatures; where a release
+has others, this class is never chosen (`hooks`).
 """
 
 from __future__ import annotations
 
 import functools
+import time
 from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from hybrid_runtime.integrations.vllm import versions
-from hybrid_runtime.integrations.vllm.binding import bind
 from hybrid_runtime.integrations.vllm.bounds import Bounds
 from hybrid_runtime.integrations.vllm.config import Unhandled, checks, left_to_vllm, logger
-from hybrid_runtime.integrations.vllm.counters import Counters, Reporter
-from hybrid_runtime.integrations.vllm.mover import Mover, StagedStep
+from hybrid_runtime.integrations.vllm.mover import Mover, StagedStep, bind
 from hybrid_runtime.kernels.step.vllm_decide import POSTCOPY, PRECOPY, VllmCounts
 
 if TYPE_CHECKING:
@@ -29,12 +31,89 @@ else:
     Base = object
 
 
+@dataclass(slots=True)
+class Counters:
+    """What the adapter did since the start.
+
+    steps: steps planned.
+    skipped: steps without a candidate, in which nothing was launched.
+    candidates: rows launched for, pre-copy and post-copy together.
+    handed_back: steps, or ends of steps, left to vLLM's own kernels (replay: that took every row).
+    """
+
+    steps: int = 0
+    skipped: int = 0
+    candidates: int = 0
+    handed_back: int = 0
+
+    def add(self, precopy: int, postcopy: int) -> None:
+        """Count a step by its candidates of each phase."""
+        self.steps += 1
+        self.skipped += not precopy + postcopy
+        self.candidates += precopy + postcopy
+
+
+@dataclass(slots=True)
+class Reporter:
+    """Logs the counters every so often.
+
+    interval: seconds between two lines.
+    log: called with a format string and its values.
+
+    Copies are counted on the device. A line shows the count fetched at the line before, so that the
+    host never waits for it.
+    """
+
+    interval: float
+    log: Callable[..., None]
+    _next: float = field(default_factory=time.monotonic)
+    _host: Tensor | None = None
+    _fetched: torch.cuda.Event | None = None
+    _copied: int = 0
+
+    def tick(self, counters: Counters, totals: Tensor) -> None:
+        now = time.monotonic()
+        if now < self._next:
+            return
+        self._next = now + self.interval
+        if counters.steps < 2:
+            return
+        self._fetch(totals)
+        self.log(
+            "hybrid-runtime: %d steps, %d skipped (%.1f %%), %d candidates, %d copied",
+            counters.steps,
+            counters.skipped,
+            100 * counters.skipped / counters.steps,
+            counters.candidates,
+            self._copied,
+        )
+
+    def _fetch(self, totals: Tensor) -> None:
+        if not totals.is_cuda:
+            self._copied = int(totals.sum())
+            return
+        if self._host is None:
+            self._host = torch.zeros(2, dtype=totals.dtype, pin_memory=True)
+            self._fetched = torch.cuda.Event()
+        elif self._fetched is not None and self._fetched.query():
+            self._copied = int(self._host.sum())
+        if self._fetched is not None:
+            self._host.copy_(totals, non_blocking=True)
+            self._fetched.record()
+
+
 class AlignedStates(Base):
     """Mixed in before vLLM's class, whose attributes it reads: `vllm_config`, `cache_config`,
-    `max_num_reqs`, `num_accepted_tokens_gpu`, `_mamba_state_idx_gpu`, `_mamba_ctx`."""
+    `max_num_reqs`, `num_accepted_tokens_gpu`, `_mamba_state_idx_gpu`, `_mamba_ctx`.
+
+    bounds: bounds on the requests' counts.
+    counters: what was done since the start.
+    mover: launches for the bound cache; None = its steps are left to vLLM.
+    checker: of check mode, else None.
+    """
 
     ours = True
-    """Set to False to hand all steps from now on to vLLM, as a comparison in one engine does."""
+    """False hands all steps from now on to vLLM, as a comparison inside one engine does."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -57,7 +136,7 @@ class AlignedStates(Base):
 
     def add_request(self, req_index: int, new_req_data: Any) -> None:
         super().add_request(req_index, new_req_data)
-        # Settled by vLLM only after it has loaded the model and made this object.
+        # vLLM settles the block size only after it has made this object.
         block = versions.seed_block_size(self.cache_config, self._slot_tables)
         if block != self.bounds.block_size:
             self.bounds.resize(block)
@@ -116,8 +195,8 @@ class AlignedStates(Base):
             return
         step = self._close(idx_mapping)
         if step is None:
-            # Not a step that was planned as it ends here: a pipeline rank that filtered its rows,
-            # or a step begun by vLLM. Its own kernel looks at every row.
+            # Not the rows that we began the step with: a pipeline rank has filtered them, or vLLM
+            # began the step. vLLM's own kernel looks at every row.
             self.counters.handed_back += 1
             super().postprocess_state(idx_mapping, num_sampled, num_computed_tokens)
             return
@@ -129,7 +208,7 @@ class AlignedStates(Base):
             self.mover.run(step, counts, POSTCOPY)
 
     def statistics(self) -> dict[str, Any]:
-        """The counters, copies included (waits for the device)."""
+        """The counters, copies and check mode's included. Waits for the device."""
         names = ("steps", "skipped", "candidates", "handed_back")
         found: dict[str, Any] = {name: int(getattr(self.counters, name)) for name in names}
         if self.mover is not None:
@@ -144,7 +223,7 @@ class AlignedStates(Base):
         return VllmCounts(self._mamba_state_idx_gpu, self.num_accepted_tokens_gpu, computed)
 
     def _close(self, idx_mapping: Tensor) -> StagedStep | None:
-        """The open step of these rows, which vLLM passes as the very tensor it began with."""
+        """The open step that began with this very tensor, or None."""
         for step in self._open:
             if step.rows is idx_mapping:
                 self._open.remove(step)
@@ -152,7 +231,7 @@ class AlignedStates(Base):
         return None
 
     def _bind(self, kv_cache_config: Any, block_tables: tuple[Tensor, ...]) -> None:
-        """Find the states and tables of a new cache; without them, vLLM's own path runs."""
+        """Make the mover of a new cache; if that cannot be done, vLLM's own path runs."""
         self._bound_to, self.mover = kv_cache_config, None
         self._open.clear()
         try:
@@ -160,11 +239,10 @@ class AlignedStates(Base):
         except Unhandled as why:
             self._unbound(str(why))
         except (AttributeError, ImportError, LookupError, TypeError, ValueError) as error:
-            # Nothing has been moved yet.
             self._unbound(f"its caches are not as known ({error!r})")
 
     def _unbound(self, why: str) -> None:
-        """The caches cannot be handled; nothing has been moved yet."""
+        """A cache cannot be handled; no state of it has been moved yet."""
         left_to_vllm(why)
 
     def _make_mover(self, kv_cache_config: Any, block_tables: tuple[Tensor, ...]) -> Mover:
@@ -180,7 +258,7 @@ class AlignedStates(Base):
         context = self.vllm_config.compilation_config.static_forward_context
         states = bind(kv_cache_config, groups, context, tables, is_conv_state_dim_first())
         copies = versions.copy_context(self, kv_cache_config, groups, block_tables)
-        # Checked against kernels that know nothing of retention.
+        # vLLM's kernels, which check mode compares with, know no retention.
         self.bounds.retain(None if checks() else versions.retained(kv_cache_config))
         mover = Mover(
             states, self.bounds, self.max_num_reqs, self._slot_tables is not None, self._depth + 1
@@ -201,7 +279,7 @@ class AlignedStates(Base):
             raise Unhandled(f"its Mamba blocks hold {block} tokens, no more than a step's drafts")
 
     def _tables(self, groups: list[int], block_tables: tuple[Tensor, ...]) -> list[Tensor]:
-        """Block tables of the cache groups: by request slot where vLLM hands those over, else by
+        """Block tables of the cache groups: by request slot where vLLM has those (0.32 on), else by
         row of the batch."""
         if self._slot_tables is None:
             return [block_tables[group] for group in groups]
@@ -217,7 +295,7 @@ class AlignedStates(Base):
 
 @functools.cache
 def model_state_class() -> type:
-    """The class for vLLM to instantiate: its own with our copies."""
+    """The class that vLLM instantiates: `AlignedStates` before its own."""
     from vllm.v1.worker.gpu.model_states.mamba_hybrid import (
         MambaHybridModelState,
     )

@@ -1,4 +1,4 @@
-"""All that differs between vLLM releases, and the configurations that are left to vLLM."""
+"""How vLLM releases differ, and which configurations are left to vLLM."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ARCHITECTURES = (
     "Qwen3_5MoeForConditionalGeneration",
     "Zamba2ForCausalLM",
 )
-"""Hybrid models with one window and one state per layer; a release knows some of them."""
+"""Hybrid models with one conv_state and one matrix per layer; a release knows some of them."""
 
 
 def parsed(version: str) -> tuple[int, ...]:
@@ -39,13 +39,13 @@ def parsed(version: str) -> tuple[int, ...]:
 
 
 def supported(version: str) -> bool:
-    """Whether this file knows the release; one before its own release (dev, rc) counts as not."""
+    """Whether this file knows the release; development builds and candidates count as unknown."""
     released = re.fullmatch(r"\d+\.\d+\.\d+(\.post\d+)?", version.split("+")[0])
     return released is not None and OLDEST <= parsed(version) <= NEWEST
 
 
 def unhandled(vllm_config: Any) -> str | None:
-    """Why this configuration is left to vLLM, or None when its copies are ours."""
+    """Why this configuration is left to vLLM; None if its copies are ours."""
     cache = vllm_config.cache_config
     if why := unhandled_by_both(vllm_config):
         return why
@@ -58,7 +58,7 @@ def unhandled(vllm_config: Any) -> str | None:
 
 
 def unhandled_by_both(vllm_config: Any) -> str | None:
-    """What neither vLLM's layout with our copies nor replay handles."""
+    """Why neither our copies nor replay handle this configuration, or None."""
     cache, parallel = vllm_config.cache_config, vllm_config.parallel_config
     speculative = vllm_config.speculative_config
     if not vllm_config.use_v2_model_runner:
@@ -77,9 +77,9 @@ def unhandled_by_both(vllm_config: Any) -> str | None:
 
 
 def replay_unhandled(vllm_config: Any) -> str | None:
-    """Why this configuration does not replay, or None when it does.
+    """Why this configuration does not replay; None if it does.
 
-    Decided before the first layer is built: without blocks for guesses, no step can be handed to
+    Asked before the first layer is built: without blocks for drafts, no step can be handed to
     vLLM's kernels later.
     """
     cache, parallel = vllm_config.cache_config, vllm_config.parallel_config
@@ -115,7 +115,7 @@ def replay_unhandled(vllm_config: Any) -> str | None:
 
 
 def platform_unhandled() -> str | None:
-    """Why layers on this device do not replay."""
+    """Why layers on this device do not replay, or None."""
     from vllm.platforms import current_platform
 
     if not current_platform.is_cuda():
@@ -126,7 +126,7 @@ def platform_unhandled() -> str | None:
 
 
 def without_spare_blocks(spec: Any) -> Any:
-    """The spec of a layer's cache without blocks for guesses."""
+    """The spec of a layer's cache without blocks for drafts."""
     from vllm import __version__
 
     if parsed(__version__) < (0, 27) and spec.mamba_cache_mode == "align":
@@ -137,22 +137,22 @@ def without_spare_blocks(spec: Any) -> Any:
 
 
 def pipeline_unhandled(vllm_config: Any, slot_tables: Any) -> str | None:
-    """Up to 0.31 vLLM hands over block tables in batch order only, which later steps overwrite
-    before a pipeline's earlier step ends."""
+    """Why this pipeline is left to vLLM, or None. Up to 0.31 block tables come in batch order only,
+    and later steps overwrite them before an earlier step of a pipeline ends."""
     if vllm_config.parallel_config.pipeline_parallel_size > 1 and slot_tables is None:
         return "pipeline parallelism before vLLM 0.32"
     return None
 
 
 def seed_block_size(cache_config: Any, slot_tables: Any) -> int:
-    """Tokens by which `add_request` divides for a request's first column: up to 0.31 not always
-    the Mamba block size."""
+    """Tokens by which vLLM's `add_request` divides for a request's first column. Up to 0.31 this is
+    not always the Mamba block size."""
     size: int = cache_config.block_size if slot_tables is None else cache_config.mamba_block_size
     return size
 
 
 def retained(kv_cache_config: Any) -> int | None:
-    """Interval at which boundaries of generated tokens are kept: None all, 0 none."""
+    """Interval (tokens) at which boundaries of generated tokens are kept: None = all, 0 = none."""
     # From 0.29 on in the configuration, before in the environment.
     if hasattr(kv_cache_config, "prefix_cache_retention_interval"):
         interval: int | None = kv_cache_config.prefix_cache_retention_interval
@@ -164,8 +164,8 @@ def retained(kv_cache_config: Any) -> int | None:
 
 
 def clear_dummy_tables(block_tables: tuple[Any, ...]) -> None:
-    """Have a dummy's rows name the null block. Up to 0.26 they name the blocks of the step before,
-    which may be a cached prefix by now, and the convolution would write a window into them."""
+    """Point the rows of a dummy run at the null block. Up to 0.26 they name the blocks of the step
+    before, which may be a cached prefix by now, and the convolution would write into them."""
     from vllm import __version__
 
     if parsed(__version__) < (0, 27):
@@ -176,7 +176,7 @@ def clear_dummy_tables(block_tables: tuple[Any, ...]) -> None:
 def copy_context(
     state: Any, kv_cache_config: Any, groups: list[int], block_tables: tuple[Any, ...]
 ) -> Any:
-    """The context that vLLM's own copy kernels run from; made on first use up to 0.31."""
+    """The context that vLLM's own copy kernels run from. Up to 0.31 it is made on first use."""
     if hasattr(state, "_ensure_align_ctx"):
         return state._ensure_align_ctx(kv_cache_config, groups, block_tables)
     return state._mamba_ctx
