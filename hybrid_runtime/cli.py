@@ -55,7 +55,7 @@ def generate(args: argparse.Namespace) -> None:
 
 
 def _check_fits(engine: Engine, prompt: str, params: SamplingParams) -> None:
-    """Refuse, as the server does, more output than there is room for: the engine would cut it."""
+    """`ValueError`, as in the server, for more output than fits; the engine would cut it."""
     length, most = len(engine.prepare(prompt, params).prompt), engine.config.max_model_len
     if length + params.max_tokens > most:
         raise ValueError(
@@ -65,9 +65,9 @@ def _check_fits(engine: Engine, prompt: str, params: SamplingParams) -> None:
 
 
 def _text(prompt: str) -> str:
-    """The prompt, or what standard input holds; `ValueError` for bytes that are no UTF-8."""
+    """The prompt, or standard input for `-`; `ValueError` for bytes that are not UTF-8."""
     name = "prompt" if prompt != "-" else "standard input"
-    # Bytes of an argument that are no UTF-8 arrive as surrogates.
+    # Bytes of an argument that are not UTF-8 arrive as surrogates.
     given = sys.stdin.buffer.read() if prompt == "-" else prompt.encode(errors="surrogateescape")
     try:
         return given.decode()
@@ -77,7 +77,7 @@ def _text(prompt: str) -> str:
 
 
 def show_demo(args: argparse.Namespace) -> None:
-    """The shipped model writes code; then a table of drafters and strategies."""
+    """Have the shipped model write code, then print a table of drafters and strategies."""
     demo.run(args.model, args.device)
 
 
@@ -109,7 +109,7 @@ def parser() -> argparse.ArgumentParser:
     g.add_argument("--stop", action="append", default=[], help="end at this text; may be repeated")
     g.add_argument(
         "--drafter", choices=("auto", "none", *get_args(DrafterName)), default="auto",
-        help="who guesses tokens; auto: the first of MTP, EAGLE and n-gram look-up that there is",
+        help="what drafts tokens; auto: the first of MTP, EAGLE and n-gram look-up that there is",
     )  # fmt: skip
     g.add_argument("--drafts", type=int, help="drafts per step; 3 with a drafter")
     g.add_argument("--eagle", metavar="MODEL", help="EAGLE head; sub-directory eagle of MODEL")
@@ -117,7 +117,7 @@ def parser() -> argparse.ArgumentParser:
         "--strategy",
         choices=get_args(Strategy),
         default="auto",
-        help="who says when states are saved",
+        help="when states are saved",
     )
     g.add_argument("--max-model-len", type=int, default=2048, help="tokens, prompt and output")
     g.add_argument("--block-size", type=int, help="tokens per block; derived from the layout")
@@ -156,7 +156,7 @@ def _add_model(command: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; 2 and one line on standard error for input that can't be used."""
+    """Run a command; its exit status: 2, with one line on standard error, for wrong input."""
     args = parser().parse_args(arguments)
     if hasattr(args, "verbose"):  # `serve` has a log of its own
         level = logging.INFO if args.verbose else logging.WARNING
@@ -164,7 +164,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         args.run(args)
     except BrokenPipeError:
-        # The reader has what it wanted; closing stderr keeps the interpreter from complaining.
+        # The reader has left. With stderr closed the interpreter does not complain.
         sys.stderr.close()
         return 0
     except (ValueError, RuntimeError, OSError, ArithmeticError) as error:

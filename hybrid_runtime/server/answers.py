@@ -26,25 +26,29 @@ Json = dict[str, Any]
 
 
 class Form(Protocol):
-    """How an endpoint spells its answers. whole, part: names of a whole answer's object, and of
-    one of a stream. prefix: of ids."""
+    """How an endpoint writes its answers.
+
+    whole: `object` of a whole answer.
+    part: `object` of a chunk of a stream.
+    prefix: of the answers' ids.
+    """
 
     whole: ClassVar[str]
     part: ClassVar[str]
     prefix: ClassVar[str]
 
     def beside(self, first: Completion) -> Json:
-        """What stands beside the choices of a whole answer; first: the first of them."""
+        """Fields of a whole answer beside `choices`, whose first is `first`."""
 
     def choice(self, index: int, completion: Completion) -> Json:
-        """One whole choice."""
+        """A choice of a whole answer."""
 
     def parts(self, index: int, delta: Delta, first: bool) -> Iterator[Json]:
-        """What a stream shows of a choice's delta, which may be its first."""
+        """A choice's chunks in a stream for one delta; `first`: it is the choice's first delta."""
 
 
 class EventStream(StreamingResponse):
-    """Server-sent events; what generates them is closed as soon as nobody reads them."""
+    """Server-sent events, whose generator is closed as soon as the client is gone."""
 
     media_type = "text/event-stream"
 
@@ -56,8 +60,13 @@ class EventStream(StreamingResponse):
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The answer to one request. body: what was asked. model: its name. batch: `n` jobs for every
-    prompt, one after the other."""
+    """The answer to one request.
+
+    body: the request.
+    model: name of the model.
+    batch: the jobs, `n` in a row for each prompt.
+    form: how the endpoint writes its answers.
+    """
 
     body: Sampled
     model: str
@@ -65,7 +74,7 @@ class Answer:
     form: Form
 
     async def respond(self, request: Request) -> Response:
-        """Run the batch. What fails before the first token is raised, in a stream too."""
+        """Run the batch. A failure before the first token is raised, in a stream too."""
         if not self.body.stream:
             await unless_gone(request, self.batch.finish())
             ended = self.batch.completions
@@ -77,7 +86,7 @@ class Answer:
         return EventStream(self._events(), headers={"Cache-Control": "no-cache"})
 
     async def _events(self) -> AsyncIterator[str]:
-        """Chunks of the stream. A failure ends it with an `error` event."""
+        """The stream's events. A failure ends it with an `error` event."""
         options = self.body.stream_options
         counts = options is not None and bool(options.include_usage)
         always = options is not None and bool(options.continuous_usage_stats)
@@ -112,8 +121,8 @@ class Answer:
         }
 
     def _usage(self, tokens: int) -> Json:
-        """Of prompts, each counted once however many choices it has, and of so many tokens of
-        completions. cached_tokens is known when a prompt's first choice has ended."""
+        """`usage` with this many tokens of completions. A prompt counts once, however many choices
+        it has; its cached tokens are known when its first choice has ended."""
         firsts = range(0, len(self.batch.jobs), self.body.n or 1)
         prompt_tokens = sum(len(self.batch.jobs[index].prompt) for index in firsts)
         ended = [self.batch.completions[i] for i in firsts if i in self.batch.completions]

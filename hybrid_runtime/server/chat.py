@@ -14,8 +14,7 @@ from hybrid_runtime.server import logprobs
 from hybrid_runtime.server.answers import Answer
 from hybrid_runtime.server.errors import ApiError
 from hybrid_runtime.server.generation import Batch, Job
-from hybrid_runtime.server.params import sampling_params
-from hybrid_runtime.server.schemas import ChatBody
+from hybrid_runtime.server.schemas import ChatBody, sampling_params
 from hybrid_runtime.server.service import Here
 
 router = APIRouter()
@@ -23,7 +22,12 @@ router = APIRouter()
 
 @dataclass(frozen=True, slots=True)
 class ChatForm:
-    """prompt: token ids. spell: the text of one token."""
+    """Answers of chat completions.
+
+    body: the request.
+    prompt: token ids of the conversation.
+    spell: the text of one token.
+    """
 
     body: ChatBody
     prompt: Sequence[int]
@@ -33,23 +37,23 @@ class ChatForm:
     prefix: ClassVar[str] = "chatcmpl"
 
     def beside(self, first: Completion) -> dict[str, Any]:
-        most, told = self.body.prompt_logprobs, first.prompt_logprobs or []
+        most, entries = self.body.prompt_logprobs, first.prompt_logprobs or []
         if most is None:
             return {}
-        return {"prompt_logprobs": logprobs.of_prompt(self.prompt, told, most, self.spell)}
+        return {"prompt_logprobs": logprobs.of_prompt(self.prompt, entries, most, self.spell)}
 
     def choice(self, index: int, completion: Completion) -> dict[str, Any]:
         message = {"role": "assistant", "content": completion.text, "refusal": None}
         choice = {
             "index": index,
             "message": message,
-            "logprobs": self._told(completion),
+            "logprobs": self._shown(completion),
             "finish_reason": completion.finish_reason,
         }
         return choice | ({"token_ids": completion.tokens} if self.body.return_token_ids else {})
 
     def parts(self, index: int, delta: Delta, first: bool) -> Iterator[dict[str, Any]]:
-        """The role and the end stand in parts of their own, as OpenAI sends them."""
+        """As OpenAI, in separate chunks: the role, the text, the finish reason."""
         empty = Delta("", [])
         if first:
             yield self._part(index, {"role": "assistant", "content": ""}, empty)
@@ -60,11 +64,11 @@ class ChatForm:
 
     def _part(self, index: int, shown: dict[str, Any], delta: Delta) -> dict[str, Any]:
         part = {
-            "index": index, "delta": shown, "logprobs": self._told(delta), "finish_reason": None,
+            "index": index, "delta": shown, "logprobs": self._shown(delta), "finish_reason": None,
         }  # fmt: skip
         return part | ({"token_ids": delta.tokens} if self.body.return_token_ids else {})
 
-    def _told(self, piece: Completion | Delta) -> dict[str, Any] | None:
+    def _shown(self, piece: Completion | Delta) -> dict[str, Any] | None:
         if piece.logprobs is None:
             return None
         return logprobs.of_chat(piece.tokens, piece.logprobs, self.spell)
@@ -80,7 +84,7 @@ async def chat_completions(body: ChatBody, request: Request, service: Here) -> R
     )
     given = (body.max_completion_tokens, body.max_tokens)
     asked = next((most for most in given if most is not None), None)
-    # As OpenAI's: without a word, all that there is room for.
+    # As OpenAI's: where nothing is given, all that there is room for.
     max_tokens = max(service.max_model_len - len(prompt), 1) if asked is None else asked
     service.check_length(len(prompt), max_tokens, "messages")
     params = sampling_params(
@@ -95,7 +99,7 @@ async def chat_completions(body: ChatBody, request: Request, service: Here) -> R
 
 
 def _logprobs(body: ChatBody) -> int | None:
-    """How many likely tokens to tell beside each; None: nothing of the kind."""
+    """Likely tokens to list beside each token of the output; None = no log-probabilities."""
     if body.logprobs:
         return body.top_logprobs or 0
     if body.top_logprobs:

@@ -1,4 +1,5 @@
-"""`hybrid-runtime serve DIR`: the command and its options."""
+"""The command `hybrid-runtime serve DIR`, with an option for every field of `ServerOptions` and
+`EngineConfig`; importing it needs nothing of the extra `server`."""
 
 from __future__ import annotations
 
@@ -15,11 +16,12 @@ from hybrid_runtime.engine.threads import use_threads
 from hybrid_runtime.server.options import ServerOptions
 
 KEY_VARIABLE = "HYBRID_RUNTIME_API_KEY"
+"""Environment variable that holds a key, where no `--api-key` is given."""
 DEFAULTS = {field.name: field.default for field in fields(ServerOptions)}
 NOT_SERVED = {"synthetic_acceptance"}
-"""Fields of `EngineConfig` that cannot be set: the text would be wrong."""
+"""Fields of `EngineConfig` that are no options, because texts would be wrong."""
 MAX_WAITING = 256
-"""The queue must end somewhere; the engine's own default is that it does not."""
+"""Default of `--max-waiting`; the engine's own has no limit."""
 
 ENGINE_HELP = {
     "drafter": "mtp, eagle, ngram, none, or auto: the first of these that there is",
@@ -32,13 +34,12 @@ ENGINE_HELP = {
     "max_waiting": "most requests that wait; others get status 429",
     "steps_ahead": "steps queued before the results of the first are read, 0 or 1 (1 on a GPU)",
     "graphs": "capture CUDA graphs (on a GPU)",
-    "strategy": "who decides when states are saved: auto, blocking, defer or always",
-    "state_layout": "replay: one state and the inputs behind it; columns: a state per draft",
-    "window": "replay: tokens whose inputs are kept before a state is written (15, with many "
-    "drafts 31)",
+    "strategy": "when states are saved: auto, blocking, defer or always",
+    "state_layout": "replay: one state and a ring of records; columns: a state per draft",
+    "window": "replay: tokens in the ring before a state is written (15, with many drafts 31)",
     "ssm_dtype": "of the SSM states: auto, float32, bfloat16 or float16 (the checkpoint's own)",
     "stochastic_rounding": "round half-precision states of decoding rows stochastically (off)",
-    "conv_layout": "of the convolution windows in memory: SD or DS",
+    "conv_layout": "of conv_state in memory: SD or DS",
     "block_size": "tokens per block (the smallest in which a state fits)",
     "memory_fraction": "share of the GPU's memory that may be in use",
     "num_blocks": "KV blocks and state blocks (by --memory-fraction; on a CPU for all requests)",
@@ -46,11 +47,11 @@ ENGINE_HELP = {
     "retention": "states kept for that: all, prompt, or each so many tokens (all)",
     "host_blocks": "KV blocks and state blocks in pinned host memory (none)",
 }
-"""By field of `EngineConfig`; in brackets what it is where nothing is given."""
+"""Help by field of `EngineConfig`; in brackets the default, where that is no number."""
 
 
 def _value(text: str) -> str | int | float | None:
-    """A number, none, or a name; `EngineConfig` checks which it must be."""
+    """A number, None or a name; `EngineConfig` checks which of them it may be."""
     if text == "none":
         return None
     for kind in (int, float):
@@ -62,7 +63,7 @@ def _value(text: str) -> str | int | float | None:
 
 
 def _add_engine_options(group: Any) -> None:
-    """An option for every field of `EngineConfig`. What is not given is left to it."""
+    """Add an option for every field of `EngineConfig`, which has the defaults."""
     for name, hint in get_type_hints(EngineConfig).items():
         if name in NOT_SERVED:
             continue
@@ -77,7 +78,7 @@ def _add_engine_options(group: Any) -> None:
 
 
 def _engine_help(name: str) -> str:
-    """With the default where that is a number."""
+    """The field's help, with its default where that is a number."""
     default = MAX_WAITING if name == "max_waiting" else getattr(EngineConfig(), name)
     number = type(default) in (int, float)
     return ENGINE_HELP[name] + (f" ({default})" if number else "")
@@ -121,7 +122,7 @@ def add_command(commands: Any) -> None:
 
 
 def serve_checkpoint(args: argparse.Namespace) -> None:
-    """Check everything, take the address, load the weights, serve."""
+    """Check the options, bind the address, load the weights, serve."""
     try:
         from hybrid_runtime.server import run
     except ModuleNotFoundError as error:
@@ -160,7 +161,7 @@ def server_options(args: argparse.Namespace) -> ServerOptions:
 
 
 def engine_options(args: argparse.Namespace) -> Any:
-    """Those fields of `EngineConfig` that were chosen; it checks them."""
+    """The fields of `EngineConfig` that were given, unchecked."""
     names = [field.name for field in fields(EngineConfig)]
     chosen = {name: getattr(args, name) for name in names if hasattr(args, name)}
     return {name: tuple(v) if isinstance(v, list) else v for name, v in chosen.items()}

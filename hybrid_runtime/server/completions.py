@@ -14,20 +14,25 @@ from hybrid_runtime.engine import Completion, Delta, TokenLogprobs
 from hybrid_runtime.server import logprobs
 from hybrid_runtime.server.answers import Answer
 from hybrid_runtime.server.generation import Batch, Job
-from hybrid_runtime.server.params import sampling_params
-from hybrid_runtime.server.schemas import CompletionBody
+from hybrid_runtime.server.schemas import CompletionBody, sampling_params
 from hybrid_runtime.server.service import Here
 
 DEFAULT_TOKENS = 16
-"""Of a completion whose body does not say, as OpenAI's."""
+"""`max_tokens` where a body has none, as OpenAI's."""
 
 router = APIRouter()
 
 
 @dataclass(frozen=True, slots=True)
 class CompletionForm:
-    """echoes: by choice, what stands in front of its text. prompts: token ids, by choice. spell:
-    the text of one token. shown: characters of tokens that were shown, by choice."""
+    """Answers of completions.
+
+    body: the request.
+    echoes: by choice, the text in front of its completion; "" without `echo`.
+    prompts: by choice, the token ids of its prompt.
+    spell: the text of one token.
+    shown: by choice, characters of the tokens whose log-probabilities were sent.
+    """
 
     body: CompletionBody
     echoes: Sequence[str]
@@ -46,8 +51,8 @@ class CompletionForm:
         most = self.body.prompt_logprobs
         if most is None:
             return choice
-        told = completion.prompt_logprobs or []
-        shown = logprobs.of_prompt(self.prompts[index], told, most, self.spell)
+        entries = completion.prompt_logprobs or []
+        shown = logprobs.of_prompt(self.prompts[index], entries, most, self.spell)
         return choice | {"prompt_logprobs": shown}
 
     def parts(self, index: int, delta: Delta, first: bool) -> Iterator[dict[str, Any]]:
@@ -56,21 +61,20 @@ class CompletionForm:
             yield self._choice(index, text, delta)
 
     def _choice(self, index: int, text: str, piece: Completion | Delta) -> dict[str, Any]:
-        told = None
+        shown = None
         if piece.logprobs is not None:
-            tokens, known = self._told(index, piece)
-            told = logprobs.of_completion(tokens, known, self.spell, self.shown[index])
-            self.shown[index] += sum(map(len, told["tokens"]))
+            tokens, entries = self._entries(index, piece)
+            shown = logprobs.of_completion(tokens, entries, self.spell, self.shown[index])
+            self.shown[index] += sum(map(len, shown["tokens"]))
         choice = {
-            "index": index, "text": text, "logprobs": told, "finish_reason": piece.finish_reason,
+            "index": index, "text": text, "logprobs": shown, "finish_reason": piece.finish_reason,
         }  # fmt: skip
         return choice | ({"token_ids": piece.tokens} if self.body.return_token_ids else {})
 
-    def _told(
+    def _entries(
         self, index: int, piece: Completion | Delta
     ) -> tuple[Sequence[int], list[TokenLogprobs | None]]:
-        """Tokens whose log-probabilities are shown: with `echo` those of the prompt first, as far
-        as it has run."""
+        """Tokens whose log-probabilities are sent, and these: with `echo`, of the prompt first."""
         known: list[TokenLogprobs | None] = [*(piece.logprobs or ())]
         if not self.body.echo or piece.prompt_logprobs is None:
             return piece.tokens, known
@@ -102,6 +106,6 @@ async def completions(body: CompletionBody, request: Request, service: Here) -> 
 
 
 def _prompt_logprobs(body: CompletionBody) -> int | None:
-    """How many likely tokens to tell beside each of the prompt; None: nothing of the kind."""
+    """Likely tokens to list beside each token of the prompt; None = no log-probabilities."""
     asked = (body.prompt_logprobs, body.logprobs if body.echo else None)
     return max((most for most in asked if most is not None), default=None)

@@ -48,7 +48,7 @@ async def embeddings(body: EmbeddingBody, request: Request, service: Here) -> Re
 
 
 def _count(service: Service, body: EmbeddingBody) -> int:
-    """Tokens of all inputs, each of which must fit; `ApiError` for one that cannot be embedded."""
+    """Tokens of all inputs; `ApiError` for one that is too long or cannot be embedded."""
     engine, count = service.engine.engine, 0
     for prompt in body.input:
         try:

@@ -19,7 +19,7 @@ CLIENT_GONE = 499
 """Status, in logs and metrics, of a request whose client has left."""
 
 LONGEST = 500
-"""Characters of a message."""
+"""Most characters of an error's message."""
 
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 _CODES = {
@@ -31,8 +31,13 @@ _CODES = {
 
 
 class ApiError(Exception):
-    """An answer other than 200. status: of HTTP. param: the field that is wrong. code: for
-    programs; None = the usual one of the status."""
+    """Answers a request with an error.
+
+    status: HTTP status.
+    message: one line for the user.
+    param: the field that is wrong.
+    code: OpenAI's name of the error; None = the usual one of the status.
+    """
 
     def __init__(
         self, status: int, message: str, *, param: str | None = None, code: str | None = None
@@ -42,8 +47,10 @@ class ApiError(Exception):
 
 
 def refused(error: ValueError, prompt: str = "prompt") -> ApiError:
-    """The answer to what the engine refuses: its errors begin with the argument that is wrong.
-    prompt: the field that the engine knows as the prompt."""
+    """The answer to a `ValueError` of the engine, whose message begins with the wrong argument.
+
+    prompt: the field that holds what the engine calls the prompt.
+    """
     param = str(error).split(" ", 1)[0]
     return ApiError(400, str(error), param=prompt if param == "prompt" else param)
 
@@ -52,8 +59,7 @@ _OURS = (ApiError, QueueFull, EngineClosed, ClientDisconnect)
 
 
 def body(error: BaseException) -> tuple[int, dict[str, Any]]:
-    """Status and JSON of an error. Of what is not the client's doing the client is told nothing: it
-    belongs into the log."""
+    """Status and JSON of an error. What went wrong inside the server is only for the log."""
     match error:
         case ApiError():
             status, message = error.status, str(error)
@@ -88,7 +94,7 @@ def response(error: BaseException) -> Response:
 
 
 def install(app: FastAPI) -> None:
-    """Let an application answer every failure in this form."""
+    """Have an application answer every failure in this form."""
 
     async def answer(_: Request, error: Exception) -> Response:
         return response(error)
@@ -107,8 +113,8 @@ def _json(
 
 
 def _line(text: str) -> str:
-    """As one line of bounded length that can be sent: what clients have written may hold line
-    breaks and lone surrogates."""
+    """One line of at most `LONGEST` characters in valid Unicode: what clients sent may be quoted in
+    it, with line breaks and lone surrogates."""
     text = " ".join(text.split()).encode(errors="backslashreplace").decode()
     return text if len(text) <= LONGEST else text[: LONGEST - 3] + "..."
 
@@ -118,7 +124,7 @@ def _first(error: RequestValidationError) -> tuple[str, str | None, str | None]:
     first: Mapping[str, Any] = error.errors()[0]
     if first["type"] == "json_invalid":
         return f"the body is not JSON: {first['ctx']['error']}", None, "invalid_json"
-    # The body's own name stands first; pydantic adds those of a union's members, as no field is.
+    # The first is "body". pydantic adds names of a union's members, which no field is called.
     names = [str(part) for part in first["loc"][1:] if part != "str" and "[" not in str(part)]
     param = ".".join(names) or None
     message = str(first["msg"]).removeprefix("Value error, ")
@@ -140,6 +146,6 @@ def _first(error: RequestValidationError) -> tuple[str, str | None, str | None]:
 
 
 def _shown(value: object) -> str:
-    """A value as JSON writes it, or its beginning."""
+    """A value as JSON, cut to 80 characters."""
     text = json.dumps(value)
     return text if len(text) <= 80 else text[:77] + "..."

@@ -1,4 +1,4 @@
-"""What every request passes before its route: the key, the limits, and the counting."""
+"""What every request passes before its route: API key, limits and counters."""
 
 from __future__ import annotations
 
@@ -18,13 +18,19 @@ from hybrid_runtime.server.metrics import Metrics
 from hybrid_runtime.server.options import ServerOptions
 
 GUARDED = ("/v1/", "/tokenize", "/detokenize")
-"""Paths that need a key, and have limits: those on which there is work to do."""
+"""Beginnings of the paths that do work; they need a key and have limits."""
 
 logger = logging.getLogger(__name__)
 
 
 class Gate:
-    """Stands around an ASGI application. paths: those that are counted by their names."""
+    """An ASGI application around another.
+
+    app: the inner application.
+    options: keys and limits.
+    metrics: counts requests.
+    paths: paths that are counted by name; all others count as "other".
+    """
 
     def __init__(
         self, app: ASGIApp, options: ServerOptions, metrics: Metrics, paths: Sequence[str]
@@ -54,7 +60,7 @@ class Gate:
             await self._pass(scope, receive, named)
         except Exception:
             logger.exception("%s %s failed (%s)", scope["method"], scope["path"], request_id)
-            if not ended:  # the connection must be closed, and uvicorn does that
+            if not ended:  # uvicorn then closes the connection
                 raise
         finally:
             self._metrics.http_open.dec()
@@ -63,7 +69,7 @@ class Gate:
             self._metrics.seconds.observe(time.perf_counter() - started)
 
     async def _pass(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Refuse a request, or let it through."""
+        """Refuse a request, or pass it on."""
         if not scope["path"].startswith(GUARDED):
             await self.app(scope, receive, send)
             return
@@ -78,7 +84,7 @@ class Gate:
             self._open -= 1
 
     def _refusal(self, scope: Scope) -> ApiError | None:
-        """Why a request may not pass, if it may not; its key is noted in the scope."""
+        """Why a request is refused, or None; puts its key into the scope as `api_key`."""
         if self._keys:
             given = Headers(scope=scope).get("authorization", "")
             kind, _, key = given.partition(" ")
@@ -98,7 +104,7 @@ class Gate:
         return ApiError(413, f"the request's body is too large; it may have {most} bytes")
 
     def _bounded(self, receive: Receive) -> Receive:
-        """The same messages; those of the body must come in time, and not be too many."""
+        """`receive` with limits on the body: 408 if it comes too late, 413 if it is too large."""
         end = asyncio.get_running_loop().time() + self._options.body_seconds
         size, more = 0, True
 

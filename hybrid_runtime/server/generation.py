@@ -1,4 +1,4 @@
-"""The completions of one HTTP request, side by side in the engine."""
+"""The completions of one HTTP request, run side by side in the engine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One completion that is wanted. prompt: token ids. tenant, deadline: of `Engine.submit`."""
+    """One completion.
+
+    prompt: token ids.
+    params: for sampling.
+    tenant: whose cached prefixes it may use.
+    deadline: seconds after which it ends with what it has; None = none.
+    """
 
     prompt: Tokens | list[int]
     params: SamplingParams
@@ -29,9 +35,13 @@ class Job:
 
 @dataclass(slots=True)
 class Batch:
-    """The jobs of one request. completions: of those that have ended, by job.
+    """The jobs of one request: `begin`, then `deltas`, which must be read to the end or closed, so
+    that nothing is left in the engine.
 
-    `begin`, then `deltas` to its end or until it is closed: nothing is left in the engine then.
+    engine: runs the jobs.
+    metrics: counts their ends.
+    jobs: what to run.
+    completions: of the jobs that have ended, by index.
     """
 
     engine: AsyncEngine
@@ -42,10 +52,10 @@ class Batch:
     _news: asyncio.Queue[tuple[int, Delta] | Exception] = field(default_factory=asyncio.Queue)
     _first: tuple[int, Delta] | None = None
     _submitted: int = 0
-    _turn: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(0))
+    _room: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(0))
 
     async def begin(self) -> None:
-        """Start all jobs and wait for the first delta; what fails before that is raised."""
+        """Start all jobs and wait for the first delta; a failure before that is raised."""
         self._tasks = [asyncio.create_task(self._run(index)) for index in range(len(self.jobs))]
         try:
             self._first = await self._next()
@@ -54,8 +64,8 @@ class Batch:
             raise
 
     async def deltas(self) -> AsyncGenerator[tuple[int, Delta], None]:
-        """Job and delta, as they come, until all jobs have ended. The first failure is raised, and
-        ends the other jobs."""
+        """Index of a job and its delta, as they come, until all jobs have ended. The first failure
+        is raised and ends the other jobs."""
         assert self._first is not None, "begin() comes first"
         left, news = len(self.jobs), self._first
         try:
@@ -69,7 +79,7 @@ class Batch:
             await self._end()
 
     async def finish(self) -> None:
-        """Run all jobs to their ends."""
+        """Run all jobs to their end."""
         await self.begin()
         async with aclosing(self.deltas()) as deltas:
             async for _ in deltas:
@@ -87,11 +97,11 @@ class Batch:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _run(self, index: int) -> None:
-        """Pass one job's deltas on, or its failure."""
+        """Queue one job's deltas, or its failure."""
         reason = "abort"
         try:
             while not await self._submit(index):
-                await self._turn.acquire()
+                await self._room.acquire()
             reason = self.completions[index].finish_reason
         except Exception as error:
             reason = "refused" if isinstance(error, QueueFull) else "error"
@@ -100,8 +110,8 @@ class Batch:
             self.metrics.ended.labels(reason).inc()
 
     async def _submit(self, index: int) -> bool:
-        """Pass one job's deltas on; False if the queue is full, but other jobs of this batch stand
-        in it or run, and will make room."""
+        """Queue one job's deltas. False if the engine's queue is full and another job of this batch
+        will make room; `QueueFull` if there is no other job."""
         job, refused = self.jobs[index], False
         self._submitted += 1
         stream = self.engine.stream(
@@ -121,13 +131,13 @@ class Batch:
         finally:
             self._submitted -= 1
             if not refused:
-                self._turn.release()
+                self._room.release()
         return not refused
 
 
 async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """What `work` returns; it is cancelled, and `ClientDisconnect` raised, if the client leaves
-    before. The request's body must have been read."""
+    """What `work` returns. If the client leaves before, `work` is cancelled and `ClientDisconnect`
+    raised. The request's body must have been read."""
 
     async def left() -> None:
         while (await request.receive())["type"] != "http.disconnect":

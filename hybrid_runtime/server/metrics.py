@@ -1,4 +1,4 @@
-"""What `/metrics` tells, in Prometheus' text form."""
+"""The counters of `/metrics`, in Prometheus' text form."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _SECONDS = (0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 
 
 class Metrics(Collector):
-    """Counts of the server, and those of the engine at the time when they are asked for, all of
-    them with the label `model_name`."""
+    """Counters of the server and, read when they are asked for, of the engine, all with the label
+    `model_name`."""
 
     def __init__(self, engine: Engine, model_name: str) -> None:
         self._label = {"model_name": model_name}
@@ -54,7 +54,7 @@ class Metrics(Collector):
             self.itl.observe(seconds)
 
     def text(self) -> bytes:
-        """All of it, as Prometheus reads it."""
+        """All counters in Prometheus' text form."""
         return generate_latest(self)
 
     def collect(self) -> Iterator[Metric]:
@@ -70,8 +70,8 @@ class Metrics(Collector):
 
 
 class EngineCollector(Collector):
-    """Reads the counters of an engine when it is asked. The engine's thread may be in a step: each
-    counter is then from before it or after it."""
+    """Reads an engine's counters. Its thread may be in the middle of a step: each counter is then
+    from before it or from after it."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -112,7 +112,7 @@ class EngineCollector(Collector):
         )
 
     def _blocks(self) -> Iterator[Metric]:
-        """Of both pools: all, those that requests own, those that can be found by their content."""
+        """Blocks of both pools: all, those of requests, and those found by content."""
         scheduler = self._engine.scheduler
         pools = {"kv": scheduler.kv.pool, "state": scheduler.state.pool}
         for name, help, values in (

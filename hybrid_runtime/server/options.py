@@ -1,4 +1,4 @@
-"""What a server is asked for."""
+"""What can be set of the server itself: `ServerOptions`."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ class ServerOptions:
     """What requests call the model, and `/v1/models` lists."""
 
     api_keys: tuple[str, ...] = ()
-    """Keys, one of which every request for work (`gate.GUARDED`) must bring. None: everybody is let
-    in. Requests with different keys never share cached prefixes."""
+    """Keys, one of which every request to a path in `gate.GUARDED` must bring; () = none is needed.
+    Requests with different keys never share cached prefixes."""
 
     max_body_bytes: int = 4 * 2**20
     """Bytes of the largest request body."""
@@ -24,14 +24,14 @@ class ServerOptions:
     """Most completions (prompts × `n`), or embeddings, of one request."""
 
     max_concurrency: int = 1024
-    """Requests for work that are open at once; others get status 429 before their body is
-    read."""
+    """Most requests to these paths that are open at once; others get status 429 before their body
+    is read."""
 
     body_seconds: float = 30.0
-    """Seconds within which a request's body must have come."""
+    """Seconds within which a request's body must arrive."""
 
     drain_seconds: float = 30.0
-    """Seconds that open requests have to end after SIGTERM; the others are aborted then."""
+    """Seconds that open requests have to end after SIGTERM or SIGINT; then they are aborted."""
 
     access_log: bool = False
     """Log a line per request."""

@@ -1,4 +1,4 @@
-"""From a socket to a server that drains: uvicorn around the application."""
+"""Runs the application on a socket under uvicorn, and drains it at the end."""
 
 from __future__ import annotations
 
@@ -20,15 +20,20 @@ from hybrid_runtime.server.options import ServerOptions
 logger = logging.getLogger(__name__)
 
 LAST_WORDS = 1.0
-"""Seconds in which a stream that is cut off can tell its reader so."""
+"""Seconds in which a stream that is cut off can send its end."""
 
 _LOOPBACK = ("127.", "::1")
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket at an address, which nobody can reach until the server listens on it; port 0 is a
-    free one. `ValueError` for an address that can't be had."""
+    """A socket bound to an address; it takes no connections until the server listens on it.
+
+    host: name or IP address.
+    port: 0 = a free one.
+
+    `ValueError` for an address that cannot be bound.
+    """
     if not 0 <= port < 2**16:  # getaddrinfo would take the rest of the division
         raise ValueError(f"port is {port}; it must be in 0..{2**16 - 1}")
     try:
@@ -49,8 +54,12 @@ def url(bound: socket.socket) -> str:
 
 
 class Server(uvicorn.Server):
-    """Serves one engine. SIGTERM and SIGINT let open requests end, for `drain_seconds` at most; a
-    second signal that is SIGINT cuts them off at once. ready: called once it listens.
+    """Serves one engine. SIGTERM and SIGINT let open requests end, for at most `drain_seconds`; a
+    SIGINT after either aborts them at once.
+
+    engine: what is served.
+    options: of the server.
+    ready: called when it listens.
 
     interrupted: there was a SIGINT.
     """
@@ -90,8 +99,8 @@ class Server(uvicorn.Server):
             await asyncio.gather(cutting, return_exceptions=True)
 
     async def _cut_off(self) -> None:
-        """When the drain is over, end what is still open. uvicorn would cancel the tasks, which
-        leaves streams without an end and the log full of tracebacks."""
+        """When the drain is over, abort what is still open. uvicorn would cancel the tasks, which
+        leaves streams without an end and tracebacks in the log."""
         with suppress(TimeoutError):
             await asyncio.wait_for(self._hurry.wait(), self._drain_seconds)
         if count := len(self.server_state.connections):
@@ -103,12 +112,12 @@ class Server(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Nothing: `serve` has done it. uvicorn would raise all signals again in the end, which
-        ends the process by them."""
+        """Does nothing, because `serve` has set the handlers. uvicorn would raise all signals again
+        in the end, and so end the process by them."""
         yield
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Of a signal: drain, or cut the drain short."""
+        """On a signal: drain, or end the drain."""
         if sig == signal.SIGINT and self.should_exit:
             signal.signal(signal.SIGINT, signal.SIG_DFL)  # a third one kills, whatever hangs
             if self._loop is not None:
@@ -118,14 +127,14 @@ class Server(uvicorn.Server):
 
 
 def serve(engine: Engine, options: ServerOptions, bound: socket.socket) -> None:
-    """Serve until SIGTERM or SIGINT; `KeyboardInterrupt` in the end if there was a SIGINT."""
+    """Serve until SIGTERM or SIGINT; `KeyboardInterrupt` at the end if there was a SIGINT."""
     address = url(bound)
     if not options.api_keys and not bound.getsockname()[0].startswith(_LOOPBACK):
         logger.warning("%s can be reached from outside, and asks for no API key", address)
     server = Server(engine, options, lambda: logger.info("listening on %s", address))
     before = {sig: signal.signal(sig, server.handle_exit) for sig in _SIGNALS}
-    # What was imported and built lives as long as the server. Without this, full collections would
-    # stop all requests for as long as it takes to look at some 300,000 objects.
+    # What was imported and built lives as long as the server: some 300,000 objects, which every
+    # full garbage collection would visit while all requests wait.
     gc.collect()
     gc.freeze()
     try:

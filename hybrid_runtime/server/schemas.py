@@ -1,13 +1,14 @@
-"""Bodies of requests, as OpenAI defines them, and the fields that vLLM has added.
+"""Bodies of requests, as OpenAI and vLLM define them, and the `SamplingParams` that they give.
 
-A field that is not listed here is refused, as OpenAI does. Of the listed ones, those that cannot
-change an answer here are accepted and ignored; those that would change it, and are not implemented,
-are refused unless they ask for nothing. Null is OpenAI's default everywhere.
+A field that is not listed here is refused, as OpenAI does. Listed fields that cannot change an
+answer here are accepted and ignored. Those that would change it, and are not implemented, are
+refused unless they ask for nothing. Null is the default of every field that may be left out.
 """
 
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -19,6 +20,10 @@ from pydantic import (
     PlainValidator,
     model_validator,
 )
+
+from hybrid_runtime.engine import SamplingParams
+from hybrid_runtime.models.json_fields import shown
+from hybrid_runtime.server.errors import ApiError, refused
 
 Prompts = list[str | list[int]]
 
@@ -49,7 +54,7 @@ def _is_id(value: object) -> bool:
 
 
 def _unicode(value: Any) -> Any:
-    """Refuse text that tokenizers cannot take, also inside of other values: JSON may hold it."""
+    """The value, unless it holds lone surrogates: JSON may have them, tokenizers refuse them."""
     try:
         (value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)).encode()
     except UnicodeEncodeError:
@@ -58,14 +63,13 @@ def _unicode(value: Any) -> Any:
 
 
 def _texts(value: Any) -> Any:
-    """One or many texts, as a list without the empty ones, which ask for nothing."""
+    """One or many texts as a list, without empty ones, which ask for nothing."""
     value = [value] if isinstance(value, str) else value
     return [text for text in value if text != ""] if _is_list(value) else value
 
 
 def _unless(*nothing: Any) -> BeforeValidator:
-    """For a field that would change the answer: it must be null, or one of these values, which ask
-    for nothing."""
+    """For a field that is not implemented: it must be null or one of `nothing`."""
 
     def check(value: Any) -> None:
         if value is not None and not any(
@@ -93,13 +97,13 @@ PromptField = Annotated[
 
 
 class Strict(BaseModel):
-    """Strict types, and no field that is not known."""
+    """Strict types, and no unknown field."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
 class Body(Strict):
-    """What all bodies share."""
+    """Fields of all bodies."""
 
     model: str | None = None
     user: Ignored = None
@@ -115,7 +119,7 @@ class StreamOptions(Strict):
 
 
 class Sampled(Body):
-    """What completions and chat completions share."""
+    """Fields of completions and chat completions."""
 
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
@@ -149,7 +153,7 @@ class Sampled(Body):
     # Of this server.
     deadline: Annotated[float, Field(ge=0)] | None = None
 
-    # OpenAI's, for its own models or its own books.
+    # OpenAI's, for its own models or its own accounts.
     store: Ignored = None
     prompt_cache_key: Ignored = None
     prompt_cache_options: Ignored = None
@@ -157,7 +161,7 @@ class Sampled(Body):
     safety_identifier: Ignored = None
     service_tier: Ignored = None
 
-    # vLLM's that say something only beside others that are refused, or on other paths.
+    # vLLM's that mean something only with other fields, which are refused, or on other paths.
     length_penalty: Ignored = None
     return_mm_kwargs: Ignored = None
     return_token_offsets: Ignored = None
@@ -210,7 +214,7 @@ class TextPart(Strict):
 
 
 class Message(Strict):
-    """One of a chat. An assistant's may be one of ours, sent back as it came."""
+    """A message of a chat. An answer of this server may be sent back as it came."""
 
     role: Literal["system", "developer", "user", "assistant"]
     content: Text | list[TextPart]
@@ -222,7 +226,7 @@ class Message(Strict):
     tool_calls: UnsupportedList = None
 
     def rendered(self) -> dict[str, str]:
-        """As chat templates take it; parts of text stand on lines of their own, as vLLM has it."""
+        """As chat templates take it, with each part of text on a line of its own, as in vLLM."""
         parts = [self.content] if isinstance(self.content, str) else [p.text for p in self.content]
         named = {} if self.name is None else {"name": self.name}
         return {"role": self.role, "content": "\n".join(parts)} | named
@@ -232,7 +236,7 @@ Messages = Annotated[list[Message], Field(min_length=1)]
 
 
 class Conversation(Strict):
-    """What vLLM lets a client say of how a conversation becomes a prompt."""
+    """vLLM's fields about how a conversation becomes a prompt."""
 
     chat_template_kwargs: Variables | None = None
     add_generation_prompt: Annotated[None, _unless(True)] = None
@@ -253,7 +257,7 @@ class ChatBody(Sampled, Conversation):
 
     parallel_tool_calls: Ignored = None
     prediction: Ignored = None
-    include_reasoning: Ignored = None  # vLLM, of models whose thoughts it knows
+    include_reasoning: Ignored = None  # vLLM, for models whose reasoning it parses
 
     add_special_tokens: UnsupportedFlag = None
     audio: Unsupported = None
@@ -309,3 +313,71 @@ class DetokenizeBody(Body):
     """Of `/detokenize`."""
 
     tokens: TokenIds
+
+
+_DEFAULTED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+
+
+def sampling_params(
+    body: Sampled,
+    default: SamplingParams,
+    max_tokens: int,
+    logprobs: int | None,
+    prompt_logprobs: int | None,
+) -> list[SamplingParams]:
+    """Parameters of each choice of a prompt; `ApiError` for values that the engine refuses.
+
+    body: the request. Its seed, which OpenAI allows to be negative, is taken modulo 2**63; a
+        negative `top_k`, which vLLM allows, is 0.
+    default: the checkpoint's own, for what the body leaves out; if greedy, OpenAI's, which samples.
+    max_tokens: most tokens of the output.
+    logprobs: likely tokens to list beside each token of the output; None = no log-probabilities.
+    prompt_logprobs: the same for tokens of the prompt.
+    """
+    if default.temperature == 0:
+        default = SamplingParams(temperature=1.0)
+    given = {name: getattr(body, name) for name in _DEFAULTED}
+    given = {name: value for name, value in given.items() if value is not None}
+    if "top_k" in given:
+        given["top_k"] = max(given["top_k"], 0)
+    try:
+        return replace(
+            default,
+            **given,
+            presence_penalty=body.presence_penalty or 0.0,
+            frequency_penalty=body.frequency_penalty or 0.0,
+            logit_bias=_logit_bias(body),
+            allowed_token_ids=_tuple(body.allowed_token_ids),
+            bad_words=tuple(body.bad_words or ()),
+            min_tokens=body.min_tokens or 0,
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+            n=body.n or 1,
+            seed=None if body.seed is None else body.seed % 2**63,
+            max_tokens=max_tokens,
+            stop=tuple(body.stop or ()),
+            stop_token_ids=tuple(body.stop_token_ids or ()),
+            ignore_eos=bool(body.ignore_eos),
+            include_stop_str_in_output=bool(body.include_stop_str_in_output),
+            skip_special_tokens=body.skip_special_tokens is not False,
+        ).each()
+    except ValueError as error:
+        raise refused(error) from error
+
+
+def _tuple(tokens: list[int] | None) -> tuple[int, ...] | None:
+    return None if tokens is None else tuple(tokens)
+
+
+def _logit_bias(body: Sampled) -> dict[int, float] | None:
+    """The bias by token id; JSON has only text for keys."""
+    if body.logit_bias is None:
+        return None
+    try:
+        return {int(token): value for token, value in body.logit_bias.items()}
+    except ValueError as error:
+        raise ApiError(
+            400,
+            f"logit_bias has keys {shown(list(body.logit_bias))}; they must be token ids",
+            param="logit_bias",
+        ) from error

@@ -1,4 +1,4 @@
-"""What the routes share: the engine, its names and limits."""
+"""What the routes share: the engine, and checks and conversions that need it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """engine: runs. created: Unix time at which the server began."""
+    """What a route is handed.
+
+    engine: running.
+    options: of the server.
+    metrics: of the server and the engine.
+    created: Unix time at which the server started.
+    """
 
     engine: AsyncEngine
     options: ServerOptions
@@ -35,11 +41,11 @@ class Service:
 
     @property
     def default_params(self) -> SamplingParams:
-        """The checkpoint's own, of `generation_config.json`."""
+        """Those of the checkpoint's `generation_config.json`."""
         return self.engine.engine.default_params
 
     def check_model(self, name: str | None) -> None:
-        """`ApiError` for a model that is not the one served; None means that one."""
+        """`ApiError` for another model than the one served; None means that one."""
         if name not in (None, self.options.model_name):
             raise ApiError(
                 404, f"model {name!r} does not exist; it must be {self.options.model_name!r}",
@@ -47,7 +53,7 @@ class Service:
             )  # fmt: skip
 
     async def encode(self, prompts: Sequence[Prompt], param: str) -> list[Tokens]:
-        """Token ids of prompts, by another thread; `ApiError` for one that cannot run."""
+        """Token ids of prompts, made in another thread; `ApiError` for one that cannot run."""
         engine = self.engine.engine
 
         def work() -> list[Tokens]:
@@ -59,15 +65,15 @@ class Service:
     async def chat_prompt(
         self, messages: Sequence[dict[str, str]], template_options: Mapping[str, Any] | None
     ) -> list[int]:
-        """Token ids of a conversation, by another thread; `ApiError` for one that cannot run."""
+        """Token ids of a conversation, made in another thread; `ApiError` if it cannot run."""
         make = self.engine.engine.chat_prompt
         return await _refused(
             "messages", partial(make, messages, template_options=template_options)
         )
 
     async def check(self, jobs: Iterable[Job], prompt: str) -> None:
-        """`ApiError` for a job that the engine refuses, before any of them begins. Later, what it
-        raises would be a failure of the server. prompt: the field that holds the prompts."""
+        """`ApiError` for a job that the engine refuses, before any of them starts: later, its error
+        would count as a failure of the server. prompt: the field that holds the prompts."""
         prepare = self.engine.engine.prepare
 
         def work() -> None:
@@ -80,7 +86,7 @@ class Service:
             raise refused(error, prompt) from error
 
     def spell(self, token: int) -> str:
-        """The text of one token; where it is only part of a character, a sign for that."""
+        """The text of one token; U+FFFD where that is only part of a character."""
         return self.text([token])
 
     def text(self, prompt: str | Sequence[int]) -> str:
@@ -91,7 +97,7 @@ class Service:
         return "" if tokenizer is None else tokenizer.decode(prompt, skip_special_tokens=False)
 
     def check_length(self, prompt: int, output: int, param: str) -> None:
-        """`ApiError` for a request of more tokens than the engine has room for."""
+        """`ApiError` for a request of more than `max_model_len` tokens."""
         most = self.max_model_len
         if prompt + output > most:
             raise ApiError(
@@ -101,7 +107,7 @@ class Service:
             )  # fmt: skip
 
     def check_choices(self, count: int, param: str) -> None:
-        """`ApiError` for more prompts and choices than one request may have."""
+        """`ApiError` for more results than one request may ask for."""
         most = self.options.max_choices
         if count > most:
             raise ApiError(
@@ -109,12 +115,12 @@ class Service:
             )
 
     def tenant(self, request: Request, salt: str | None = None) -> str:
-        """Whose cached prefixes a request may use: those of the same key and salt."""
+        """The name under which a request shares cached prefixes: its key and salt."""
         return f"{request.scope.get('api_key', '')}/{salt or ''}"
 
 
 async def _refused(param: str, work: Callable[[], T]) -> T:
-    """What `work` returns, in another thread; its `ValueError` is the fault of this field."""
+    """What `work` returns, run in another thread; `ApiError` about `param` for its `ValueError`."""
     try:
         return await asyncio.to_thread(work)
     except ValueError as error:
@@ -126,4 +132,4 @@ def _service(request: Request) -> Service:
 
 
 Here = Annotated[Service, Depends(_service)]
-"""The service, as an argument of a route."""
+"""Type of a route's argument that is the service."""

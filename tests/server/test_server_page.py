@@ -13,7 +13,7 @@ from helpers.http_server import shipped
 
 from hybrid_runtime.cli import parser
 from hybrid_runtime.engine import EngineConfig
-from hybrid_runtime.server import about, chat, completions, embeddings, schemas, tokenizer
+from hybrid_runtime.server import app, chat, completions, embeddings, schemas, tokenizer
 from hybrid_runtime.server.metrics import PREFIX, Metrics
 
 PAGE = (Path(__file__).parents[2] / "docs" / "server.md").read_text()
@@ -38,7 +38,7 @@ def test_every_option() -> None:
 
 
 def test_every_path() -> None:
-    routers = (about.router, chat.router, completions.router, embeddings.router, tokenizer.router)
+    routers = (app.router, chat.router, completions.router, embeddings.router, tokenizer.router)
     paths = {
         re.sub(r"\{.*\}", "NAME", route.path)
         for router in routers for route in router.routes if isinstance(route, APIRoute)
