@@ -1,5 +1,7 @@
-"""The command `hybrid-runtime serve DIR`, with an option for every field of `ServerOptions` and
-`EngineConfig`; importing it needs nothing of the extra `server`."""
+"""The command `hybrid-runtime serve DIR`: options of the server and of the engine.
+
+Importing it needs nothing of the extra `server`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A server of this package in a thread, on a port of its own."""
+"""A server of this package in a thread, on a port of its own.
+
+`served`, `client` and `alone` are fixtures of all tests in tests/server, one each per process.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +15,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import httpx
+import openai
+import pytest
 from helpers.small_engine import nothing_leaked
 from prometheus_client.parser import text_string_to_metric_families
 
 from hybrid_runtime import demo
 from hybrid_runtime.engine import Engine
+from hybrid_runtime.engine.chat import ChatTemplate
 from hybrid_runtime.server.options import ServerOptions
 from hybrid_runtime.server.run import Server, bind, url
 
@@ -25,6 +31,11 @@ SIZES: dict[str, Any] = {
     "device": "cpu", "drafter": "mtp", "max_requests": 4, "max_model_len": 256, "block_size": 16,
     "max_waiting": 64,
 }  # fmt: skip
+TEMPLATE = (
+    "{% for m in messages %}"
+    "{% if m.role == 'developer' %}{{ raise_exception('no developers') }}{% endif %}"
+    "{{ m.role }}: {{ m.content }}\n{% endfor %}{{ mood }}def "
+)
 
 
 def shipped(**options: Any) -> Engine:
@@ -88,3 +99,25 @@ def running(engine: Engine, **options: Any) -> Iterator[Running]:
         thread.join(60)
     assert not thread.is_alive()
     nothing_leaked(engine)
+
+
+@pytest.fixture(scope="session")
+def served() -> Iterator[Running]:
+    """The server of tests that leave nothing behind, for requests of at most 8 results."""
+    engine = shipped()
+    engine.chat_template = ChatTemplate({"default": TEMPLATE}, {}, {"default": "here"})
+    with running(engine, max_body_bytes=100_000, max_choices=8) as server:
+        yield server
+        good = server.post("completions", json={"prompt": "x", "max_tokens": 1})
+        assert good.status_code == 200
+
+
+@pytest.fixture(scope="session")
+def client(served: Running) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0)
+
+
+@pytest.fixture(scope="session")
+def alone() -> Engine:
+    """An engine that shows what a request gets by itself."""
+    return shipped(max_requests=1)

@@ -88,7 +88,7 @@ def test_generate_gives_as_many_tokens_as_there_is_room_for(
     assert "emitted=19" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", ["demo", "generate", "bench"])
+@pytest.mark.parametrize("command", ["demo", "generate", "bench", "serve"])
 def test_every_option_has_help(command: str) -> None:
     (commands,) = (action for action in parser()._actions if action.dest == "command")
     assert isinstance(commands.choices, dict)

@@ -83,6 +83,7 @@ def test_program(
     assert capsys.readouterr().out == printed
 
 
+@pytest.mark.slow
 def test_programs_are_well_typed(tmp_path: Path) -> None:
     """Those that use the engine, as a user's mypy sees them: by this package's py.typed."""
     package = tmp_path / "hybrid_runtime"

@@ -2,4 +2,9 @@
 
 from importlib.util import find_spec
 
-collect_ignore_glob = [] if find_spec("fastapi") and find_spec("openai") else ["test_*.py"]
+INSTALLED = bool(find_spec("fastapi") and find_spec("openai"))
+collect_ignore_glob = [] if INSTALLED else ["test_*.py"]
+if INSTALLED:
+    from helpers.http_server import alone, client, served
+
+    __all__ = ["alone", "client", "served"]  # fixtures

@@ -11,9 +11,8 @@ import openai
 import pytest
 from helpers.http_server import MODEL, Running, completed, running, shipped
 
-from hybrid_runtime.engine import SamplingParams
-
 BODY = {"prompt": "import ", "max_tokens": 12, "temperature": 0}
+ERRORS = 'hybrid_runtime_completions_total{finish_reason="error"}'
 
 
 class Fault:
@@ -31,15 +30,20 @@ class Fault:
             raise ArithmeticError("injected")
 
 
-@pytest.fixture
-def faulty() -> Iterator[tuple[Running, Fault]]:
+@pytest.fixture(scope="module")
+def served() -> Iterator[tuple[Running, Fault]]:
     engine, fault = shipped(), Fault()
     engine.model.register_forward_pre_hook(fault)
-    (want,) = engine.generate(["import "], SamplingParams(max_tokens=12))
-    engine.hand_over()
     with running(engine) as server:
         yield server, fault
-        assert completed(server.post("completions", json=BODY)) == want.text
+
+
+@pytest.fixture
+def faulty(served: tuple[Running, Fault]) -> Iterator[tuple[Running, Fault]]:
+    server, _ = served
+    want = completed(server.post("completions", json=BODY))
+    yield served
+    assert completed(server.post("completions", json=BODY)) == want
 
 
 CALLS: list[Callable[[Running], int]] = [
@@ -79,7 +83,7 @@ def test_in_a_stream(faulty: tuple[Running, Fault], caplog: pytest.LogCaptureFix
 
 def test_in_a_stream_of_the_openai_client(faulty: tuple[Running, Fault]) -> None:
     server, fault = faulty
-    fault.left = 2
+    fault.left, before = 2, server.metrics().get(ERRORS, 0)
     client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
     fault.may.clear()
     stream = client.completions.create(
@@ -89,7 +93,7 @@ def test_in_a_stream_of_the_openai_client(faulty: tuple[Running, Fault]) -> None
     fault.may.set()
     with pytest.raises(openai.APIError, match="failed on this request"):
         list(stream)
-    assert server.metrics()['hybrid_runtime_completions_total{finish_reason="error"}'] == 1
+    assert server.metrics()[ERRORS] == before + 1
 
 
 def test_an_engine_that_is_broken_is_not_healthy() -> None:

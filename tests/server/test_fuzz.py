@@ -63,7 +63,7 @@ UNKNOWN = ["tempreature", "", "__class__", "\ud800", "a\nb", "model.name", "0"]
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[Running]:
-    engine = shipped()
+    engine = shipped(max_model_len=64)
     engine.chat_template = ChatTemplate({"default": TEMPLATE}, {}, {"default": "a\nb"})
     with running(engine, max_choices=8, max_body_bytes=100_000) as server:
         yield server
@@ -137,17 +137,16 @@ def fuzz(served: Running, bodies: Iterable[tuple[str, dict[str, Any]]]) -> Count
 
 
 def test_a_few(served: Running) -> None:
-    statuses = fuzz(served, mixed(4, 200))
-    assert min(statuses[200], statuses[400]) > 50
+    statuses = fuzz(served, mixed(4, 100))
+    assert min(statuses[200], statuses[400]) > 25
 
 
 @pytest.mark.slow
 def test_many(served: Running) -> None:
-    statuses = fuzz(served, mixed(2, 1500))
-    print(statuses)
-    assert min(statuses[200], statuses[400]) > 400
+    statuses = fuzz(served, mixed(2, 600))
+    assert min(statuses[200], statuses[400]) > 150
 
 
 @pytest.mark.slow
 def test_every_value_that_a_field_takes(served: Running) -> None:
-    print(fuzz(served, single()))
+    assert fuzz(served, single())[200] > 300
