@@ -105,7 +105,7 @@ class Layers:
             layer.num_spec = drafts
         self.shared = ReplayLayers([ours], slots, drafts, torch.float32, "cpu")
         self.shared.assign([["ours"]])
-        self.certain = torch.ones(slots, dtype=torch.int32)  # tokens, without accepted guesses
+        self.certain = torch.ones(slots, dtype=torch.int32)  # tokens, without accepted drafts
         blocks = 1 + slots * (1 + drafts)
         shape = (blocks, TAPS + drafts, ours.conv_dim)
         self.caches = []
@@ -218,7 +218,7 @@ class Layers:
         return tuple(bool(states[spare].abs().sum()) for _, states in self.caches)
 
     def spare_blocks(self) -> tuple[int, ...]:
-        """Blocks for guesses that vLLM is asked for, had it a configuration with drafts."""
+        """Blocks for drafts that vLLM is asked for, had it a configuration with drafts."""
         self.config.speculative_config = SimpleNamespace(num_speculative_tokens=self.drafts)
         try:
             specs = [layer.get_kv_cache_spec(self.config) for layer in self.layers]

@@ -49,7 +49,7 @@ class ReplayEngine:
     """One runner: exact counts, block tables, and layers that replay. Takes the traffic of
     `vllm_stand_in.Traffic`, as its engines do.
 
-    Rejected guesses add something else than the tokens that replace them; guesses of a slot that is
+    Rejected drafts add something else than the tokens that replace them; records of a slot that is
     taken anew are NaN.
     """
 
@@ -111,9 +111,9 @@ class ReplayEngine:
             n, a = int(self.computed[slot]), int(self.state.num_accepted_tokens_gpu[slot])
             column = -(-(n + s) // B) - 1 if self.align else 0
             decodes = n > 0 and s == d + 1
-            guesses = [token(request, n + i) for i in range(s)]
+            tokens = [token(request, n + i) for i in range(s)]
             for i in range(max(int(batch.accepted[row]), 1), s if decodes else 0):
-                guesses[i] = 50 + int(self.random.integers(50))
+                tokens[i] = 50 + int(self.random.integers(50))
             for layer in self.layers:
                 window, _ = layer.kv_cache
                 block = int(layer.table[slot, column])
@@ -123,16 +123,16 @@ class ReplayEngine:
                 if decodes:
                     past = inputs(request, n)[1:]
                     window[block] = math.nan
-                    window[block, : TAPS + d] = torch.cat([past, inputs_of(guesses)])
-                    self.update(layer.replay_index, layer, row, guesses, d)
+                    window[block, : TAPS + d] = torch.cat([past, inputs_of(tokens)])
+                    self.update(layer.replay_index, layer, row, tokens, d)
                 else:
                     assert a == 1
                     self.write(layer, slot, column, request, n + s - d)
 
-    def update(self, index: int, layer: Any, row: int, guesses: list[int], drafts: int) -> None:
+    def update(self, index: int, layer: Any, row: int, tokens: list[int], drafts: int) -> None:
         """The state update of one row."""
         step = self.shared.rows.whole
-        ones = torch.ones(len(guesses), 1, STATE)
+        ones = torch.ones(len(tokens), 1, STATE)
         one = step._replace(
             slot=step.slot[row : row + 1],
             draft=step.draft[row : row + 1],
@@ -140,8 +140,8 @@ class ReplayEngine:
         )
         assert one.draft == drafts
         replay_update_reference(
-            torch.tensor(guesses).float().view(-1, 1, 1).expand(-1, HEADS, DIM),
-            torch.full((len(guesses), HEADS), ONE),
+            torch.tensor(tokens).float().view(-1, 1, 1).expand(-1, HEADS, DIM),
+            torch.full((len(tokens), HEADS), ONE),
             self.shared.A_log[index],
             ones,
             ones,
@@ -152,11 +152,11 @@ class ReplayEngine:
             ReplayRows(
                 self.shared.tables[index],
                 one.slot,
-                torch.tensor([0, len(guesses)]),
+                torch.tensor([0, len(tokens)]),
                 one.draft,
                 one.positions,
             ),
-            len(guesses),
+            len(tokens),
         )
 
     def end(self, batch: InputBatch, accepted: list[int]) -> None:

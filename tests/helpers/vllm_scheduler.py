@@ -52,8 +52,8 @@ class Speculation(Absent):
 
 @dataclass(frozen=True)
 class Setting:
-    """block, drafts: tokens of a block, and of guesses per step. blocks: of the pool. requests: at
-    a time. budget: tokens per step. length: of a request, at most. spare: blocks for guesses.
+    """block, drafts: tokens of a block, and drafts per step. blocks: of the pool. requests: at
+    a time. budget: tokens per step. length: of a request, at most. spare: blocks for drafts.
     asynchronous, policy: of the scheduler. eagle: the drafter has a cache of its own. retained:
     interval of boundaries that are kept. checkpoints: vLLM keeps states inside of prompts."""
 

@@ -29,7 +29,7 @@ class HoleError(Exception):
 
 
 class CutShort(Exception):
-    """vLLM has scheduled a request for less than one token: nothing that follows is defined."""
+    """vLLM has scheduled a request for less than one token; what follows is undefined."""
 
 
 def next_token(tokens: tuple[int, ...]) -> int:
@@ -37,14 +37,23 @@ def next_token(tokens: tuple[int, ...]) -> int:
 
 
 def window(tokens: list[int], spare: int) -> list[Any]:
-    """A convolution's inputs after `tokens`, and room for guesses."""
+    """A convolution's inputs after `tokens`, and room for drafts."""
     return ([0] * TAPS + tokens)[-TAPS:] + [None] * spare
 
 
 @dataclass
 class Running:
-    """A request in its slot. accepted, column: vLLM's own counts. guesses: of its last step, as
-    replay keeps them. drafts: for its next step. lead: tokens known before its next step."""
+    """A request in its slot.
+
+    index: the slot.
+    tokens: known so far.
+    computed: tokens whose state is final.
+    tables: block table of each cache group.
+    lead: tokens known before its next step.
+    column, accepted: vLLM's own counts.
+    records: drafts of its last step, as replay keeps them.
+    drafts: for its next step.
+    """
 
     index: int
     tokens: list[int]
@@ -53,7 +62,7 @@ class Running:
     lead: int
     column: int
     accepted: int = 1
-    guesses: list[int] = field(default_factory=list)
+    records: list[int] = field(default_factory=list)
     drafts: list[int] = field(default_factory=list)
 
 
@@ -76,7 +85,7 @@ class Row:
 
 class Worker:
     """mode: `columns`, vLLM's own; `replay`; `lazy`, replay that leaves a boundary to the next
-    step. hits: how often a guess is right."""
+    step. hits: how often a draft is right."""
 
     def __init__(
         self, scheduler: Any, setting: Setting, mode: str, rng: random.Random, hits: float
@@ -219,9 +228,9 @@ class Worker:
         if self.mode == "columns":
             tokens, _ = self.state(row, row.column + offset)
         else:
-            tokens += tuple(request.guesses[:offset])
+            tokens += tuple(request.records[:offset])
         if offset and not decodes:
-            raise HoleError(f"state: {row.name} runs a prompt after guesses")
+            raise HoleError(f"state: {row.name} runs a prompt after drafts")
         expected = request.tokens[: request.computed]
         inputs = inputs[offset : offset + TAPS]
         if tokens != tuple(expected) or inputs != window(expected, 0):
@@ -244,18 +253,18 @@ class Worker:
                 self.write(row, MAMBA, row.column, (after, rolled), "state")
                 if self.mode == "lazy":
                     self._snapshot(row, before, after)
-            request.guesses = row.tokens[1:]
+            request.records = row.tokens[1:]
         else:
             after = before + tuple(row.tokens)
             self._checkpoint(row, after)
             self.write(row, MAMBA, row.column, (after, window(list(after), drafts)), "prompt")
-            request.guesses = []
+            request.records = []
         state = before + tuple(row.tokens[: row.scheduled - row.draft])
         if row.certain >= request.lead:
             row.emitted = [next_token(state)]
-            guesses = row.tokens[row.scheduled - row.draft :]
+            offered = row.tokens[row.scheduled - row.draft :]
             while (
-                len(row.emitted) <= row.draft and guesses[len(row.emitted) - 1] == row.emitted[-1]
+                len(row.emitted) <= row.draft and offered[len(row.emitted) - 1] == row.emitted[-1]
             ):
                 row.emitted.append(next_token(state + tuple(row.emitted)))
 
@@ -309,7 +318,7 @@ class Worker:
                 if self.mode == "columns":
                     tokens, _ = self.state(row, source + fold)
                 else:
-                    tokens += tuple(request.guesses[:fold])
+                    tokens += tuple(request.records[:fold])
                 value = (tokens, inputs[fold:] + [None] * fold)
                 self.write(row, MAMBA, target, value, "boundary")
                 self.counts["boundaries"] += 1

@@ -23,6 +23,17 @@ class CacheSpec:
     num_speculative_blocks: int
 
 
+def clear() -> None:
+    """Forget the classes that were made of vLLM's."""
+    for made in (
+        models.model_class,
+        model_state_class,
+        replay_layers.mixer_class,
+        replay_state.model_state_class,
+    ):
+        made.cache_clear()
+
+
 @pytest.fixture(autouse=True)
 def vllm(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     """Modules of vLLM that the adapter imports, as far as it uses them."""
@@ -107,20 +118,6 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
             setattr(sys.modules[path.rpartition(".")[0]], parts[-1], sys.modules[path])
     monkeypatch.delenv(config.SWITCH, raising=False)
     config._said.clear()
-    made = (
-        models.model_class,
-        model_state_class,
-        replay_layers.mixer_class,
-        replay_state.model_state_class,
-    )
-    for kind in made:
-        kind.cache_clear()
+    clear()
     yield sys.modules["vllm"]
-    made = (
-        models.model_class,
-        model_state_class,
-        replay_layers.mixer_class,
-        replay_state.model_state_class,
-    )
-    for kind in made:
-        kind.cache_clear()
+    clear()

@@ -155,7 +155,7 @@ def test_another_vllm(
 
 
 def test_a_model_within_a_model() -> None:
-    """A model of text inside one of pictures: the outer one's guesses are shared."""
+    """A model of text inside one of pictures: the records belong to the outer one."""
     with replay_layers.collecting(True) as layers:
         inner = build()
     assert [layer.prefix for layer in layers] == ["l0", "l1"]

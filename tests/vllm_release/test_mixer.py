@@ -66,7 +66,7 @@ def test_check_mode_of_decode_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (found["checked_states"], found["checked_outputs"]) == (6, 21)
     assert (found["different_states"], found["different_outputs"]) == (0, 0)
     assert 0 < found["worst_states"] < 1e-5
-    # A boundary after two accepted guesses of the last step, in a watched slot and in another one.
+    # A boundary after two accepted drafts of the last step, in a watched slot and in another one.
     flush = FlushRows.allocate(2, "cpu")
     flush.slot[:] = torch.tensor([0, 5])
     flush.positions.pending[:] = torch.tensor([2, 1])
@@ -111,8 +111,8 @@ def test_mixed_batch(monkeypatch: pytest.MonkeyPatch) -> None:
 @kernels
 @pytest.mark.skipif(CUDA, reason="vLLM's files alone have no CUDA libraries")
 @pytest.mark.parametrize("named", [False, True])
-def test_a_dummy_run_touches_no_guess(named: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows without a slot leave states and guesses as they are, byte for byte, and so windows if
+def test_a_dummy_run_touches_no_record(named: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows without a slot leave states and records as they are, byte for byte, and so windows if
     their tables name the null block, as `clear_dummy_tables` sees to. Else the convolution writes
     into the block that they name."""
     pair = Layers(K, SLOTS, "float32", False, monkeypatch)
