@@ -163,6 +163,8 @@ class BlockTable:
         else. Slots whose demand is the last one again cost nothing."""
         wanted = np.array(demand)
         rows = (self._held[:, slots] != wanted).any(0).nonzero()[0]
+        if not len(rows):
+            return []
         return [self._change(int(slots[row]), wanted[:, row]) for row in rows]
 
     def can_allocate(self, changes: Sequence[Change]) -> bool:

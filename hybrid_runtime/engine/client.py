@@ -43,15 +43,15 @@ class Client:
         """What the request has got since the last call."""
         request = self.request
         tokens, ready = request.output[self._tokens :], request.settled
-        told = request.told
-        told = None if told is None else told[self._tokens :]
+        logprobs = request.output_logprobs
+        logprobs = None if logprobs is None else logprobs[self._tokens :]
         text = request.text[self._text : ready]
         self._tokens, self._text = len(request.output), max(self._text, ready)
         reason = request.finish_reason
-        prompt_told = None if self._begun else request.prompt_told
+        prompt_logprobs = None if self._begun else request.all_prompt_logprobs
         self._begun = True
         completion = Completion.of(request) if reason else None
-        return Delta(text, tokens, reason, completion, told, prompt_told)
+        return Delta(text, tokens, reason, completion, logprobs, prompt_logprobs)
 
     def deliver(self, delta: Delta) -> None:
         """Let `next` give it."""
@@ -65,12 +65,12 @@ class Client:
         pending, self._pending = self._pending, []
         text = "".join(delta.text for delta in pending)
         tokens = [token for delta in pending for token in delta.tokens]
-        told = [one for delta in pending for one in delta.logprobs or ()]
+        logprobs = [one for delta in pending for one in delta.logprobs or ()]
         last = pending[-1]
         self.ended = last.finish_reason is not None
         return Delta(
             text, tokens, last.finish_reason, last.completion,
-            None if last.logprobs is None else told, pending[0].prompt_logprobs,
+            None if last.logprobs is None else logprobs, pending[0].prompt_logprobs,
         )  # fmt: skip
 
     async def end(self) -> None:

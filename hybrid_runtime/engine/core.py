@@ -7,9 +7,9 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
 from functools import partial
 from heapq import heapify, heappop, heappush
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -18,11 +18,13 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from hybrid_runtime.device.sync import allowed, forget_declarations
+from hybrid_runtime.engine.ledger import ADJUSTED, ALLOWED, SAMPLED, Bools, Ints
 from hybrid_runtime.engine.logprobs import unpack
 from hybrid_runtime.engine.pooler import Pooler
 from hybrid_runtime.engine.prompt_logprobs import PromptLogprobs
 from hybrid_runtime.engine.request import BrokenLogits, FinishReason, Request
 from hybrid_runtime.engine.scheduler import Schedule, Scheduler
+from hybrid_runtime.engine.stats import Counts
 from hybrid_runtime.specdecode.acceptance import Acceptance, Adjusted
 from hybrid_runtime.specdecode.runner import SpecDecodeRunner
 from hybrid_runtime.state.step import Snapshot, Step
@@ -30,35 +32,31 @@ from hybrid_runtime.state.step import Snapshot, Step
 logger = logging.getLogger(__name__)
 
 
-@dataclass(slots=True)
-class Counts:
-    """Results read so far.
+class Results(NamedTuple):
+    """What a step has brought.
 
-    steps: steps. emitted: tokens added to texts. draft_steps, draft_emitted: rows with drafts, and
-    the tokens that they emitted.
+    emitted: int32 `[rows, K + 2]`, tokens of each row (tail -1) and their count. embeddings: by
+    row. logprobs: of the tokens, int32 `[rows, K + 1, words]`; None if nobody wants them.
+    prompt_logprobs: of prompts, int32 `[tokens, words]` by row.
     """
 
-    steps: int = 0
-    emitted: int = 0
-    draft_steps: int = 0
-    draft_emitted: int = 0
-
-    @property
-    def mean_acceptance_length(self) -> float:
-        return self.draft_emitted / self.draft_steps if self.draft_steps else float("nan")
+    emitted: NDArray[np.int32]
+    embeddings: dict[int, Tensor]
+    logprobs: NDArray[np.int32] | None
+    prompt_logprobs: dict[int, NDArray[np.int32]]
 
 
 class EngineCore:
     """Runs requests step by step, and reads the results of a step while the device runs the next.
 
-    An exception may come at any point of any call (Ctrl-C does): the books are then *torn*, and the
-    next step begins by writing them anew. Only requests and what they have emitted are believed;
-    those that have not ended are computed again, and the prefix cache is empty.
+    An exception may come at any point of any call (Ctrl-C does): the scheduler's state is then
+    inconsistent, and is rebuilt at the next step. Only requests and what they have emitted are
+    believed; those that have not ended are computed again, and the prefix cache is empty.
 
-    eos: tokens that end a text. greedy, sampling: how drafts are judged in steps in which no row
-    samples, and in the others. steps_ahead: steps that stay queued when `step` returns. pooler,
-    prompt_logprobs: None until somebody wants an embedding, or log-probabilities of a prompt, and
-    then what `make_pooler` and `make_prompt_logprobs` give.
+    eos: tokens that end a text. greedy, sampling: which drafts are accepted in steps in which no
+    row samples, and in the others. steps_ahead: steps that stay queued when `step` returns.
+    pooler, prompt_logprobs: None until somebody wants an embedding, or log-probabilities of a
+    prompt, and then what `make_pooler` and `make_prompt_logprobs` give.
     """
 
     def __init__(
@@ -79,21 +77,22 @@ class EngineCore:
         self._make_pooler, self._make_prompt_logprobs = make_pooler, make_prompt_logprobs
         self.counts = Counts()
         self._scheduler, self._runner = scheduler, runner
+        self._ledger = scheduler.ledger
         self._tokenizer, self.eos = tokenizer, frozenset(eos)
         self._greedy, self._sampling = greedy, sampling
         self._adjusting: dict[tuple[bool, bool, bool], Acceptance] = {}
         self._live: dict[int, Request] = {}
         self._deadlines: list[tuple[float, int]] = []
         self._queue: deque[tuple[Schedule, Step]] = deque()
-        # Something changes the books, or has been interrupted while it did.
-        self._torn = False
+        # Something changes the scheduler's state, or has been interrupted while it did.
+        self._inconsistent = False
         # Ended by others while a step was under way.
         self._leaving: list[Request] = []
 
     @property
     def idle(self) -> bool:
         """No request waits or runs, and no results are on their way."""
-        return not (self._live or self._queue or self._torn)
+        return not (self._live or self._queue or self._inconsistent)
 
     def add(self, request: Request) -> None:
         """Let a request wait for its turn; `ValueError` if it has done so before."""
@@ -101,28 +100,28 @@ class EngineCore:
             raise ValueError(f"request {request.id} was queued before; it must be a new one")
         if request.pooled_from is not None and self.pooler is None:
             self.pooler = self._make_pooler()
-        if request.prompt_untold and self.prompt_logprobs is None:
+        if request.wants_prompt_logprobs and self.prompt_logprobs is None:
             self.prompt_logprobs = self._make_prompt_logprobs()
-        torn, self._torn = self._torn, True
+        was, self._inconsistent = self._inconsistent, True
         request.submitted = time.perf_counter()
         if request.due is not None:
             heappush(self._deadlines, (request.due, request.id))
         self._scheduler.add(request)
         self._live[request.id] = request
-        self._torn = torn
+        self._inconsistent = was
 
     def step(self) -> list[Request]:
         """Queue one step and read the results of the one before (with `steps_ahead` 0: of this
         one); the requests that got tokens or ended."""
-        changed = self._recover() if self._torn else []
-        self._torn = True
+        changed = self._recover() if self._inconsistent else []
+        self._inconsistent = True
         late, schedule = self._schedule()
         failed = self._run(schedule)
         changed += late + failed
         changed += self._postprocess(stopped=schedule is None or bool(failed))
         while self._leaving:
             self._retire(self._leaving.pop())
-        self._torn = False
+        self._inconsistent = False
         return changed
 
     def serve(self, requests: Sequence[Request], shown: Callable[[], None]) -> None:
@@ -147,13 +146,13 @@ class EngineCore:
         """End a request now; nothing happens to one that is not here."""
         if self._live.get(request.id) is not request or request.finish_reason is not None:
             return
-        torn, self._torn = self._torn, True
+        was, self._inconsistent = self._inconsistent, True
         request.error, request.finish_reason = error, reason
-        if torn:
+        if was:
             self._leaving.append(request)
         else:
             self._retire(request)
-        self._torn = torn
+        self._inconsistent = was
 
     def end_all(self) -> None:
         """End all requests as "abort", and read what is on its way."""
@@ -163,19 +162,19 @@ class EngineCore:
             self.step()
 
     def change(self, act: Callable[[], None]) -> None:
-        """Do something to slots, blocks or caches. While the books are torn nothing is done: they
-        are written anew."""
-        if self._torn:
+        """Do something to slots, blocks or caches. While these are inconsistent nothing is done:
+        they are rebuilt."""
+        if self._inconsistent:
             return
-        self._torn = True
+        self._inconsistent = True
         act()
-        self._torn = False
+        self._inconsistent = False
 
     # -- after an interruption -------------------------------------------------------------------
 
     def _recover(self) -> list[Request]:
-        """Write the books anew, from what requests have emitted; those that have ended by it. It
-        may be interrupted itself, and is then done again."""
+        """Rebuild the scheduler's state from what requests have emitted; those that have ended by
+        it. It may be interrupted itself, and is then done again."""
         device = self._runner.manager.device
         forget_declarations()
         if device.type == "cuda":
@@ -201,6 +200,8 @@ class EngineCore:
         late = self._expire()
         admitted = self._scheduler.admit()
         if admitted:
+            for request in admitted:
+                self._ledger.expect(request, self.eos, self._tokenizer is not None)
             self._runner.sequences.admit(
                 [
                     (r.slot, r.device_tokens, len(r.prompt), r.params, r.seed, r.bans)
@@ -236,7 +237,7 @@ class EngineCore:
         """Queue a step on the device; its requests if it failed, ended by the error."""
         if schedule is None:
             return []
-        watched = self.pooler is not None or schedule.told
+        watched = self.pooler is not None or schedule.prompt_logprobs
         watch = partial(self._verified, schedule) if watched else None
         try:
             step = self._runner.step(
@@ -249,13 +250,7 @@ class EngineCore:
                 request.error = error
                 self._end(request, "error")
             return schedule.requests
-        for request, scheduled, draft in zip(
-            schedule.requests,
-            schedule.rows.scheduled.tolist(),
-            schedule.rows.draft.tolist(),
-            strict=True,
-        ):
-            request.queued.append((scheduled, draft))
+        self._ledger.queue(schedule.rows)
         self._queue.append((schedule, step))
         return []
 
@@ -264,26 +259,21 @@ class EngineCore:
         if self.pooler is not None:
             self.pooler.pool(schedule, step, hidden, first_token)
         if self.prompt_logprobs is not None:
-            self.prompt_logprobs.tell(schedule, step, hidden, first_token)
+            self.prompt_logprobs.start(schedule, step, hidden, first_token)
 
     def _acceptance(self, schedule: Schedule) -> Acceptance | None:
-        """How the step's drafts are judged; None where no row brings a token."""
+        """Which of the step's drafts are accepted; None where no row brings a token."""
         if not schedule.samples:
             return None
-        requests = schedule.requests
-        penalises = any(r.bans or r.params.adjusts for r in requests)
-        tells = _tells(schedule)
-        if penalises or tells:
-            allows = any(r.params.allowed_token_ids is not None for r in requests)
-            return self._adjusted(penalises, allows, tells)
-        if all(r.params.temperature == 0 for r in requests):
-            return self._greedy
-        return self._sampling
+        adjusted, wants = schedule.wants & ADJUSTED > 0, schedule.wants
+        if adjusted or schedule.has_logprobs:
+            return self._adjusted(adjusted, wants & ALLOWED > 0, schedule.has_logprobs)
+        return self._sampling if wants & SAMPLED else self._greedy
 
-    def _adjusted(self, penalises: bool, allows: bool, tells: bool) -> Acceptance:
+    def _adjusted(self, penalises: bool, allows: bool, has_logprobs: bool) -> Acceptance:
         """The acceptance of steps with other logits or log-probabilities; always the same one, as
         graphs are filed under it."""
-        key = penalises, allows, tells
+        key = penalises, allows, has_logprobs
         if key not in self._adjusting:
             self._adjusting[key] = Adjusted(self._sampling, self._runner.sequences, *key)
         return self._adjusting[key]
@@ -300,74 +290,119 @@ class EngineCore:
 
     def _hand_out(self, schedule: Schedule, step: Step) -> list[Request]:
         """Read a step's results and give each request its own."""
-        emitted, embeddings, told, prompts_told = self._read(schedule, step)
-        snapshots = self._snapshots(step)
-        now = time.perf_counter()
-        self.counts.steps += 1
-        changed: list[Request] = []
+        results = self._read(schedule, step)
+        checkpoints, now = self._checkpoints(step), time.perf_counter()
+        requests, index, cache = schedule.requests, schedule.rows.index, self._scheduler.cache
+        live = self._settle(schedule, results.emitted)
+        plain = self._append_plain(schedule, results.emitted, live, now)
+        files = np.zeros(len(index), bool)
+        if cache is not None:
+            full = self._ledger.computed[index] // cache.block
+            files = live & (full > self._ledger.filed[index])
+            for slot in checkpoints:
+                files |= live & (index == slot)
+        changed = live & (results.emitted[:, -1] > 0)
         ended: list[tuple[Request, FinishReason]] = []
-        rows = zip(schedule.requests, schedule.epochs, emitted, strict=True)
-        for row, (request, epoch, (*tokens, count)) in enumerate(rows):
-            if request.finish_reason is not None or request.epoch != epoch:
-                continue  # it ended or was preempted while this row was queued
-            scheduled, draft = request.queued.popleft()
-            request.computed += scheduled - draft + max(count, 1) - 1
-            reason: FinishReason | None = None
-            if row in prompts_told:
-                reason = self._tell_prompt(request, prompts_told[row])
-            if reason is None and count:
-                if told is not None and request.params.logprobs is not None:
-                    request.tell(unpack(told[row, :count], request.params.logprobs))
-                reason = self._append(request, tokens[:count], draft, now)
-            elif reason is None and row in embeddings:
-                reason = self._embedded(request, embeddings[row])
-            elif reason is None and not request.max_tokens and request.computed == request.prefill:
-                reason = "length"
-            if self._scheduler.cache is not None and reason != "error":
-                self._scheduler.cache.file(request, snapshots.get(request.slot, ()))
+        for row in (files | (live & ~plain)).nonzero()[0].tolist():
+            request, reason = requests[row], None
+            if request.finish_reason is not None:
+                continue  # others have ended it since the step was read
+            if not plain[row]:
+                reason = self._give(request, row, results, now)
+                self._ledger.length[request.slot] = request.length
+            if cache is not None and files[row] and reason != "error":
+                cache.file(request, checkpoints.get(request.slot, ()))
             if reason is not None:
                 ended.append((request, reason))
-            if count or reason is not None:
-                changed.append(request)
-        # The last state of a prompt without output has been filed; after an error it may be
-        # anything.
-        self._scheduler.close([r for r, reason in ended if r.max_tokens and reason != "error"])
-        for request, reason in ended:
-            self._end(request, reason)
-        return changed
+                changed[row] = True
+        if ended:
+            # The last state of a prompt without output has been filed; after an error it may be
+            # anything.
+            self._scheduler.close([r for r, reason in ended if r.max_tokens and reason != "error"])
+            for request, reason in ended:
+                self._end(request, reason)
+        return [requests[row] for row in changed.nonzero()[0].tolist()]
 
-    def _read(
-        self, schedule: Schedule, step: Step
-    ) -> tuple[
-        list[list[int]], dict[int, Tensor], NDArray[np.int32] | None, dict[int, NDArray[np.int32]]
-    ]:
-        """Per row the tokens that it emitted (tail -1) and their count; embeddings by row; what is
-        told of the tokens, if anything; what is told of prompts, by row. Waits until the device has
-        them."""
+    def _settle(self, schedule: Schedule, emitted: Ints) -> Bools:
+        """Count what a step has emitted; the rows, bool `[rows]`, whose request has not ended and
+        was not preempted while they were queued."""
+        rows, count = schedule.rows, emitted[:, -1]
+        live = np.array([request.finish_reason is None for request in schedule.requests])
+        live &= self._ledger.epoch[rows.index] == schedule.epochs
+        self._ledger.settle(rows, count, live)
+        drafted = live & (rows.draft > 0) & (count > 0)
+        self.counts.steps += 1
+        self.counts.draft_steps += int(np.count_nonzero(drafted))
+        self.counts.draft_emitted += int(count[drafted].sum())
+        return live
+
+    def _append_plain(self, schedule: Schedule, emitted: Ints, live: Bools, now: float) -> Bools:
+        """Add emitted tokens to the output of all requests for which that is all; their rows."""
+        index, requests = schedule.rows.index, schedule.requests
+        plain = live & self._ledger.go_on(index, emitted)
+        plain[schedule.shape.decode_rows :] = False
+        tokens = emitted.tolist()
+        arrived = [(now, n) for n in range(emitted.shape[1])]
+        for row in plain.nonzero()[0].tolist():
+            request, own = requests[row], tokens[row]
+            n = own[-1]
+            request.output.extend(own[:n])
+            request.times.append(arrived[n])
+        count = emitted[plain, -1]
+        self._ledger.length[index[plain]] += count
+        self.counts.emitted += int(count.sum())
+        return plain
+
+    def _give(
+        self, request: Request, row: int, results: Results, now: float
+    ) -> FinishReason | None:
+        """Give a request what the step's row has brought; why it ends, if it does."""
+        *tokens, count = results.emitted[row].tolist()
+        if row in results.prompt_logprobs:
+            reason = self._note_prompt_logprobs(request, results.prompt_logprobs[row])
+            if reason is not None:
+                return reason
+        if count:
+            asked = request.params.logprobs
+            if results.logprobs is not None and asked is not None:
+                request.note_logprobs(unpack(results.logprobs[row, :count], asked))
+            return self._append(request, tokens[:count], now)
+        if row in results.embeddings:
+            return self._embedded(request, results.embeddings[row])
+        if not request.max_tokens and request.computed == request.prefill:
+            return "length"
+        return None
+
+    def _read(self, schedule: Schedule, step: Step) -> Results:
+        """A step's results; waits until the device has them."""
         why = "tokens handed to the caller" + ("" if self._queue else ", nothing queued behind")
         with allowed(why):
-            emitted = self._runner.read(step, why).tolist()
+            emitted = self._runner.read(step, why)
             embeddings = {} if self.pooler is None else self.pooler.read(schedule, step, why)
-            told = self._runner.read_logprobs(step, why) if _tells(schedule) else None
-            scores = self.prompt_logprobs
-            prompts_told = {} if scores is None else scores.read(schedule, step, why)
-        return emitted, embeddings, told, prompts_told
+            logprobs = None
+            if schedule.has_logprobs:
+                logprobs = self._runner.read_logprobs(step, why)
+            of_prompts = self.prompt_logprobs
+            scores = {} if of_prompts is None else of_prompts.read(schedule, step, why)
+        return Results(emitted, embeddings, logprobs, scores)
 
-    def _snapshots(self, step: Step) -> dict[int, list[Snapshot]]:
-        """The states that a step has saved, by slot; none where nobody would look for them."""
+    def _checkpoints(self, step: Step) -> dict[int, list[Snapshot]]:
+        """The checkpoints that a step has left, by slot; none where nobody would look for them."""
         by_slot: dict[int, list[Snapshot]] = {}
-        if self._scheduler.cache is not None:
-            for snapshot in self._runner.manager.published(step):
-                by_slot.setdefault(snapshot.slot, []).append(snapshot)
+        if self._scheduler.cache is not None and step.published:
+            for checkpoint in self._runner.manager.published(step):
+                by_slot.setdefault(checkpoint.slot, []).append(checkpoint)
         return by_slot
 
-    def _tell_prompt(self, request: Request, words: NDArray[np.int32]) -> FinishReason | None:
-        """Note what a step told of a request's prompt; why it ends, if it does."""
-        told = unpack(words, request.params.prompt_logprobs or 0)
-        broken = sum(not math.isfinite(one.logprob) for one in told)
+    def _note_prompt_logprobs(
+        self, request: Request, words: NDArray[np.int32]
+    ) -> FinishReason | None:
+        """Add log-probabilities of a request's prompt; why it ends, if it does."""
+        found = unpack(words, request.params.prompt_logprobs or 0)
+        broken = sum(not math.isfinite(one.logprob) for one in found)
         if broken:
             return self._broken(request, f"{broken} log-probabilities of its prompt")
-        request.prompt_logprobs += told
+        request.prompt_logprobs += found
         return None
 
     def _embedded(self, request: Request, embedding: Tensor) -> FinishReason:
@@ -378,13 +413,8 @@ class EngineCore:
         request.embedding = embedding
         return "embedded"
 
-    def _append(
-        self, request: Request, tokens: list[int], draft: int, now: float
-    ) -> FinishReason | None:
+    def _append(self, request: Request, tokens: list[int], now: float) -> FinishReason | None:
         """Add emitted tokens to a request's text; why it ends, if it does."""
-        if draft:
-            self.counts.draft_steps += 1
-            self.counts.draft_emitted += len(tokens)
         known, broken = len(request.output), -1 - tokens[-1]
         if broken > 0:
             tokens = tokens[:-1]
@@ -398,7 +428,7 @@ class EngineCore:
         return reason
 
     def _broken(self, request: Request, what: str) -> FinishReason:
-        """End a request whose numbers are none; nobody finds what it has computed, or found."""
+        """End a request whose numbers are none; drop its blocks from the prefix cache."""
         request.error = BrokenLogits(f"{what} are NaN or infinite")
         logger.error("request %d ends: %s", request.id, request.error)
         if self._scheduler.cache is not None:
@@ -415,8 +445,3 @@ class EngineCore:
             logger.error("request %d: its text failed", request.id, exc_info=error)
             request.error = error
             return "error"
-
-
-def _tells(schedule: Schedule) -> bool:
-    """Some row of the step brings a token, and somebody wants log-probabilities."""
-    return schedule.samples and any(r.params.logprobs is not None for r in schedule.requests)

@@ -21,7 +21,7 @@ class TokenLogprobs(NamedTuple):
 
 
 def unpack(words: NDArray[np.int32], asked: int) -> list[TokenLogprobs]:
-    """From what the device tells of a row's tokens, int32 `[tokens, 1 + 2 * most]` (see
+    """From the device's words for a row's tokens, int32 `[tokens, 1 + 2 * most]` (see
     `kernels.sampling.logprobs.token_logprobs`), with the `asked` most likely ones."""
     most = words.shape[1] // 2
     own = words[:, 0].copy().view(np.float32).tolist()

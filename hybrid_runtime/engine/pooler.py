@@ -91,7 +91,7 @@ class Pooler:
         return dict(zip(schedule.pooled, embeddings.unbind(), strict=True))
 
     def _entries(self, schedule: Schedule) -> tuple[list[tuple[int, ...]], int]:
-        """What the kernel is told of each row that it pools (see `kernels/layers/pooling.py`), and
+        """What the kernel gets for each row that it pools (see `kernels/layers/pooling.py`), and
         the most tokens that one of them pools."""
         output_line = {row: line for line, row in enumerate(schedule.pooled)}
         entries: list[tuple[int, ...]] = []

@@ -6,7 +6,7 @@ name, so that nobody finds what another tenant has computed.
 
 What a drafter needs of the prefix: its keys and values lie in the same blocks as the target's. They
 were written with the true next token at every position but the block's last, whose next token is
-the next block's first and may be another one here: that one entry only makes a guess worse, it
+the next block's first and may be another one here: that one entry only makes a draft worse, it
 cannot change what is accepted. The hidden state that it starts from is that of the last token run,
 and a hit always leaves at least one token to run.
 """
@@ -227,7 +227,7 @@ class PrefixCache:
                 self.host.store(group, [key for key, _ in new], [block for _, block in new])
 
     def forget(self, request: Request) -> None:
-        """Nobody finds any more what a request has computed or found; owned blocks stay."""
+        """Drop the blocks that a request has computed or found; who owns them keeps them."""
         for pool in (self.keys.pool, self.state.pool):
             for key in request.hashes:
                 pool.forget(key)
@@ -240,7 +240,7 @@ class PrefixCache:
         if done == total:
             return
         parent = request.hashes[-1] if done else sha256(request.tenant.encode()).digest()
-        tokens = request.tokens[done * self.block : total * self.block]
+        tokens = request.span(done * self.block, total * self.block)
         for block in tokens.reshape(-1, self.block):
             parent = sha256(parent + block.tobytes()).digest()
             request.hashes.append(parent)

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Literal
 
 import numpy as np
+from numpy.typing import NDArray
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 from torch import Tensor
 
+from hybrid_runtime.engine import ledger
+from hybrid_runtime.engine.ledger import Column
 from hybrid_runtime.engine.logprobs import TokenLogprobs
 from hybrid_runtime.engine.tokenize import Tokens
 from hybrid_runtime.specdecode.logit_tables import Ban
@@ -54,27 +56,25 @@ class Hit:
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """What the engine knows of a request.
+    """What the engine knows of a request. What it asks in each step stands in the ledger.
 
     id: the engine's number of it. prompt, params: as submitted. seed: of its random numbers.
     stream: decodes its output; None before the first token.
     slot: row of the batch, -1 while it waits or has ended.
-    computed: tokens whose KV and state are final, as far as results have been read.
-    queued: per step whose results have not been read, tokens scheduled and drafts among them.
+    line: int64 `[columns]`, of the ledger's table while it has a slot; its own when it has left,
+        blank while it waits.
+    computed, computed_min, computed_max, prefill, filed, turn: its numbers there, see `Ledger`.
     output, text: tokens emitted so far, and their text (empty without a tokenizer).
     finish_reason, error: why it ended; the exception if that is "error".
     submitted: seconds of perf_counter. lasts: seconds until it ends with what it has.
     times: per arrival of tokens, seconds of perf_counter and how many arrived.
     tenant: requests of other tenants find nothing that it computed.
-    prefill: tokens known when it was last admitted, all of which run before it decodes.
-    turn: prompts run in the order of these, see `Scheduler`.
-    epoch: how often it was preempted; results of steps queued before that are dropped.
+    restarts: how often it lost its slot before it ended.
     hit: what it found in the prefix cache when it was last admitted.
-    hashes: keys of its full blocks in the prefix cache.
-    filed: leading blocks whose keys and values others can find.
-    logprobs: of its output if asked for, perhaps of more; see `told`.
+    hashes: keys of its full blocks in the prefix cache, as far as somebody asked for them.
+    logprobs: of its output if asked for, perhaps of more; see `output_logprobs`.
     prompt_logprobs: of the leading tokens of its prompt if asked for, without the first's; see
-    `prompt_told`.
+    `all_prompt_logprobs`.
     bans: tokens that it must not emit, for good or for now.
     pooled_from: position of the first token that goes into an embedding; None: text is wanted.
     embedding: float32 `[hidden]` on the CPU, not normalised, once it has ended as "embedded".
@@ -86,8 +86,7 @@ class Request:
     seed: int
     stream: DecodeStream | None = None
     slot: int = -1
-    computed: int = 0
-    queued: deque[tuple[int, int]] = field(default_factory=deque)
+    line: NDArray[np.int64] = field(default_factory=ledger.blank_line)
     output: list[int] = field(default_factory=list)
     text: str = ""
     finish_reason: FinishReason | None = None
@@ -96,17 +95,21 @@ class Request:
     times: list[tuple[float, int]] = field(default_factory=list)
     tenant: str = ""
     lasts: float | None = None
-    prefill: int = 0
-    turn: int = 0
-    epoch: int = 0
+    restarts: int = 0
     hit: Hit = field(default_factory=Hit)
     hashes: list[bytes] = field(default_factory=list)
-    filed: int = 0
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     bans: tuple[Ban, ...] = ()
     pooled_from: int | None = None
     embedding: Tensor | None = None
+
+    computed = Column(ledger.COMPUTED)
+    computed_min = Column(ledger.COMPUTED_MIN)
+    computed_max = Column(ledger.COMPUTED_MAX)
+    prefill = Column(ledger.PREFILL)
+    filed = Column(ledger.FILED)
+    turn = Column(ledger.TURN)
 
     @property
     def tokens(self) -> Tokens:
@@ -115,20 +118,18 @@ class Request:
             return self.prompt
         return np.concatenate([self.prompt, np.array(self.output, np.int32)])
 
+    def span(self, first: int, last: int) -> Tokens:
+        """Known tokens from position `first` up to `last`, exclusive."""
+        prompt = len(self.prompt)
+        if last <= prompt:
+            return self.prompt[first:last]
+        output = np.array(self.output[max(first - prompt, 0) : last - prompt], np.int32)
+        return np.concatenate([self.prompt[first:], output])
+
     @property
     def length(self) -> int:
         """Tokens known: prompt and output."""
         return len(self.prompt) + len(self.output)
-
-    @property
-    def computed_min(self) -> int:
-        """Tokens computed once all queued steps have run, if no draft is accepted."""
-        return self.computed + sum(scheduled - draft for scheduled, draft in self.queued)
-
-    @property
-    def computed_max(self) -> int:
-        """The same if every draft is accepted."""
-        return self.computed + sum(scheduled for scheduled, _ in self.queued)
 
     @property
     def prompt_left(self) -> int:
@@ -139,13 +140,13 @@ class Request:
     def most_hit(self) -> int:
         """Most tokens that a prefix hit may cover. The cache keeps no hidden states, so a token
         runs if its hidden state is needed: a text's last one, all that an embedding pools, all
-        behind which log-probabilities of the prompt are to be told."""
+        behind which log-probabilities of the prompt are wanted."""
         if self.pooled_from is not None:
             return self.pooled_from
-        return len(self.prompt_logprobs) if self.prompt_untold else self.length - 1
+        return len(self.prompt_logprobs) if self.wants_prompt_logprobs else self.length - 1
 
     @property
-    def prompt_untold(self) -> bool:
+    def wants_prompt_logprobs(self) -> bool:
         """Log-probabilities of tokens of its prompt are still to come."""
         return self.params.prompt_logprobs is not None and (
             len(self.prompt_logprobs) < len(self.prompt) - 1
@@ -162,11 +163,6 @@ class Request:
         nothing, while more tokens follow; so a prompt that wants no output gets one more, which
         never runs."""
         return self.tokens if self.max_tokens else np.append(self.prompt, self.prompt[-1])
-
-    @property
-    def sure_output(self) -> int:
-        """Tokens emitted, and the fewest that queued steps will emit."""
-        return len(self.output) + max(self.computed_min + 1 - self.length, 0)
 
     @property
     def settled(self) -> int:
@@ -188,8 +184,7 @@ class Request:
 
     def forget(self) -> None:
         """It has no slot, and nothing of it has been computed."""
-        self.slot, self.computed, self.epoch = -1, 0, self.epoch + 1
-        self.queued.clear()
+        self.slot, self.line, self.restarts = -1, ledger.blank_line(), self.restarts + 1
 
     def restore(
         self, tokenizer: Tokenizer | None, eos: Collection[int], max_length: int
@@ -201,19 +196,19 @@ class Request:
         self.text, self.stream = fresh.text, fresh.stream
         return reason
 
-    def tell(self, logprobs: list[TokenLogprobs]) -> None:
+    def note_logprobs(self, logprobs: list[TokenLogprobs]) -> None:
         """Note log-probabilities of the tokens that are appended next. After an exception in
         between, nothing is lost: those tokens come again."""
         self.logprobs[len(self.output) :] = logprobs
 
     @property
-    def prompt_told(self) -> list[TokenLogprobs | None] | None:
+    def all_prompt_logprobs(self) -> list[TokenLogprobs | None] | None:
         """Log-probabilities of each token of the prompt, None for the first, fewer if it ended
         before they were known; None if nobody asked."""
         return None if self.params.prompt_logprobs is None else [None, *self.prompt_logprobs]
 
     @property
-    def told(self) -> list[TokenLogprobs] | None:
+    def output_logprobs(self) -> list[TokenLogprobs] | None:
         """Log-probabilities of each token of the output; None if nobody asked."""
         return None if self.params.logprobs is None else self.logprobs[: len(self.output)]
 
@@ -237,7 +232,9 @@ class Request:
                     ids = self.prompt[-4:].tolist()
                     self.stream = DecodeStream(ids, params.skip_special_tokens)
                 self.text += self.stream.step(tokenizer, token) or ""
-            if ends or (len(self.output) > params.min_tokens and self._cut(known)):
+            if ends:
+                return "stop"
+            if params.stop and len(self.output) > params.min_tokens and self._cut(known):
                 return "stop"
             if len(self.output) >= params.max_tokens or self.length >= max_length:
                 return "length"
@@ -297,8 +294,8 @@ class Completion:
             itl=itl,
             error=request.error,
             hit=request.hit,
-            logprobs=request.told,
-            prompt_logprobs=request.prompt_told,
+            logprobs=request.output_logprobs,
+            prompt_logprobs=request.all_prompt_logprobs,
         )
 
 

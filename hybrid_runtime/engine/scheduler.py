@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from hybrid_runtime.engine import ledger
 from hybrid_runtime.engine.block_pool import BlockTable
+from hybrid_runtime.engine.ledger import Ints, Ledger
 from hybrid_runtime.engine.prefix_cache import PrefixCache
 from hybrid_runtime.engine.request import Hit, Request
 from hybrid_runtime.specdecode.shape import PROMPT_ROWS, StepShape
@@ -21,51 +23,37 @@ from hybrid_runtime.state.step import Snapshot
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """Rows of one step; rows that decode (one certain token and K guesses) stand first. epochs:
-    of the requests, by which to know results of those that were preempted meanwhile. samples: some
-    row brings a token. pooled: rows whose embedding is complete after the step. told: rows of whose
-    prompts log-probabilities are told, and the positions from and to (exclusive) which the hidden
-    states tell of the tokens behind them."""
+    """Rows of one step; rows that decode (one certain token and K drafts) stand first.
+
+    requests: of the rows. epochs: of their slots, int `[rows]`, by which to know rows whose request
+    has left meanwhile. rows: what runs. shape: of the step. wants: what some row wants,
+    bits as of `ledger.SAMPLED`. samples: some row brings a token. has_logprobs: its
+    log-probability comes with it. pooled: rows whose embedding is complete after the step.
+    prompt_logprobs: rows of whose prompts log-probabilities are wanted, and the positions from and
+    to (exclusive) whose hidden states give those of the tokens behind them.
+    """
 
     requests: list[Request]
-    epochs: list[int]
+    epochs: Ints
     rows: StepRows
     shape: StepShape
+    wants: int
     samples: bool
+    has_logprobs: bool
     pooled: list[int]
-    told: list[tuple[int, int, int]]
-
-    @classmethod
-    def of(cls, requests: list[Request], rows: StepRows, shape: StepShape) -> Schedule:
-        """Of requests that none of this has been queued for yet."""
-        samples, pooled, told = shape.decode_rows > 0, [], []
-        for row in range(shape.decode_rows, len(requests)):
-            request, scheduled = requests[row], int(rows.scheduled[row])
-            if request.prompt_left == scheduled:
-                if request.max_tokens:
-                    samples = True
-                elif request.pooled_from is not None:
-                    pooled.append(row)
-            if request.prompt_untold:
-                first = max(request.computed_min, len(request.prompt_logprobs))
-                last = min(request.computed_min + scheduled, len(request.prompt) - 1)
-                if first < last:
-                    told.append((row, first, last))
-        epochs = [r.epoch for r in requests]
-        return cls(requests, epochs, rows, shape, samples, pooled, told)
+    prompt_logprobs: list[tuple[int, int, int]]
 
 
 class Scheduler:
     """Waiting queue, running set, and the blocks of both caches.
 
     Requests are admitted in the order in which they came. Their prompts then share the steps'
-    tokens: first comes the one that would be done first if, from when it was admitted, all tokens
-    were its own. So a short prompt overtakes a long one, but not once as many prompt tokens have
-    run since the long one was admitted as that has itself.
+    tokens: shortest remaining prompt first, with ageing. A short prompt overtakes a long one, but
+    not once as many prompt tokens have run since the long one was admitted as that has itself.
 
     A request is admitted when there are blocks for all tokens that it and those who run are known
     to need. Where blocks run out later, the youngest gives its own back and waits again, in front
-    of the queue: what it has computed is computed again, from its last snapshot that is still
+    of the queue: what it has computed is computed again, from its last checkpoint that is still
     there, and its text goes on as if nothing had happened. The oldest always comes through, because
     `check` refuses whoever could need more than there is.
     """
@@ -89,13 +77,16 @@ class Scheduler:
         self.steps_ahead, self.cache = steps_ahead, cache
         self._state_budget = manager.layout.block_budget(steps_ahead)
         self.preemptions = 0
-        # Prompt tokens run so far: the clock of `Request.turn`.
+        self.ledger = Ledger(max_requests, max_length)
+        # Prompt tokens run so far: the clock of `Ledger.turn`.
         self._prompt_tokens = 0
         self.max_tokens_per_step, self.max_length = max_tokens_per_step, max_length
         self.max_prompt_tokens = max_prompt_tokens
         self._max_waiting = max_waiting
         self.waiting: deque[Request] = deque()
+        # By age, and their slots.
         self.running: list[Request] = []
+        self._running = np.zeros(0, np.intp)
         self._slots = list(range(max_requests - 1, -1, -1))
 
     def reset(self, requests: Iterable[Request]) -> None:
@@ -107,6 +98,7 @@ class Scheduler:
         if self.cache is not None:
             self.cache.reset()
         self.running.clear()
+        self._running = np.zeros(0, np.intp)
         self._slots = list(range(self.manager.max_requests - 1, -1, -1))
         self.waiting = deque(requests)
         for request in self.waiting:
@@ -158,11 +150,11 @@ class Scheduler:
             self.waiting.popleft()
             if self.cache is not None:
                 hit = self.cache.promote(request, hit)
-            request.slot = self._slots.pop()
-            request.prefill, request.computed = request.length, hit.tokens
-            request.turn = self._prompt_tokens + request.prefill - hit.tokens
-            request.hit, request.filed = hit, hit.tokens // self.block_size
-            column = hit.tokens // self.block_size - 1 if hit.tokens else None
+            request.slot, request.hit = self._slots.pop(), hit
+            blocks = hit.tokens // self.block_size
+            turn = self._prompt_tokens + request.length - hit.tokens
+            self.ledger.admit(request, hit.tokens, blocks, turn)
+            column = blocks - 1 if blocks else None
             self.manager.admit(request.slot, hit.tokens, column)
             if self.cache is None:
                 self.manager.retain(request.slot, 0)
@@ -172,13 +164,14 @@ class Scheduler:
                 if rule is not None:
                     self.manager.retain(request.slot, *rule)
             self.running.append(request)
+            self._running = np.append(self._running, request.slot)
             admitted.append(request)
         return admitted
 
     def close(self, requests: list[Request]) -> None:
-        """Before these requests are retired: file what no later results will tell of, the tokens
-        that queued steps run for certain and the snapshots behind the last guesses."""
-        if self.cache is None:
+        """Before these requests are retired: file what no later results will bring, the tokens that
+        queued steps run for certain and the checkpoints behind the last drafts."""
+        if self.cache is None or not requests:
             return
         last: dict[int, Snapshot] = {}
         for request in requests:
@@ -196,11 +189,13 @@ class Scheduler:
             self.waiting.remove(request)
             return
         self.running.remove(request)
+        self._running = self._running[self._running != request.slot]
         # An abandoned step has released its slots.
         if self.manager.holds(request.slot):
             self.manager.release(request.slot)
         for table in (self.kv, self.state):
             table.free(request.slot)
+        self.ledger.leave(request)
         self._slots.append(request.slot)
         request.slot = -1
 
@@ -215,117 +210,144 @@ class Scheduler:
 
     def _room(self, request: Request, hit: Hit) -> bool:
         """Blocks for a request beside those who run, and what these may need any time."""
-        keys = self._known_keys(request, request.length) - len(hit.keys)
-        keys += self.kv.pool.unowned(hit.keys) + sum(map(self._owed, self.running))
+        slots = self._running
+        keys = self._blocks(request.length + bool(request.max_tokens)) - len(hit.keys)
+        keys += self.kv.pool.unowned(hit.keys) + self._owed(slots)
         # Those admitted a moment ago have not taken theirs yet.
-        unborn = sum(not r.queued and r.computed == r.hit.tokens for r in self.running)
-        state = self._state_budget.admission * (1 + unborn)
+        table = self.ledger
+        not_yet_allocated = np.count_nonzero(table.computed_max[slots] == table.hit[slots])
+        state = self._state_budget.admission * (1 + not_yet_allocated)
         if hit.state is not None:
             state += self.state.pool.unowned([hit.state])
-        return keys <= self.kv.pool.free and state <= self.state.pool.free
+        return bool(keys <= self.kv.pool.free and state <= self.state.pool.free)
 
-    def _owed(self, request: Request) -> int:
-        """KV blocks that a running request may take any time: for the tokens it is known to need,
-        and one more if it can get that long."""
-        have = -(-request.computed_max // self.block_size)
-        known = max(self._known_keys(request, request.prefill), have)
-        most, _ = self.footprint(len(request.prompt), request.max_tokens)
-        return known - have + (known < most)
+    def _owed(self, slots: Ints) -> int:
+        """KV blocks that running requests may take any time: for the tokens that each is known to
+        need, the one that follows in a text among them, and one more if it can get that long."""
+        table = self.ledger
+        have = self._blocks(table.computed_max[slots])
+        follows = table.most[slots] > table.prompt[slots]
+        known = np.maximum(self._blocks(table.prefill[slots] + follows), have)
+        most = self._blocks(table.most[slots] + overshoot(self.num_draft, self.steps_ahead))
+        return int((known - have + (known < most)).sum())
 
-    def _known_keys(self, request: Request, tokens: int) -> int:
-        """KV blocks for so many tokens of a request, and for the one that follows in a text."""
-        return -(-(tokens + bool(request.max_tokens)) // self.block_size)
+    def _blocks(self, tokens: Any) -> Any:
+        """Blocks for so many tokens."""
+        return -(-tokens // self.block_size)
 
     def schedule(self) -> Schedule | None:
         """Rows of the next step, with their blocks handed out; None when nobody can run.
 
         Positions are bounds as long as results are in flight. A request that may have ended, but
-        is not known to, runs on: at worst one row is wasted. Where blocks are short, no chunk
-        leaves a snapshot on the way, and then the youngest requests give way.
+        is not known to, runs on: at worst one row is wasted. Where blocks are short, chunks end at
+        save positions and cross none, and then the youngest requests give way.
         """
         while True:
-            for passes in (True, False):
-                chosen, num_decoding = self._choose(passes)
-                if not chosen:
+            for crosses in (True, False):
+                chosen, scheduled, num_decoding = self._choose(crosses)
+                if not len(chosen):
                     return None
-                schedule = self._with_blocks(chosen, num_decoding)
+                schedule = self._with_blocks(chosen, scheduled, num_decoding)
                 if schedule is not None:
                     return schedule
             if len(self.running) == 1:
                 raise RuntimeError("a request needs more blocks than check() lets it")
             self.preempt(self.running[-1])
 
-    def _with_blocks(
-        self, chosen: list[tuple[Request, int, int]], num_decoding: int
-    ) -> Schedule | None:
-        """What was chosen, with its blocks handed out; None if there are too few."""
-        low = np.array([r.computed_min for r, _, _ in chosen], np.int32)
-        high = np.array([r.computed_max for r, _, _ in chosen], np.int32)
-        rows = StepRows(
-            np.array([r.slot for r, _, _ in chosen], np.int32),
-            low,
-            low if (low == high).all() else high,
-            np.array([scheduled for _, scheduled, _ in chosen], np.int32),
-            np.array([draft for _, _, draft in chosen], np.int32),
-        )
-        requests = [r for r, _, _ in chosen]
-        if not self._allocate(rows, np.array([self._known(r) for r in requests], np.int32)):
-            return None
-        shape = StepShape.of(rows, num_decoding)
-        self._prompt_tokens += shape.prompt_tokens
-        return Schedule.of(requests, rows, shape)
+    def _choose(self, crosses: bool) -> tuple[Ints, Ints, int]:
+        """Who runs, as indices into `running`, and how many tokens each; those that decode first,
+        and how many do. crosses: as of `_chunk`."""
+        slots, table, width = self._running, self.ledger, self.num_draft + 1
+        low = table.computed_min[slots]
+        left = table.prefill[slots] - low
+        # Tokens emitted, and the fewest that queued steps will emit, are not yet all.
+        decodes = (left <= 0) & (np.maximum(table.length[slots], low + 1) < table.most[slots])
+        decoding = decodes.nonzero()[0][: self.max_tokens_per_step // width]
+        scheduled = np.full(len(decoding), width)
+        prefilling = (left > 0).nonzero()[0]
+        if not len(prefilling):
+            return decoding, scheduled, len(decoding)
+        budget = min(self.max_tokens_per_step - width * len(decoding), self.max_prompt_tokens)
+        turn = table.turn[slots[prefilling]].argsort(kind="stable")
+        chunks: list[int] = []
+        for at in prefilling[turn][:PROMPT_ROWS].tolist():
+            if budget <= 0:
+                break
+            chunks.append(self._chunk(self.running[at], min(int(left[at]), budget), crosses))
+            budget -= chunks[-1]
+        chosen = np.concatenate([decoding, prefilling[turn][: len(chunks)]])
+        return chosen, np.concatenate([scheduled, np.array(chunks, int)]), len(decoding)
 
-    def _known(self, request: Request) -> int:
-        """What `block_demand` takes: tokens computed as of the last results. In a prompt no guesses
-        have been accepted, so that everything up to there has been filed."""
-        return request.computed + (self.num_draft if request.prompt_left > 0 else 0)
-
-    def _choose(self, passes: bool) -> tuple[list[tuple[Request, int, int]], int]:
-        """Request, tokens and guesses of each row, those that decode first, and how many do.
-        passes: as of `_chunk`."""
-        budget = self.max_tokens_per_step
-        chosen: list[tuple[Request, int, int]] = []
-        width = self.num_draft + 1
-        prefilling: list[tuple[Request, int]] = []
-        for request in self.running:
-            left = request.prompt_left
-            if left > 0:
-                prefilling.append((request, left))
-            elif budget >= width and request.sure_output < self._most_output(request):
-                chosen.append((request, width, self.num_draft))
-                budget -= width
-        num_decoding = len(chosen)
-        budget = min(budget, self.max_prompt_tokens)
-        prefilling.sort(key=lambda waits: waits[0].turn)
-        for request, left in prefilling[:PROMPT_ROWS]:
-            if budget > 0:
-                chunk = self._chunk(request, min(left, budget), passes)
-                chosen.append((request, chunk, 0))
-                budget -= chunk
-        return chosen, num_decoding
-
-    def _most_output(self, request: Request) -> int:
-        return min(request.max_tokens, self.max_length - len(request.prompt))
-
-    def _chunk(self, request: Request, most: int, passes: bool) -> int:
-        """Prompt tokens to run: a chunk leaves one snapshot on the way, if it passes a boundary
-        where one is wanted, and ends at most a block behind it, or, unless it `passes`, there."""
+    def _chunk(self, request: Request, most: int, crosses: bool) -> int:
+        """Prompt tokens to run: capped so that the chunk crosses at most one save position and ends
+        at most a block behind it, or, unless it `crosses`, there."""
         start = request.computed_min
         if self.cache is not None:
-            behind = self.block_size if passes else 0
+            behind = self.block_size if crosses else 0
             most = min(most, self.cache.next_cut(request, start) + behind - start)
         return most
 
-    def _allocate(self, rows: StepRows, known: NDArray[np.int32]) -> bool:
+    def _with_blocks(self, chosen: Ints, scheduled: Ints, num_decoding: int) -> Schedule | None:
+        """What was chosen, with its blocks handed out; None if there are too few."""
+        running, slots, table = self.running, self._running[chosen], self.ledger
+        low, high = table.computed_min[slots], table.computed_max[slots]
+        draft = np.full(len(slots), self.num_draft, np.int32)
+        draft[num_decoding:] = 0
+        bound = low.astype(np.int32)
+        rows = StepRows(
+            slots.astype(np.int32),
+            bound,
+            high.astype(np.int32) if np.count_nonzero(low != high) else bound,
+            scheduled.astype(np.int32),
+            draft,
+        )
+        # What `block_demand` takes: tokens computed as of the last results. In a prompt no drafts
+        # have been accepted, so that everything up to there has been filed.
+        known = table.computed[slots]
+        known[num_decoding:] += self.num_draft
+        if not self._allocate(rows, known):
+            return None
+        shape = StepShape.decoding(num_decoding, self.num_draft)
+        if len(chosen) > num_decoding:
+            prompt_tokens = int(scheduled[num_decoding:].sum())
+            shape = shape._replace(
+                prompt_rows=len(chosen) - num_decoding, prompt_tokens=prompt_tokens
+            )
+            self._prompt_tokens += prompt_tokens
+        requests = [running[at] for at in chosen.tolist()]
+        return self._schedule_of(requests, rows, shape)
+
+    def _schedule_of(self, requests: list[Request], rows: StepRows, shape: StepShape) -> Schedule:
+        """Of requests that none of this has been queued for yet."""
+        samples, pooled, spans = shape.decode_rows > 0, [], []
+        for row in range(shape.decode_rows, len(requests)):
+            request, scheduled = requests[row], int(rows.scheduled[row])
+            if request.prompt_left == scheduled:
+                if request.max_tokens:
+                    samples = True
+                elif request.pooled_from is not None:
+                    pooled.append(row)
+            if request.wants_prompt_logprobs:
+                first = max(request.computed_min, len(request.prompt_logprobs))
+                last = min(request.computed_min + scheduled, len(request.prompt) - 1)
+                if first < last:
+                    spans.append((row, first, last))
+        wants = int(np.bitwise_or.reduce(self.ledger.wants[rows.index]))
+        epochs = self.ledger.epoch[rows.index]
+        has_logprobs = samples and wants & ledger.LOGPROBS > 0
+        return Schedule(requests, epochs, rows, shape, wants, samples, has_logprobs, pooled, spans)
+
+    def _allocate(self, rows: StepRows, known: Ints) -> bool:
         """Give a step's rows their blocks; False, and nothing happens, where there are too few.
         known: tokens computed as far as results have been read, `[rows]`."""
-        state = self.state.changes(rows.slot, self.manager.block_demand(rows, known))
-        kv = self.kv.changes(rows.slot, self._kv_demand(rows))
-        if not (self.kv.can_allocate(kv) and self.state.can_allocate(state)):
-            return False
-        new_state, new_kv = self.state.allocate(state), self.kv.allocate(kv)
-        if self.cache is not None:
-            self.cache.order_reuse(new_kv, new_state)
+        state = self.state.changes(rows.index, self.manager.block_demand(rows, known))
+        kv = self.kv.changes(rows.index, self._kv_demand(rows))
+        if state or kv:
+            if not (self.kv.can_allocate(kv) and self.state.can_allocate(state)):
+                return False
+            new_state, new_kv = self.state.allocate(state), self.kv.allocate(kv)
+            if self.cache is not None:
+                self.cache.order_reuse(new_kv, new_state)
         self.kv.tables.upload()  # the state's table among them
         return True
 
@@ -339,6 +361,6 @@ class Scheduler:
 
 
 def overshoot(num_draft: int, steps_ahead: int) -> int:
-    """Positions beyond a request's last token that may be written: by guesses of its last step and
+    """Positions beyond a request's last token that may be written: by drafts of its last step and
     of those that were queued before it was known to be the last, and by the drafter after them."""
     return num_draft * (steps_ahead + 2)

@@ -78,7 +78,7 @@ def interrupted_step(world: World, at: int) -> bool:
 def recover(world: World) -> None:
     """The first step after an interruption, in which all that could be found is forgotten."""
     before = {request: list(request.output) for request in world.open}
-    if world.engine.core._torn:
+    if world.engine.core._inconsistent:
         world.ever = {"kv": set(), "state": set()}
     assert not interrupted_step(world, sys.maxsize)
     for request, output in before.items():
@@ -179,9 +179,9 @@ def test_what_the_device_counts_is_counted_again(
     assert hits >= 2
     for request, want in zip(requests, alone, strict=True):
         assert request.output == want.tokens
-        assert request.told is not None
+        assert request.output_logprobs is not None
         assert want.logprobs is not None
-        for got, told in zip(request.told, want.logprobs, strict=True):
+        for got, told in zip(request.output_logprobs, want.logprobs, strict=True):
             assert got.logprob == pytest.approx(told.logprob, abs=1e-4)
     nothing_leaked(runs)
 

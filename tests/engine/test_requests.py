@@ -78,9 +78,9 @@ def test_log_probabilities_of_tokens_that_come_again_are_told_once() -> None:
     request = Request(0, np.zeros(1, np.int32), params, seed=0)
     again = [TokenLogprobs(-1.0, []), TokenLogprobs(-2.0, [])]
     for told in (again[:1], again):
-        request.tell(told)
+        request.note_logprobs(told)
     assert request.append([5, 6], None, (), 10) is None
-    assert request.told == again
+    assert request.output_logprobs == again
 
 
 def test_a_full_model_length_ends_a_request(

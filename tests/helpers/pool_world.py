@@ -35,7 +35,7 @@ class Before(NamedTuple):
     """A request as it was before a step."""
 
     tokens: list[int]
-    epoch: int
+    restarts: int
 
 
 def fails(*_: object) -> None:
@@ -108,7 +108,7 @@ class World:
 
     def step(self) -> None:
         before = {
-            request: Before(request.tokens.tolist(), request.epoch) for request in self.requests
+            request: Before(request.tokens.tolist(), request.restarts) for request in self.requests
         }
         expected = self._expected()
         preempted, failing = self.engine.scheduler.preemptions, self.target.fails

@@ -1,0 +1,36 @@
+"""The host's own work in a step of steady decode, by count. Nothing is timed."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+sys.path[:0] = [str(ROOT / "benchmarks" / "engine"), str(ROOT / "benchmarks" / "common")]
+host_time: Any = importlib.import_module("host_time")
+
+
+@pytest.mark.parametrize("drafts", [3, 0])
+@pytest.mark.parametrize("rows", [1, 4, 16, 64])
+def test_a_step_makes_few_python_calls(rows: int, drafts: int) -> None:
+    """Whatever NumPy does for all rows at once is done once; blocks that fill up cost some more."""
+    with host_time.steady(rows, drafts, 40) as engine:
+        calls = host_time.calls(engine, 40)
+    assert calls["total"] <= 150 + 8 * rows, calls
+    assert calls["schedule"] > 0
+    assert calls["hand_out"] > 0
+
+
+def test_two_checkouts_stand_in_one_result(tmp_path: Path) -> None:
+    out = tmp_path / "host.json"
+    few = ["--rows", "2", "--drafts", "3", "--steps", "4", "--repeats", "1"]
+    assert host_time.main([*few, "--before", str(ROOT), "--out", str(out)]) == 0
+    ours, before = json.loads(out.read_text())["rows"]
+    assert (ours["engine"], before["engine"]) == ("ours", "before")
+    assert ours["calls"] == before["calls"]
+    assert len(ours["repeats"]) == 1
