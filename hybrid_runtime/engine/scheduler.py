@@ -97,6 +97,8 @@ class Scheduler:
         self.state.reset()
         if self.cache is not None:
             self.cache.reset()
+        for request in self.running:  # their slots will be others'
+            request.line = request.line.copy()
         self.running.clear()
         self._running = np.zeros(0, np.intp)
         self._slots = list(range(self.manager.max_requests - 1, -1, -1))
