@@ -149,4 +149,4 @@ def test_many(served: Running) -> None:
 
 @pytest.mark.slow
 def test_every_value_that_a_field_takes(served: Running) -> None:
-    assert fuzz(served, single())[200] > 300
+    assert fuzz(served, single())[200] > 100
