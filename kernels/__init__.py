@@ -3,7 +3,8 @@
 Beside each kernel stands the plain-torch reference that specifies it; it runs on CPU tensors, and
 where a kernel's limits are exceeded.
 
-- `mamba2`: the recurrence: prompts, decoding rows of either layout, and `flush`.
+- `recurrence`: what state manager and engine know of a recurrence, as data and functions.
+- `mamba2`: the one there is: prompts, decoding rows of either layout, and `flush`.
 - `conv`: the causal convolution before it, which other recurrences share.
 - `replay`: what every recurrence with a ring of records shares: ring, rows, rounding.
 - `step`: what the state manager and the speculative step launch between forward passes.

@@ -26,11 +26,12 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from hybrid_runtime.kernels.common.varlen import StateRows
-from hybrid_runtime.kernels.mamba2.replay_naive import fold_reference
+from hybrid_runtime.kernels.mamba2.naive import fold_reference
+from hybrid_runtime.kernels.mamba2.records import Records
+from hybrid_runtime.kernels.mamba2.recurrence import mamba2
 from hybrid_runtime.kernels.mamba2.replay_update import replay_update
 from hybrid_runtime.kernels.mamba2.state_update import selective_state_update
-from hybrid_runtime.kernels.mamba2.window_cache import WindowCache
-from hybrid_runtime.kernels.replay.ring import SHORT_WINDOW
+from hybrid_runtime.kernels.replay.ring import SHORT_RING_TOKENS, ring_length
 from hybrid_runtime.kernels.replay.rounding import Rounding
 from hybrid_runtime.kernels.replay.rows import ReplayRows
 from hybrid_runtime.kernels.step.advance_replay import ReplayPositions
@@ -89,9 +90,11 @@ class Track:
         self.offset, self.computed, self.written = ints(0), ints(0), ints(0)
         # Narrow states lie beside bfloat16 in the model, and take another path of the kernel there.
         values = dtype if dtype.itemsize >= 4 else torch.bfloat16
-        self.window_cache = WindowCache.allocate(
-            1, sequences, DRAFTS, SHORT_WINDOW, shape, GROUPS, values, device
-        ).layer(0)
+        length = ring_length(DRAFTS, SHORT_RING_TOKENS)
+        rings = mamba2(*shape, GROUPS, 4).allocate_records(1, sequences, length, device)
+        x, B, dt = Records(*rings).layer(0)
+        fine = torch.promote_types(values, dt.dtype)
+        self.records = Records(x.to(values), B.to(values), dt.to(fine))
         self.pending, self.A_log = ints(0), torch.zeros(shape[0], device=device)
         self.worst = torch.zeros(sequences, shape[0], dtype=torch.float64, device=device)
         self.squares = torch.zeros_like(self.worst)
@@ -113,7 +116,7 @@ class Track:
             rounding = Rounding(self.slot * 7919, layer=0) if self.stochastic else None
             positions = self._positions(self.computed - self.written, self.computed + 1)
             rows = ReplayRows(*where, positions)
-            y = replay_update(*inputs, self.states, self.window_cache, rows, DRAFTS + 1, rounding)
+            y = replay_update(*inputs, self.states, self.records, rows, DRAFTS + 1, rounding)
             certain, self.A_log = positions.certain, inputs.A_log
             self.written = torch.where(positions.writes > 0, certain, self.written)
             self.pending = certain - self.written
@@ -126,9 +129,9 @@ class Track:
             read_column=self.zero,
             offset=self.offset,
             pending=pending,
-            cursor=self.written % self.window_cache.length,
+            cursor=self.written % self.records.length,
             write_column=self.zero,
-            writes=(pending + DRAFTS + 1 > SHORT_WINDOW).int(),
+            writes=(pending + DRAFTS + 1 > SHORT_RING_TOKENS).int(),
             snapshot_column=self.none,
             snapshot_after=self.zero,
             certain=certain,
@@ -141,7 +144,7 @@ class Track:
             return self.states[self.table[:, 0].long()].double()
         states = self.states.to(torch.float32, copy=True)
         positions = self._positions(self.pending, self.computed)
-        fold_reference(states, self.window_cache, self.A_log, self.table, self.slot, positions)
+        fold_reference(states, self.records, self.A_log, self.table, self.slot, positions)
         return states[self.table[:, 0].long()].double()
 
 

@@ -26,12 +26,13 @@ import numpy as np
 import torch
 from record import arguments, copy_bandwidth, graph_us, plain, save, show
 
+from hybrid_runtime.kernels.mamba2.recurrence import mamba2
 from hybrid_runtime.kernels.step import entry as fields
 from hybrid_runtime.kernels.step.state_copy import postcopy
 from hybrid_runtime.state import HybridStateManager, StateLayout, StepRows
 
 LAYERS, DRAFTS, BLOCK = 40, 3, 4336
-LAYOUT = StateLayout(10240, 4, (128, 64, 128), DRAFTS, BLOCK, torch.bfloat16, torch.float16)
+LAYOUT = StateLayout(mamba2(128, 64, 128, 8, 4, torch.bfloat16, torch.float16), DRAFTS, BLOCK)
 REPEATS = 7
 STATE_ROWS = 16  # rows that own blocks; the others' tables point at the same ones, and never copy
 
@@ -126,8 +127,8 @@ class Peer:
             for t, s in zip(self.tensors, source, strict=True):
                 t.copy_(s)
             run()
-            windows, ssm = self.tensors[0::2], self.tensors[1::2]
-            results.append([t[0, :3].clone() for t in windows] + [t[0].clone() for t in ssm])
+            conv_states, ssm = self.tensors[0::2], self.tensors[1::2]
+            results.append([t[0, :3].clone() for t in conv_states] + [t[0].clone() for t in ssm])
         assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
         assert not torch.equal(results[0][-1], source[-1][0])
 
@@ -205,7 +206,7 @@ class HostRun:
     """Skipped steps of one batch size."""
 
     def __init__(self, rows: int, readback: bool) -> None:
-        layout = StateLayout(4, 4, (1, 1, 4), DRAFTS, BLOCK)
+        layout = StateLayout(mamba2(1, 1, 4, 1, 4), DRAFTS, BLOCK)
         self.manager = HybridStateManager(layout, rows, DRAFTS, "cuda", readback=readback)
         table = torch.zeros(rows, 64, dtype=torch.int32, device="cuda")
         self.manager.bind({0: layout.allocate(4, "cuda")}, table)

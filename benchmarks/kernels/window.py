@@ -27,10 +27,11 @@ from flashinfer_peer import flashinfer_side
 from record import arguments, copy_bandwidth, graph_us, numbers, plain, save, show
 from torch import Tensor
 
-from hybrid_runtime.kernels.mamba2.replay_naive import advance_state
+from hybrid_runtime.kernels.mamba2.naive import advance_state
+from hybrid_runtime.kernels.mamba2.records import Records
+from hybrid_runtime.kernels.mamba2.recurrence import mamba2
 from hybrid_runtime.kernels.mamba2.replay_update import replay_update
-from hybrid_runtime.kernels.mamba2.window_cache import WindowCache
-from hybrid_runtime.kernels.replay.ring import default_window
+from hybrid_runtime.kernels.replay.ring import default_ring_tokens, ring_length
 from hybrid_runtime.kernels.replay.rows import ReplayRows
 from hybrid_runtime.kernels.step.advance_replay import ReplayPositions
 
@@ -138,14 +139,13 @@ class Ours:
     late = 1
 
     def __init__(self, case: Case) -> None:
-        self.case, self.window = case, default_window(case.tokens - 1)
+        self.case, self.window = case, default_ring_tokens(case.tokens - 1)
 
-    def cache(self) -> WindowCache:
+    def cache(self) -> Records:
         case = self.case
-        shape = HEADS, DIM, STATE
-        return WindowCache.allocate(
-            1, case.rows, case.tokens - 1, self.window, shape, GROUPS, torch.bfloat16, case.device
-        ).layer(0)
+        recurrence = mamba2(HEADS, DIM, STATE, GROUPS, 4, torch.bfloat16)
+        length = ring_length(case.tokens - 1, self.window)
+        return Records(*recurrence.allocate_records(1, case.rows, length, case.device)).layer(0)
 
     def positions(self, places: Places) -> ReplayRows:
         case = self.case
@@ -173,7 +173,7 @@ class Ours:
             D=case.D,
             dt_bias=case.dt_bias,
             states=states,
-            window_cache=cache,
+            records=cache,
             rows=at,
             max_scheduled=case.tokens,
         )
@@ -262,7 +262,7 @@ def measure(args: Any) -> list[dict[str, Any]]:
             for rows in args.rows:
                 row: dict[str, Any] = {
                     "state": str(dtype).removeprefix("torch."), "rows": rows, "tokens": tokens,
-                    "window": default_window(tokens - 1),
+                    "window": default_ring_tokens(tokens - 1),
                 }  # fmt: skip
                 for name, side in sides.items():
                     case = Case(rows, tokens, dtype)

@@ -20,8 +20,8 @@ class ChannelStrides(NamedTuple):
     channel: int
 
 
-class WindowStrides(NamedTuple):
-    """Of windows [blocks, positions, channels]."""
+class ConvStateStrides(NamedTuple):
+    """Of conv_states [blocks, positions, channels]."""
 
     block: int
     position: int

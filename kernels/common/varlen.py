@@ -22,7 +22,7 @@ class StateRows(NamedTuple):
         draft: [rows], how many of the row's last tokens are guesses.
         read_column: [rows], column of the state before the row's tokens; -1 = start from zeros.
         read_offset: [rows], accepted guesses behind that column's state: counted in columns by the
-            SSM state, in positions of the block by the convolution window.
+            matrix, in positions of the block by the conv_state.
         write_column: [rows], column of the state after the row's certain tokens; -1 = padded row.
     """
 

@@ -19,17 +19,17 @@ def conv1d_reference(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    windows: Tensor,
+    conv_states: Tensor,
     rows: StateRows,
     max_scheduled: int,
     cuts: Cuts | None = None,
 ) -> Tensor:
-    """Convolve the tokens of every row with the inputs before them, apply silu, keep the window.
+    """Convolve the tokens of every row with the inputs before them, apply silu, and keep the last.
 
-    A window block holds the last ``W - 1`` certain inputs and behind them the inputs of the
-    guesses, so the window after the certain tokens and ``j`` guesses starts at offset ``j``. The
+    A conv_state block holds the last ``W - 1`` certain inputs and behind them the inputs of the
+    drafts, so the conv_state after the certain tokens and ``j`` drafts starts at offset ``j``. The
     ``W - 1`` inputs before a row's tokens are read at ``read_offset`` of its read block; positions
-    0 .. W - 2 + draft of its write block get its last ``W - 1 + draft`` inputs. All windows are
+    0 .. W - 2 + draft of its write block get its last ``W - 1 + draft`` inputs. All conv_states are
     read before the first one is written, so read and write columns may overlap between and within
     rows.
 
@@ -37,7 +37,7 @@ def conv1d_reference(
         x: [tokens, C] inputs, rows one after another.
         weight: [C, W] taps, the last one for the current token.
         bias: [C] or None.
-        windows: [blocks, W - 1 + K, C] with any strides, changed in place; K is the largest
+        conv_states: [blocks, W - 1 + K, C] with any strides, changed in place; K is the largest
             number of drafts.
         rows: the rows, with read offsets in positions.
         max_scheduled: upper bound of tokens per row.
@@ -48,9 +48,9 @@ def conv1d_reference(
         formed in fp32, or fp64 for fp64 inputs.
 
     Raises:
-        ValueError: the windows are too short for the taps or have another channel count.
+        ValueError: the conv_states are too short for the taps or have another channel count.
     """
-    check_conv_shapes(x, weight, windows)
+    check_conv_shapes(x, weight, conv_states)
     history = weight.shape[1] - 1
     acc = torch.promote_types(x.dtype, torch.float32)
     index, valid = row_tokens(rows.cu_seqlens, max_scheduled, x.shape[0], rows.active)
@@ -59,7 +59,7 @@ def conv1d_reference(
     block = physical_blocks(rows.block_table, rows.slot, rows.read_column, reads)
     start = torch.where(reads, rows.read_offset, 0).long()
     offset = start[:, None] + torch.arange(history, device=x.device)
-    old = windows[block[:, None], offset].to(acc)
+    old = conv_states[block[:, None], offset].to(acc)
     old = torch.where(reads[:, None, None], old, old.new_zeros(()))
     inputs = torch.cat([old, gather_rows(x, index, valid).to(acc)], dim=1)
 
@@ -70,19 +70,18 @@ def conv1d_reference(
         y += bias.to(acc)
     scheduled = rows.cu_seqlens.diff()
     runs = rows.active & (scheduled > 0)
-    _keep_windows(
-        windows, inputs, rows, runs, scheduled - rows.draft, rows.draft + history, rows.write_column
-    )
+    certain, length = scheduled - rows.draft, rows.draft + history
+    _keep_conv_states(conv_states, inputs, rows, runs, certain, length, rows.write_column)
     if cuts is not None:
         length = torch.full_like(rows.draft, history)
-        _keep_windows(
-            windows, inputs, rows, runs & (cuts.after > 0), cuts.after, length, cuts.column
+        _keep_conv_states(
+            conv_states, inputs, rows, runs & (cuts.after > 0), cuts.after, length, cuts.column
         )
     return scatter_rows(F.silu(y).to(x.dtype), index, valid, x.shape[0])
 
 
-def _keep_windows(
-    windows: Tensor,
+def _keep_conv_states(
+    conv_states: Tensor,
     inputs: Tensor,
     rows: StateRows,
     kept: Tensor,
@@ -96,20 +95,21 @@ def _keep_windows(
     """
     if not inputs.shape[1]:
         return
-    position = torch.arange(windows.shape[1], device=windows.device)
+    position = torch.arange(conv_states.shape[1], device=conv_states.device)
     source = (start.long()[:, None] + position).clamp(min=0, max=inputs.shape[1] - 1)
     values = inputs.gather(1, repeat(source, "r p -> r p c", c=inputs.shape[2]))
     target = physical_blocks(rows.block_table, rows.slot, column, kept)
     row, at = (kept[:, None] & (position < length[:, None])).nonzero(as_tuple=True)
-    windows[target[row], at] = values[row, at].to(windows.dtype)
+    conv_states[target[row], at] = values[row, at].to(conv_states.dtype)
 
 
-def check_conv_shapes(x: Tensor, weight: Tensor, windows: Tensor) -> None:
-    """Raise `ValueError` where x `[..., C]` or the windows don't fit the weight `[C, W]`."""
+def check_conv_shapes(x: Tensor, weight: Tensor, conv_states: Tensor) -> None:
+    """Raise `ValueError` where x `[..., C]` or the conv_states don't fit the weight `[C, W]`."""
     channels, taps = weight.shape
     if x.shape[-1] != channels:
         raise ValueError(f"x has {x.shape[-1]} channels, must have weight's {channels}")
-    if windows.shape[1] < taps - 1 or windows.shape[2] != channels:
+    if conv_states.shape[1] < taps - 1 or conv_states.shape[2] != channels:
         raise ValueError(
-            f"windows is {tuple(windows.shape)}, must be [blocks, at least {taps - 1}, {channels}]"
+            f"conv_states is {tuple(conv_states.shape)}, must be [blocks, at least {taps - 1}, "
+            f"{channels}]"
         )

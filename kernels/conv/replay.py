@@ -1,8 +1,8 @@
-"""Causal convolution of the replay layout: one window per request, rolled by what was accepted.
+"""Causal convolution of the replay layout: one conv_state per request, rolled by what was accepted.
 
-Every step writes it, whether or not it writes the SSM state. `conv1d_update` can do that as it is:
-it reads the window at an offset and writes it to offset 0 of the same block. Only a snapshot needs
-more: it must be taken before the window rolls.
+Every step writes it, whether or not it writes the matrix. `conv1d_update` can do that as it is: it
+reads the conv_state at an offset and writes it to offset 0 of the same block. Only a snapshot needs
+more: it must be taken before the conv_state rolls.
 """
 
 from __future__ import annotations
@@ -21,33 +21,33 @@ def replay_conv1d_reference(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    windows: Tensor,
+    conv_states: Tensor,
     rows: ReplayRows,
     max_scheduled: int,
 ) -> Tensor:
-    """Save the windows that belong to snapshots, then :func:`conv1d_reference`.
+    """Save the conv_states that belong to snapshots, then :func:`conv1d_reference`.
 
-    The window of a snapshot is the W - 1 inputs from `offset + snapshot_after` on, in the old
-    window followed by the row's tokens. It goes to offset 0 of the snapshot's block, which no row
-    of the call may read or write otherwise.
+    The conv_state of a snapshot is the W - 1 inputs from `offset + snapshot_after` on, in the old
+    conv_state followed by the row's tokens. It goes to offset 0 of the snapshot's block, which no
+    row of the call may read or write otherwise.
 
     Args:
-        rows: as in `replay_update_reference`; what becomes of the SSM state is not used.
+        rows: as in `ReplayRows`; what becomes of the matrix is not used.
 
     Returns:
         [tokens, C], as `conv1d_reference`, whose arguments the others are.
     """
-    check_conv_shapes(x, weight, windows)
+    check_conv_shapes(x, weight, conv_states)
     positions = rows.positions
     reads = (rows.slot >= 0) & (positions.read_column >= 0)
     offset = torch.where(reads, positions.offset, 0)
     if weight.shape[1] > 1:
-        _store_snapshots(x, weight.shape[1] - 1, windows, rows, reads, offset)
-    return conv1d_reference(x, weight, bias, windows, _state_rows(rows, offset), max_scheduled)
+        _store_snapshots(x, weight.shape[1] - 1, conv_states, rows, reads, offset)
+    return conv1d_reference(x, weight, bias, conv_states, _state_rows(rows, offset), max_scheduled)
 
 
 def _state_rows(rows: ReplayRows, offset: Tensor) -> StateRows:
-    """The rows as the convolution sees them, which read the old window at `offset`."""
+    """The rows as the convolution sees them, which read the old conv_state at `offset`."""
     positions = rows.positions
     return StateRows(
         rows.block_table,
@@ -61,33 +61,33 @@ def _state_rows(rows: ReplayRows, offset: Tensor) -> StateRows:
 
 
 def _store_snapshots(
-    x: Tensor, history: int, windows: Tensor, rows: ReplayRows, reads: Tensor, offset: Tensor
+    x: Tensor, history: int, conv_states: Tensor, rows: ReplayRows, reads: Tensor, offset: Tensor
 ) -> None:
-    """reads: bool `[rows]`, rows with an old window. offset: `[rows]`, where in it they start."""
+    """reads: bool `[rows]`, rows with an old state. offset: `[rows]`, where in it they start."""
     positions = rows.positions
     saves = (rows.slot >= 0) & (positions.write_column >= 0) & (positions.snapshot_column >= 0)
     saves &= rows.cu_seqlens[1:] > rows.cu_seqlens[:-1]
     row = saves.nonzero()[:, 0]
     if not len(row):
         return
-    table, zero = rows.block_table, torch.zeros((), dtype=windows.dtype)
+    table, zero = rows.block_table, torch.zeros((), dtype=conv_states.dtype)
     source = physical_blocks(table, rows.slot, positions.read_column, reads)[row]
     target = physical_blocks(table, rows.slot, positions.snapshot_column, saves)[row]
     tap = torch.arange(history, device=x.device)
     at = (offset + positions.snapshot_after)[row, None].long() + tap
     beyond = at - history - offset[row, None]  # index among the row's tokens
-    old = windows[source[:, None], at.clamp(max=windows.shape[1] - 1)]
+    old = conv_states[source[:, None], at.clamp(max=conv_states.shape[1] - 1)]
     old = torch.where(reads[row, None, None], old, zero)
     token = rows.cu_seqlens[row, None].long() + beyond.clamp(min=0)
     new = x[token.clamp(max=x.shape[0] - 1)].to(old.dtype)
-    windows[target[:, None], tap] = torch.where((beyond >= 0)[..., None], new, old)
+    conv_states[target[:, None], tap] = torch.where((beyond >= 0)[..., None], new, old)
 
 
 def replay_conv1d_update(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    windows: Tensor,
+    conv_states: Tensor,
     rows: ReplayRows,
     max_scheduled: int,
 ) -> Tensor:
@@ -95,15 +95,15 @@ def replay_conv1d_update(
     if (
         not runs_triton(x)
         or max_scheduled > MAX_TOKENS
-        or torch.float64 in (x.dtype, windows.dtype)
+        or torch.float64 in (x.dtype, conv_states.dtype)
     ):
-        return replay_conv1d_reference(x, weight, bias, windows, rows, max_scheduled)
+        return replay_conv1d_reference(x, weight, bias, conv_states, rows, max_scheduled)
     positions = rows.positions
     return conv1d_update(
         x,
         weight,
         bias,
-        windows,
+        conv_states,
         _state_rows(rows, positions.offset),
         max_scheduled,
         snapshot_column=positions.snapshot_column,

@@ -1,4 +1,4 @@
-"""Causal convolution of decode and verify rows over the extended window."""
+"""Causal convolution of decode and verify rows over the extended conv_state."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from hybrid_runtime.kernels.common.backend import runs_triton
 from hybrid_runtime.kernels.common.math import silu
 from hybrid_runtime.kernels.common.pdl import pdl, pdl_wait
-from hybrid_runtime.kernels.common.strides import ChannelStrides, WindowStrides
+from hybrid_runtime.kernels.common.strides import ChannelStrides, ConvStateStrides
 from hybrid_runtime.kernels.common.varlen import StateRows
 from hybrid_runtime.kernels.common.zero_fill import zero_unowned
 from hybrid_runtime.kernels.conv.naive import check_conv_shapes, conv1d_reference
@@ -20,7 +20,7 @@ MAX_TOKENS = 16
 
 
 @triton.jit(
-    do_not_specialize=["tokens", "window_length"],
+    do_not_specialize=["tokens", "conv_length"],
     do_not_specialize_on_alignment=[
         "block_table", "slot", "cu_seqlens", "draft", "read_column", "read_offset", "write_column",
         "snapshot_column", "snapshot_after",
@@ -30,7 +30,7 @@ def _conv1d_update_kernel(
     x,
     weight,
     bias,
-    windows,
+    conv_states,
     block_table,
     slot,
     cu_seqlens,
@@ -46,8 +46,8 @@ def _conv1d_update_kernel(
     weight_channel,
     weight_tap,
     bias_channel,
-    window_stride,
-    window_length,
+    conv_stride,
+    conv_length,
     table_stride,
     CHANNELS: tl.constexpr,
     TAPS: tl.constexpr,
@@ -66,7 +66,7 @@ def _conv1d_update_kernel(
     row_slot = tl.load(slot + row)
     start = tl.load(cu_seqlens + row)
     end = tl.load(cu_seqlens + row + 1)
-    guesses = tl.load(draft + row)
+    drafts = tl.load(draft + row)
     source = tl.load(read_column + row)
     offset = tl.load(read_offset + row)
     target = tl.load(write_column + row)
@@ -78,11 +78,11 @@ def _conv1d_update_kernel(
         reads = source >= 0
         block = tl.load(table + source, mask=reads, other=0).to(tl.int64)
         to = tl.load(table + target).to(tl.int64)
-        across = channel.to(tl.int64) * window_stride.channel
-        taken = windows + block * window_stride.block + across
+        across = channel.to(tl.int64) * conv_stride.channel
+        taken = conv_states + block * conv_stride.block + across
         inputs = ()
         for j in tl.static_range(history):
-            at = (offset + j).to(tl.int64) * window_stride.position
+            at = (offset + j).to(tl.int64) * conv_stride.position
             inputs += (tl.load(taken + at, mask=inside & reads, other=0.0),)
         for i in tl.static_range(TOKENS):
             at = (start + i).to(tl.int64) * x_stride.token
@@ -109,30 +109,31 @@ def _conv1d_update_kernel(
         if snapshot_column is not None:
             kept = tl.load(snapshot_column + row)
             if kept >= 0:
-                saved = windows + tl.load(table + kept).to(tl.int64) * window_stride.block + across
-                known = tl.where(reads, offset, 0)  # inputs that the old window has before ours
+                to_saved = tl.load(table + kept).to(tl.int64)
+                saved = conv_states + to_saved * conv_stride.block + across
+                known = tl.where(reads, offset, 0)  # inputs that the old conv_state has before ours
                 behind = known + tl.load(snapshot_after + row)
                 for j in tl.static_range(history):
                     before = inside & (behind + j < known)
-                    from_old = taken + (behind + j).to(tl.int64) * window_stride.position
+                    from_old = taken + (behind + j).to(tl.int64) * conv_stride.position
                     early = tl.load(from_old, mask=before, other=0.0)
-                    tl.store(saved + j * window_stride.position, early, mask=before)
+                    tl.store(saved + j * conv_stride.position, early, mask=before)
                 for i in tl.static_range(history + TOKENS):
                     place = i + known - behind
                     stays = (place >= 0) & (place < history) & (i < history + end - start)
-                    late = inputs[i].to(windows.dtype.element_ty)
-                    given_at = saved + place.to(tl.int64) * window_stride.position
+                    late = inputs[i].to(conv_states.dtype.element_ty)
+                    given_at = saved + place.to(tl.int64) * conv_stride.position
                     tl.store(given_at, late, mask=inside & stays)
         # Threads own the same channels in all these accesses only if the compiler vectorises
-        # them alike; the barrier keeps every load of the old window before the first store.
+        # them alike; the barrier keeps every load of the old conv_state before the first store.
         tl.debug_barrier()
-        written = windows + to * window_stride.block + across
-        certain = end - start - guesses
+        written = conv_states + to * conv_stride.block + across
+        certain = end - start - drafts
         for i in tl.static_range(history + TOKENS):
             position = i - certain
-            kept = (position >= 0) & (i < history + end - start) & (position < window_length)
-            value = inputs[i].to(windows.dtype.element_ty)
-            at = position.to(tl.int64) * window_stride.position
+            kept = (position >= 0) & (i < history + end - start) & (position < conv_length)
+            value = inputs[i].to(conv_states.dtype.element_ty)
+            at = position.to(tl.int64) * conv_stride.position
             tl.store(written + at, value, mask=inside & kept)
 
 
@@ -140,7 +141,7 @@ def conv1d_update(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    windows: Tensor,
+    conv_states: Tensor,
     rows: StateRows,
     max_scheduled: int,
     snapshot_column: Tensor | None = None,
@@ -158,19 +159,19 @@ def conv1d_update(
     if (
         not runs_triton(x)
         or max_scheduled > MAX_TOKENS
-        or torch.float64 in (x.dtype, windows.dtype)
+        or torch.float64 in (x.dtype, conv_states.dtype)
     ):
         return conv1d_reference(
             x,
             weight,
             bias,
-            windows,
+            conv_states,
             rows,
             max_scheduled,
         )
     tokens = x.shape[0]
     channels, taps = weight.shape
-    check_conv_shapes(x, weight, windows)
+    check_conv_shapes(x, weight, conv_states)
     num_rows = rows.slot.shape[0]
     out = torch.empty((tokens, channels), dtype=x.dtype, device=x.device)
     if num_rows == 0 or max_scheduled == 0:
@@ -180,7 +181,7 @@ def conv1d_update(
         x=x,
         weight=weight,
         bias=bias,
-        windows=windows,
+        conv_states=conv_states,
         **rows._asdict(),
         snapshot_column=snapshot_column,
         snapshot_after=snapshot_after,
@@ -190,8 +191,8 @@ def conv1d_update(
         weight_channel=weight.stride(0),
         weight_tap=weight.stride(1),
         bias_channel=1 if bias is None else bias.stride(0),
-        window_stride=WindowStrides(*windows.stride()),
-        window_length=windows.shape[1],
+        conv_stride=ConvStateStrides(*conv_states.stride()),
+        conv_length=conv_states.shape[1],
         table_stride=rows.block_table.stride(0),
         CHANNELS=channels,
         TAPS=taps,

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from hybrid_runtime.kernels.common.backend import runs_triton
 from hybrid_runtime.kernels.common.math import silu
-from hybrid_runtime.kernels.common.strides import ChannelStrides, WindowStrides
+from hybrid_runtime.kernels.common.strides import ChannelStrides, ConvStateStrides
 from hybrid_runtime.kernels.common.tiles import part_of_tile, tile_bound
 from hybrid_runtime.kernels.common.varlen import Cuts, StateRows
 from hybrid_runtime.kernels.common.zero_fill import zero_tokens
@@ -37,7 +37,7 @@ def _conv1d_varlen_kernel(
     x,
     weight,
     bias,
-    windows,
+    conv_states,
     block_table,
     slot,
     cu_seqlens,
@@ -54,7 +54,7 @@ def _conv1d_varlen_kernel(
     weight_channel,
     weight_tap,
     bias_channel,
-    window_stride,
+    conv_stride,
     table_stride,
     CHANNELS: tl.constexpr,
     TAPS: tl.constexpr,
@@ -97,15 +97,16 @@ def _conv1d_varlen_kernel(
     opens = number == 0
     reads = opens & (source >= 0)
     block = tl.load(table + source, mask=reads, other=0).to(tl.int64)
-    across = channel.to(tl.int64) * window_stride.channel
-    old = windows + block * window_stride.block + across
-    old += offset.to(tl.int64) * window_stride.position
+    across = channel.to(tl.int64) * conv_stride.channel
+    old = conv_states + block * conv_stride.block + across
+    old += offset.to(tl.int64) * conv_stride.position
     given_x = x + channel.to(tl.int64) * x_stride.channel
     inputs = ()
-    for i in tl.static_range(history):  # TOKENS >= history: only the first tile needs the window
+    # TOKENS >= history: only the first tile needs the conv_state.
+    for i in tl.static_range(history):
         at = (start + low - history + i).to(tl.int64) * x_stride.token
         before = tl.load(given_x + at, mask=inside & (number > 0), other=0.0).to(tl.float32)
-        past = tl.load(old + i * window_stride.position, mask=inside & reads, other=0.0)
+        past = tl.load(old + i * conv_stride.position, mask=inside & reads, other=0.0)
         inputs += (tl.where(opens, past.to(tl.float32), before),)
     for i in tl.static_range(TOKENS):
         at = (start + low + i).to(tl.int64) * x_stride.token
@@ -127,19 +128,19 @@ def _conv1d_varlen_kernel(
         tl.store(written, silu(y).to(out_type), mask=inside & (low + i < scheduled))
 
     # The block that is read may be the one that is written. Only a row's first tile reads the old
-    # window, so that program also writes the new one, of inputs that are still in x: programs of
-    # other tiles may run before or after it. It owns its channels in both, and the barrier keeps
+    # conv_state, so that program also writes the new one, of inputs that are still in x: programs
+    # of other tiles may run before or after it. It owns its channels in both, and the barrier keeps
     # all its loads before the first store even where its threads don't own the same channels.
     if opens:
         certain = scheduled - tl.load(draft + row)
         values = ()
         for position in tl.static_range(LENGTH):
-            index = certain + position  # among the old window's W - 1 inputs and the row's own
-            kept_at = old + index.to(tl.int64) * window_stride.position
+            index = certain + position  # among the old conv_state's W - 1 inputs and the row's own
+            kept_at = old + index.to(tl.int64) * conv_stride.position
             kept = tl.load(kept_at, mask=inside & reads & (index < history), other=0.0)
             own_at = given_x + (start + index - history).to(tl.int64) * x_stride.token
             own = (index >= history) & (index < history + scheduled)
-            fresh = tl.load(own_at, mask=inside & own, other=0.0).to(windows.dtype.element_ty)
+            fresh = tl.load(own_at, mask=inside & own, other=0.0).to(conv_states.dtype.element_ty)
             values += (tl.where(index < history, kept, fresh),)
         snapshot = ()
         if cut is not None:
@@ -147,26 +148,26 @@ def _conv1d_varlen_kernel(
             cuts = inside & (to_cut > 0)
             for position in tl.static_range(history):
                 index = to_cut + position
-                kept_at = old + index.to(tl.int64) * window_stride.position
+                kept_at = old + index.to(tl.int64) * conv_stride.position
                 kept = tl.load(kept_at, mask=cuts & reads & (index < history), other=0.0)
                 own_at = given_x + (start + index - history).to(tl.int64) * x_stride.token
                 fresh = tl.load(own_at, mask=cuts & (index >= history), other=0.0)
-                fresh = fresh.to(windows.dtype.element_ty)
+                fresh = fresh.to(conv_states.dtype.element_ty)
                 snapshot += (tl.where(index < history, kept, fresh),)
         tl.debug_barrier()
         to = tl.load(table + target).to(tl.int64)
-        rolled = windows + to * window_stride.block + across
+        rolled = conv_states + to * conv_stride.block + across
         for position in tl.static_range(LENGTH):
             known = certain + position < history + scheduled
             tl.store(
-                rolled + position * window_stride.position, values[position], mask=inside & known
+                rolled + position * conv_stride.position, values[position], mask=inside & known
             )
         if cut is not None:
             column = tl.load(cut_column + row)
             to = tl.load(table + column, mask=to_cut > 0, other=0).to(tl.int64)
-            stored = windows + to * window_stride.block + across
+            stored = conv_states + to * conv_stride.block + across
             for position in tl.static_range(history):
-                tl.store(stored + position * window_stride.position, snapshot[position], mask=cuts)
+                tl.store(stored + position * conv_stride.position, snapshot[position], mask=cuts)
 
 
 class ConvTiling(NamedTuple):
@@ -181,7 +182,7 @@ def conv1d_varlen(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    windows: Tensor,
+    conv_states: Tensor,
     rows: StateRows,
     max_scheduled: int,
     cuts: Cuts | None = None,
@@ -198,19 +199,19 @@ def conv1d_varlen(
     Raises:
         ValueError: as the reference.
     """
-    if not runs_triton(x) or torch.float64 in (x.dtype, windows.dtype):
+    if not runs_triton(x) or torch.float64 in (x.dtype, conv_states.dtype):
         return conv1d_reference(
             x,
             weight,
             bias,
-            windows,
+            conv_states,
             rows,
             max_scheduled,
             cuts,
         )
     tokens = x.shape[0]
     channels, taps = weight.shape
-    check_conv_shapes(x, weight, windows)
+    check_conv_shapes(x, weight, conv_states)
     num_rows = rows.slot.shape[0]
     out = torch.empty((tokens, channels), dtype=x.dtype, device=x.device)
     if num_rows == 0 or tokens == 0 or max_scheduled == 0:
@@ -222,7 +223,7 @@ def conv1d_varlen(
         x=x,
         weight=weight,
         bias=bias,
-        windows=windows,
+        conv_states=conv_states,
         **rows._asdict(),
         cut=None if cuts is None else cuts.after,
         cut_column=None if cuts is None else cuts.column,
@@ -233,11 +234,11 @@ def conv1d_varlen(
         weight_channel=weight.stride(0),
         weight_tap=weight.stride(1),
         bias_channel=1 if bias is None else bias.stride(0),
-        window_stride=WindowStrides(*windows.stride()),
+        conv_stride=ConvStateStrides(*conv_states.stride()),
         table_stride=rows.block_table.stride(0),
         CHANNELS=channels,
         TAPS=taps,
-        LENGTH=windows.shape[1],
+        LENGTH=conv_states.shape[1],
         TOKENS=length,
         TILE=shape.channels,
         num_warps=shape.warps,

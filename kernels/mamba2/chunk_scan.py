@@ -28,12 +28,13 @@ from hybrid_runtime.kernels.common.strides import ChannelStrides, HeadStrides, S
 from hybrid_runtime.kernels.common.tiles import tile_bound
 from hybrid_runtime.kernels.common.types import operand_type
 from hybrid_runtime.kernels.common.varlen import Cuts, StateRows
+from hybrid_runtime.kernels.mamba2.checks import check_ssm_shapes
 from hybrid_runtime.kernels.mamba2.chunk_scan_kernels import (
     carry_kernel,
     outputs_kernel,
     steps_kernel,
 )
-from hybrid_runtime.kernels.mamba2.naive import check_ssm_shapes, chunk_scan_reference
+from hybrid_runtime.kernels.mamba2.naive import chunk_scan_reference
 
 
 class ScanTiling(NamedTuple):

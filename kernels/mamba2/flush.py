@@ -1,6 +1,6 @@
 """Flush: the exact state of chosen rows of the replay layout, in all layers at once.
 
-A live state may lack the last tokens of its request. Whoever needs it whole (a request ends or is
+The last tokens of a request may be pending. Whoever needs its whole state (the request ends or is
 preempted, a boundary is to be shared) has them folded in here.
 """
 
@@ -17,12 +17,9 @@ from torch import Tensor
 
 from hybrid_runtime.kernels.common.backend import runs_triton
 from hybrid_runtime.kernels.common.types import FLOAT_TYPES, WORD_TYPES
-from hybrid_runtime.kernels.mamba2.replay_naive import fold_reference
-from hybrid_runtime.kernels.mamba2.window_cache import (
-    WindowCache,
-    check_contiguous,
-    check_window_cache,
-)
+from hybrid_runtime.kernels.mamba2.checks import check_contiguous, check_records
+from hybrid_runtime.kernels.mamba2.naive import fold_reference
+from hybrid_runtime.kernels.mamba2.records import Records
 from hybrid_runtime.kernels.replay.rounding import (
     LAST_PLACE,
     Rounding,
@@ -33,35 +30,35 @@ from hybrid_runtime.kernels.replay.rounding import (
 from hybrid_runtime.kernels.step.advance_replay import ReplayPositions
 from hybrid_runtime.kernels.step.state_table import (
     ADDRESS_FIELDS,
-    BASE_SSM,
+    BASE_CONV_STATE,
+    BASE_MATRIX,
     BASE_TABLE,
-    BASE_WINDOW,
-    STRIDE_SSM,
+    STRIDE_CONV_STATE,
+    STRIDE_MATRIX,
     STRIDE_TABLE,
-    STRIDE_WINDOW,
     StateTable,
 )
 
 
 def replay_flush_reference(
     table: StateTable,
-    window_cache: WindowCache,
+    records: Records,
     A_log: Tensor,
     listed: Tensor,
     slot: Tensor,
     positions: ReplayPositions,
     rounding: Rounding | None = None,
 ) -> None:
-    """Write window and state of the listed rows, with what they lack, to their write columns.
+    """Write conv_state and matrix of the listed rows after their pending tokens.
 
-    The state of the read column after `pending` tokens of the window cache goes to the write
-    column, the convolution window's inputs at `offset` to offset 0 there. If that is the live
-    block, the row must not run on from there, unless the caller notes it. A read column of -1 gives
-    zeros. No listed row may read a block that another one writes.
+    The matrix of the read column after `pending` tokens of the ring goes to the write column, the
+    conv_state's inputs at `offset` to offset 0 there. If that is the live block, the row must not
+    run on from there, unless the caller notes it. A read column of -1 gives zeros. No listed row
+    may read a block that another one writes.
 
     Args:
         table: states of all layers, changed in place.
-        window_cache: of all layers.
+        records: of all layers.
         A_log: [layers, H].
         listed: int32 [count], rows to flush; -1 = none. It indexes the arguments below.
         slot: int32 [rows]; -1 = padded row. With row i for slot i, rows are slots.
@@ -75,19 +72,19 @@ def replay_flush_reference(
     active = (slot >= 0) & (positions.write_column >= 0)
     positions = positions._replace(write_column=torch.where(active, positions.write_column, -1))
     at, reads = active.nonzero()[:, 0], positions.read_column[active] >= 0
-    for layer, (windows, states, blocks) in enumerate(
-        zip(table.windows, table.ssm, table.tables, strict=True)
+    for layer, (conv_states, states, blocks) in enumerate(
+        zip(table.conv_states, table.matrices, table.tables, strict=True)
     ):
         own = None if rounding is None else rounding._replace(layer=rounding.layer + layer)
-        cache = window_cache.layer(layer)
-        fold_reference(states, cache, A_log[layer], blocks, slot, positions, own)
+        ring = records.layer(layer)
+        fold_reference(states, ring, A_log[layer], blocks, slot, positions, own)
         column = torch.where(reads, positions.read_column[at], 0).long()
         source = blocks[slot[at].long(), column].long()
         offset = torch.where(reads, positions.offset[at], 0).long()
-        inputs = windows[source[:, None], offset[:, None] + tap]
+        inputs = conv_states[source[:, None], offset[:, None] + tap]
         inputs = torch.where(reads[:, None, None], inputs, torch.zeros((), dtype=inputs.dtype))
         target = blocks[slot[at].long(), positions.write_column[at].long()].long()
-        windows[target[:, None], tap] = inputs
+        conv_states[target[:, None], tap] = inputs
 
 
 class FlushShape(NamedTuple):
@@ -136,15 +133,15 @@ def fold_pending(b_h, p_x, p_B, p_dt, first, count, rate, in_dim, in_state, shap
 @triton.jit(
     do_not_specialize=["slots", "layer"],
     do_not_specialize_on_alignment=[
-        "A_log", "dt_cache", "listed", "slot", "read_column", "offset", "pending", "cursor",
+        "A_log", "dt_ring", "listed", "slot", "read_column", "offset", "pending", "cursor",
         "write_column", "certain", "seed",
     ],
 )  # fmt: skip
 def _flush_kernel(
     addresses,
-    x_cache,
-    B_cache,
-    dt_cache,
+    x_ring,
+    B_ring,
+    dt_ring,
     A_log,
     listed,
     slot,
@@ -159,15 +156,15 @@ def _flush_kernel(
     slots,
     A_layer,
     A_head,
-    window_channels,
-    window_position_stride,
-    window_channel_stride,
+    conv_channels,
+    conv_position_stride,
+    conv_channel_stride,
     shape,
     place,
     state_type: tl.constexpr,
     tap_type: tl.constexpr,
     TAPS: tl.constexpr,
-    WINDOW_TILE: tl.constexpr,
+    CONV_TILE: tl.constexpr,
     VECTOR: tl.constexpr,
 ):
     STATE: tl.constexpr = shape.STATE
@@ -193,9 +190,9 @@ def _flush_kernel(
         moves = (block != to) | (source < 0)
         if (i_item < shape.HEADS * tiles) & (moves | (count > 0)):
             state_pointer: tl.constexpr = tl.pointer_type(state_type)
-            base = tl.load(p_layer + BASE_SSM)
-            read = (base + block * tl.load(p_layer + STRIDE_SSM)).to(state_pointer)
-            write = (base + to * tl.load(p_layer + STRIDE_SSM)).to(state_pointer)
+            base = tl.load(p_layer + BASE_MATRIX)
+            read = (base + block * tl.load(p_layer + STRIDE_MATRIX)).to(state_pointer)
+            write = (base + to * tl.load(p_layer + STRIDE_MATRIX)).to(state_pointer)
             if VECTOR:  # what the compiler cannot know of an address that it loads
                 read = tl.multiple_of(read, 16)
                 write = tl.multiple_of(write, 16)
@@ -206,9 +203,9 @@ def _flush_kernel(
             index = i_layer.to(tl.int64) * slots + row_slot
             i_ring = index * shape.HEADS + i_head
             i_group = index * groups + i_head // shape.HEADS_PER_GROUP
-            p_x = x_cache + i_ring * (RING * DIM) + o_p
-            p_B = B_cache + i_group * (RING * STATE) + o_n
-            p_dt = dt_cache + i_ring * RING
+            p_x = x_ring + i_ring * (RING * DIM) + o_p
+            p_B = B_ring + i_group * (RING * STATE) + o_n
+            p_dt = dt_ring + i_ring * RING
             first = tl.load(cursor + i_row)
             rate = -tl.exp(tl.load(A_log + i_layer * A_layer + i_head * A_head).to(tl.float32))
             key = row_slot.to(tl.uint32)
@@ -229,32 +226,32 @@ def _flush_kernel(
                 tl.store(write + element, b_h.to(state_type), mask=inside)
         if (i_item >= shape.HEADS * tiles) & (moves | (shift > 0)):
             i_tile = i_item - shape.HEADS * tiles
-            channel = i_tile * WINDOW_TILE + tl.arange(0, WINDOW_TILE)
-            inner = channel < window_channels
-            base = tl.load(p_layer + BASE_WINDOW)
-            stride = tl.load(p_layer + STRIDE_WINDOW)
+            channel = i_tile * CONV_TILE + tl.arange(0, CONV_TILE)
+            inner = channel < conv_channels
+            base = tl.load(p_layer + BASE_CONV_STATE)
+            stride = tl.load(p_layer + STRIDE_CONV_STATE)
             old = (base + block * stride).to(tl.pointer_type(tap_type))
             new = (base + to * stride).to(tl.pointer_type(tap_type))
-            old += channel.to(tl.int64) * window_channel_stride
-            new += channel.to(tl.int64) * window_channel_stride
+            old += channel.to(tl.int64) * conv_channel_stride
+            new += channel.to(tl.int64) * conv_channel_stride
             inputs = ()
             for tap in tl.static_range(TAPS):
-                at = (shift + tap).to(tl.int64) * window_position_stride
+                at = (shift + tap).to(tl.int64) * conv_position_stride
                 inputs += (tl.load(old + at, mask=inner & reads, other=0),)
-            # Source and target may be the same window, shifted.
+            # Source and target may be the same conv_state, shifted.
             tl.debug_barrier()
             for tap in tl.static_range(TAPS):
-                tl.store(new + tap * window_position_stride, inputs[tap], mask=inner)
+                tl.store(new + tap * conv_position_stride, inputs[tap], mask=inner)
 
 
-TILE, PART, WINDOW_TILE, WARPS = 16, 32, 1024, 4
-"""Rows and columns of a share of a state, channels of windows per program, warps per program. Not
-swept."""
+TILE, PART, CONV_TILE, WARPS = 16, 32, 1024, 4
+"""Rows and columns of a share of a state, channels of a conv_state per program, warps per program.
+Not swept."""
 
 
 def replay_flush(
     table: StateTable,
-    window_cache: WindowCache,
+    records: Records,
     A_log: Tensor,
     listed: Tensor,
     slot: Tensor,
@@ -264,36 +261,36 @@ def replay_flush(
     """`replay_flush_reference` by one launch where Triton runs; fp64 states go to the reference.
 
     Raises:
-        ValueError: states, window cache and A_log don't fit, or the cache is not contiguous.
+        ValueError: states, records and A_log don't fit, or the records are not contiguous.
     """
-    states = table.ssm[0]
-    x, B = window_cache.x.transpose(2, 3), window_cache.B.transpose(2, 3)
-    layers = len(table.ssm)
+    states = table.matrices[0]
+    x, B = records.x.transpose(2, 3), records.B.transpose(2, 3)
+    layers = len(table.matrices)
     if x.dim() != 5 or len(x) != layers or tuple(A_log.shape) != (layers, states.shape[1]):
         raise ValueError(
-            f"window_cache.x is {tuple(window_cache.x.shape)} and A_log {tuple(A_log.shape)}, must "
+            f"records.x is {tuple(records.x.shape)} and A_log {tuple(A_log.shape)}, must "
             f"be of {layers} layers and {states.shape[1]} heads"
         )
-    check_window_cache(x, B, states, window_cache.layer(0))
+    check_records(x, B, states, records.layer(0))
     if not runs_triton(listed) or states.dtype == torch.float64:
-        replay_flush_reference(table, window_cache, A_log, listed, slot, positions, rounding)
+        replay_flush_reference(table, records, A_log, listed, slot, positions, rounding)
         return
     if len(listed) == 0:
         return
-    check_contiguous(states, window_cache, x.dtype)
+    check_contiguous(states, records, x.dtype)
     (heads, dim), (groups, state) = x.shape[3:], B.shape[3:]
-    windows = table.windows[0]
+    conv_states = table.conv_states[0]
     if rounding is None or states.dtype not in LAST_PLACE:
         seed, layer, place = None, 0, None
     else:
         seed, layer, place = *rounding, last_place(states.dtype)
     items = heads * triton.cdiv(dim, min(TILE, triton.next_power_of_2(dim)))
-    items += triton.cdiv(windows.shape[2], WINDOW_TILE)
-    _flush_kernel[(items, len(listed), len(table.ssm))](
+    items += triton.cdiv(conv_states.shape[2], CONV_TILE)
+    _flush_kernel[(items, len(listed), len(table.matrices))](
         addresses=table.addresses,
-        x_cache=window_cache.x,
-        B_cache=window_cache.B,
-        dt_cache=window_cache.dt,
+        x_ring=records.x,
+        B_ring=records.B,
+        dt_ring=records.dt,
         A_log=A_log,
         listed=listed,
         slot=slot,
@@ -305,18 +302,18 @@ def replay_flush(
         certain=positions.certain,
         seed=seed,
         layer=layer,
-        slots=window_cache.dt.shape[1],
+        slots=records.dt.shape[1],
         A_layer=A_log.stride(0),
         A_head=A_log.stride(1),
-        window_channels=windows.shape[2],
-        window_position_stride=windows.stride(1),
-        window_channel_stride=windows.stride(2),
-        shape=flush_shape(heads, groups, dim, state, window_cache.length),
+        conv_channels=conv_states.shape[2],
+        conv_position_stride=conv_states.stride(1),
+        conv_channel_stride=conv_states.stride(2),
+        shape=flush_shape(heads, groups, dim, state, records.length),
         place=place,
         state_type=FLOAT_TYPES[states.dtype],
-        tap_type=WORD_TYPES[windows.element_size()],
+        tap_type=WORD_TYPES[conv_states.element_size()],
         TAPS=table.taps,
-        WINDOW_TILE=WINDOW_TILE,
+        CONV_TILE=CONV_TILE,
         VECTOR=table.vector,
         num_warps=WARPS,
     )

@@ -41,12 +41,12 @@ class Group(NamedTuple):
 
 
 @triton.jit
-def load_steps(inputs, cache, head, lane, ring, base, row, strides, shape):
+def load_steps(inputs, records, head, lane, ring, base, row, strides, shape):
     """`RawSteps` of a head. lane: positions `[32]`, the row's own from `base` on; ring: where they
-    lie in the window cache."""
+    lie in the ring."""
     own = lane - base
     p_own = inputs.dt + head * strides.dt_head + own * strides.dt_token
-    p_pending = cache.dt + head * shape.RING + ring
+    p_pending = records.dt + head * shape.RING + ring
     return RawSteps(
         pending=tl.load(p_pending, mask=own < 0, other=0.0),
         own=tl.load(p_own, mask=(own >= 0) & (own < row.scheduled), other=0.0),

@@ -1,7 +1,7 @@
 """The replay layout's step of one row, for the heads of one program.
 
-A chunk of State Space Duality (Dao and Gu 2024, section 6). The pending tokens of the window cache
-and then the row's own have positions; where there is no token, step and inputs are 0. With the sum
+A chunk of State Space Duality (Dao and Gu 2024, section 6). The pending tokens of the ring and then
+the row's own have positions; where there is no token, step and inputs are 0. With the sum
 S of step times rate up to a position, and h the state that is read,
 
     y_i = exp(S_i) C_i h + D x_i + sum over j <= i of exp(S_i - S_j) step_j (C_i B_j) x_j
@@ -14,7 +14,7 @@ goes in as a sum of bfloat16 (`split`). States of 16 bits go in as they are, h' 
 nearest, as the next step reads it. What is added to a state is summed up by itself first, because
 the matrix units' own additions round down.
 
-Guesses have no part in h', so that one that is not finite leaves it alone; it spoils the row's
+Drafts have no part in h', so that one that is not finite leaves it alone; it spoils the row's
 outputs.
 """
 
@@ -48,22 +48,21 @@ OWN_POSITIONS = tl.constexpr(16)
 
 @triton.jit
 def ring_index(position, base, row, shape):
-    """Where positions lie in the window cache: the row's own, from `base` on, follow the pending
-    ones."""
+    """Where positions lie in the ring: the row's own, from `base` on, follow the pending ones."""
     own = position - base
     index = row.cursor + tl.where(own < 0, position, own + row.pending)
     return tl.where(index >= shape.RING, index - shape.RING, index)
 
 
 @triton.jit
-def load_B(inputs, cache, live, j, ring, base, n, strides, shape):
+def load_B(inputs, records, live, j, ring, base, n, strides, shape):
     """Parts of B at the positions that are `live`, `[positions, PART]` each."""
     parts = ()
     for s in tl.static_range(shape.PARTS):
         part = n + s * shape.PART
         p_B = tl.where(
             (j < base)[:, None],
-            cache.B + ring[:, None] * shape.STATE + part[None, :],
+            records.B + ring[:, None] * shape.STATE + part[None, :],
             inputs.B + (j - base)[:, None] * strides.B_token + part[None, :] * strides.B_state,
         )
         parts += (load_apart(p_B, live[:, None] & (part < shape.STATE)[None, :]),)
@@ -83,21 +82,21 @@ def load_C(inputs, i, n, row, strides, shape):
 
 
 @triton.jit
-def keep_B(Bs, cache, kept, ring, n, shape):
-    """Store B of the positions that are `kept` in the window cache."""
+def keep_B(Bs, records, kept, ring, n, shape):
+    """Store B of the positions that are `kept` in the ring."""
     for s in tl.static_range(shape.PARTS):
         part = n + s * shape.PART
-        p_B = cache.B + ring[:, None] * shape.STATE + part[None, :]
+        p_B = records.B + ring[:, None] * shape.STATE + part[None, :]
         store_apart(p_B, Bs[s], kept[:, None] & (part < shape.STATE)[None, :])
 
 
 @triton.jit
-def point_x(inputs, cache, head, j, ring, base, p, strides, shape):
+def point_x(inputs, records, head, j, ring, base, p, strides, shape):
     """Where x lies at positions j of a head, `[positions, ROWS]`, and the distance `[positions, 1]`
     to the next head's."""
     p_x = tl.where(
         (j < base)[:, None],
-        cache.x + (head * shape.RING + ring)[:, None] * shape.DIM + p[None, :],
+        records.x + (head * shape.RING + ring)[:, None] * shape.DIM + p[None, :],
         inputs.x
         + (j - base)[:, None] * strides.x_token
         + head * strides.x_head
@@ -138,17 +137,16 @@ def store_state(p_state, h, element, inside, key, place):
 
 @triton.jit
 def update_heads(
-    inputs, cache, source, target, out, row, share, key, clamp, strides, shape, place,
+    inputs, records, source, target, out, row, share, key, clamp, strides, shape, place,
     dot_type: tl.constexpr, WRITES: tl.constexpr,
 ):  # fmt: skip
-    """Outputs of the row's tokens; the inputs of those from `row.skipped` on to the window cache;
-    if WRITES, the state after `row.folds` tokens to `target`.
+    """Outputs of the row's tokens; the records of those from `row.first_recorded_token` on to
+    the ring; if WRITES, the state after `row.tokens_folded` tokens to `target`.
 
-    inputs, cache, row, share, clamp: see `program`.
+    inputs, records, row, share, clamp, strides, shape: see `replay_launch`.
     source, target: pointers to states `[H, P, N]`.
     out: pointer to the outputs of the row's first token.
     key, place: by what states are rounded stochastically; place None: they are not.
-    strides, shape: see `launch`.
     dot_type: of the products' operands.
     """
     HEADS: tl.constexpr = shape.HEADS
@@ -172,19 +170,19 @@ def update_heads(
     lane = tl.arange(0, 32)
     in_dim = p < DIM
     # Positions that outputs sum over: behind h' there are only the row's own tokens.
-    base = row.lacks
+    base = row.unfolded
     if WRITES:
         base = 0
     own = j - base
     is_own = (own >= 0) & (own < row.scheduled)
     live = (j < base) | is_own
-    kept = is_own & (own >= row.skipped)
+    kept = is_own & (own >= row.first_recorded_token)
     ring = ring_index(j, base, row, shape)
     lane_ring = ring_index(lane, base, row, shape)
-    lane_kept = (lane - base >= row.skipped) & (lane - base < row.scheduled)
+    lane_kept = (lane - base >= row.first_recorded_token) & (lane - base < row.scheduled)
     cell = p[:, None] * STATE + n[None, :]
     p_source = source + share.head * (DIM * STATE) + cell
-    p_x, x_next = point_x(inputs, cache, share.head, j, ring, base, p, strides, shape)
+    p_x, x_next = point_x(inputs, records, share.head, j, ring, base, p, strides, shape)
 
     # The state of a single head is on its way while all else is loaded; those of several are
     # copied ahead by the loop.
@@ -193,22 +191,24 @@ def update_heads(
         for s in tl.static_range(PARTS):
             inside = in_dim[:, None] & (n + s * PART < STATE)[None, :] & row.reads
             early += (tl.load(p_source + s * PART, mask=inside, other=0.0),)
-    ahead = load_steps(inputs, cache, share.head, lane, lane_ring, base, row, strides, shape)
+    ahead = load_steps(inputs, records, share.head, lane, lane_ring, base, row, strides, shape)
     if WRITES:
-        f_ring = ring_index(f_j, row.lacks, row, shape)
-        f_lane_ring = ring_index(lane, row.lacks, row, shape)
-        f_x, f_next = point_x(inputs, cache, share.head, f_j, f_ring, row.lacks, p, strides, shape)
-        f_ahead = load_steps(
-            inputs, cache, share.head, lane, f_lane_ring, row.lacks, row, strides, shape
+        f_ring = ring_index(f_j, row.unfolded, row, shape)
+        f_lane_ring = ring_index(lane, row.unfolded, row, shape)
+        f_x, f_next = point_x(
+            inputs, records, share.head, f_j, f_ring, row.unfolded, p, strides, shape
         )
-        folds = f_j < row.folds
-        f_Bs = load_B(inputs, cache, folds, f_j, f_ring, row.lacks, n, strides, shape)
+        f_ahead = load_steps(
+            inputs, records, share.head, lane, f_lane_ring, row.unfolded, row, strides, shape
+        )
+        is_folded = f_j < row.tokens_folded
+        f_Bs = load_B(inputs, records, is_folded, f_j, f_ring, row.unfolded, n, strides, shape)
     # All loads come first. No load passes a store, which waits for what it stores, nor a barrier,
     # so that in between they would come one after another.
-    Bs = load_B(inputs, cache, live, j, ring, base, n, strides, shape)
+    Bs = load_B(inputs, records, live, j, ring, base, n, strides, shape)
     Cs = load_C(inputs, i, n, row, strides, shape)
     queries, group = combine_group(Bs, Cs, j, i, base, shape, SCALES, dot_type)
-    keep_B(Bs, cache, kept & share.writes_B, ring, n, shape)
+    keep_B(Bs, records, kept & share.writes_B, ring, n, shape)
     if WRITES:
         folded = ()
         for s in tl.static_range(PARTS):
@@ -218,27 +218,27 @@ def update_heads(
         head = share.head + r
         beyond = tl.minimum(head + 1, HEADS - 1)
         raw = ahead
-        ahead = load_steps(inputs, cache, beyond, lane, lane_ring, base, row, strides, shape)
+        ahead = load_steps(inputs, records, beyond, lane, lane_ring, base, row, strides, shape)
         steps = time_steps(raw, lane, base, row, clamp)
         if share.writes_dt:
-            tl.store(cache.dt + head * RING + lane_ring, steps, mask=lane_kept)
+            tl.store(records.dt + head * RING + lane_ring, steps, mask=lane_kept)
         if WRITES:
-            steps = tl.where(lane < row.taken, 0.0, steps)
+            steps = tl.where(lane < row.own_folded, 0.0, steps)
         mixes, carries = output_factors(raw, steps, group, lane, j, i, base, dot_type)
 
         b_x = load_apart(p_x + r * x_next, live[:, None] & in_dim[None, :])
-        p_kept = cache.x + (head * RING + ring)[:, None] * DIM + p[None, :]
+        p_kept = records.x + (head * RING + ring)[:, None] * DIM + p[None, :]
         store_apart(p_kept, b_x, kept[:, None] & in_dim[None, :])
         b_x = tl.trans(b_x)
         if WRITES:
             f_raw = f_ahead
             f_ahead = load_steps(
-                inputs, cache, beyond, lane, f_lane_ring, row.lacks, row, strides, shape
+                inputs, records, beyond, lane, f_lane_ring, row.unfolded, row, strides, shape
             )
-            f_steps = time_steps(f_raw, lane, row.lacks, row, clamp)
-            f_steps = tl.where(lane < row.folds, f_steps, 0.0)
+            f_steps = time_steps(f_raw, lane, row.unfolded, row, clamp)
+            f_steps = tl.where(lane < row.tokens_folded, f_steps, 0.0)
             weights, decay = state_factors(f_raw, f_steps, shape.POSITIONS)
-            b_f = tl.trans(load_apart(f_x + r * f_next, folds[:, None] & in_dim[None, :]))
+            b_f = tl.trans(load_apart(f_x + r * f_next, is_folded[:, None] & in_dim[None, :]))
             inflows = split(b_f.to(tl.float32) * weights[None, :], PIECES, dot_type)
         # Two sums, since each product waits for the sum before it.
         y = tl.zeros((shape.ROWS, shape.QUERIES), tl.float32)
@@ -276,5 +276,5 @@ def update_heads(
             y = product(b_x, mixes[k], y, dot_type)
         p_out = out + i[:, None] * (HEADS * DIM) + (head * DIM + p)[None, :]
         y = tl.trans(y).to(out.dtype.element_ty)
-        outgoing = (i >= row.silent) & (i < row.scheduled)
+        outgoing = (i >= row.first_output_token) & (i < row.scheduled)
         store_apart(p_out, y, outgoing[:, None] & in_dim[None, :])

@@ -1,14 +1,19 @@
-"""Launch shapes of the replay layout's state update, and the constants it is compiled for."""
+"""How the replay layout's state update is launched: by which tiles, the constants it is compiled
+for, and what one program works on, as its functions pass it on.
+
+A program takes some heads of a group in turn, of one row of the batch, and of each a tile of its
+state: some rows of P by all of N.
+"""
 
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import triton
 import triton.language as tl
 
-from hybrid_runtime.kernels.replay.ring import MAX_TOKENS, SHORT_WINDOW
+from hybrid_runtime.kernels.replay.ring import MAX_TOKENS, SHORT_RING_TOKENS
 
 Strides = tuple[int, ...]
 
@@ -72,7 +77,7 @@ class UpdateShape(NamedTuple):
     HEADS_PER_GROUP: H // G.
     DIM: P.
     STATE: N.
-    RING: tokens of a slot's ring in the window cache.
+    RING: tokens of a slot's ring.
     POSITIONS: most tokens that are pending and a row's own, or that are folded.
     QUERIES: most tokens of a row, padded.
     RUN: heads per program.
@@ -102,8 +107,7 @@ def update_shape(
 ) -> UpdateShape:
     """The constants of a launch. Kept, because Triton finds a compiled kernel by their hash.
 
-    ring: tokens of the window cache's rings. tokens: most of a row. itemsize: bytes of a state's
-    element.
+    ring: tokens of a slot's ring. tokens: most of a row. itemsize: bytes of a state's element.
     """
     part = 64 // itemsize
     return UpdateShape(
@@ -112,7 +116,7 @@ def update_shape(
         DIM=tl.constexpr(dim),
         STATE=tl.constexpr(state),
         RING=tl.constexpr(ring),
-        POSITIONS=tl.constexpr(16 if ring <= SHORT_WINDOW + MAX_TOKENS else 32),
+        POSITIONS=tl.constexpr(16 if ring <= SHORT_RING_TOKENS + MAX_TOKENS else 32),
         QUERIES=tl.constexpr(8 if tokens <= 8 else 16),
         RUN=tl.constexpr(tile.run),
         ROWS=tl.constexpr(tile.rows),
@@ -142,3 +146,74 @@ class InputStrides(NamedTuple):
 def input_strides(x: Strides, dt: Strides, B: Strides, C: Strides) -> InputStrides:
     """Kept, as `update_shape`."""
     return InputStrides(*(tl.constexpr(stride) for stride in (*x, *dt, *B, *C)))
+
+
+Pointer: TypeAlias = Any
+Value: TypeAlias = Any
+
+
+class Inputs(NamedTuple):
+    """Pointers to the row's first token, and in B and C to the program's group."""
+
+    x: Pointer
+    dt: Pointer
+    A_log: Pointer
+    B: Pointer
+    C: Pointer
+    D: Pointer
+    dt_bias: Pointer
+
+
+class Ring(NamedTuple):
+    """Pointers to the records of the row's slot, in B to those of the program's group."""
+
+    x: Pointer
+    B: Pointer
+    dt: Pointer
+
+
+class Row(NamedTuple):
+    """Counts of the row's tokens.
+
+    scheduled: its own.
+    pending: of the ring, before them.
+    cursor: ring index of the first of those.
+    unfolded: pending ones that are not in the state that is read, all or none.
+    tokens_folded: of the unfolded and then of its own, in the state that is written.
+    own_folded: its own among them.
+    first_recorded_token: its own from here on go to the ring.
+    first_output_token: its own from here on have outputs here.
+    reads: there is a state to start from; else it is 0.
+    """
+
+    scheduled: Value
+    pending: Value
+    cursor: Value
+    unfolded: Value
+    tokens_folded: Value
+    own_folded: Value
+    first_recorded_token: Value
+    first_output_token: Value
+    reads: Value
+
+
+class Share(NamedTuple):
+    """The program's share of the row.
+
+    head: first of its heads.
+    p: first row of its tile.
+    writes_dt: of the programs that share a time step, this one writes it to the ring.
+    writes_B: likewise B.
+    """
+
+    head: Value
+    p: Value
+    writes_dt: Value
+    writes_B: Value
+
+
+class Clamp(NamedTuple):
+    """Bounds of the time step."""
+
+    low: Value
+    high: Value

@@ -17,16 +17,21 @@ from hybrid_runtime.kernels.common.backend import num_programs, runs_triton
 from hybrid_runtime.kernels.common.outputs import check_out
 from hybrid_runtime.kernels.common.pdl import pdl, pdl_wait
 from hybrid_runtime.kernels.common.types import operand_type
+from hybrid_runtime.kernels.mamba2.checks import check_contiguous, check_records
+from hybrid_runtime.kernels.mamba2.naive import replay_update_reference
+from hybrid_runtime.kernels.mamba2.records import Records
 from hybrid_runtime.kernels.mamba2.replay_heads import update_heads
-from hybrid_runtime.kernels.mamba2.replay_launch import choose_tile, input_strides, update_shape
-from hybrid_runtime.kernels.mamba2.replay_naive import replay_update_reference
-from hybrid_runtime.kernels.mamba2.replay_program import Cache, Clamp, Inputs, Row, Share
-from hybrid_runtime.kernels.mamba2.window_cache import (
-    WindowCache,
-    check_contiguous,
-    check_window_cache,
+from hybrid_runtime.kernels.mamba2.replay_launch import (
+    Clamp,
+    Inputs,
+    Ring,
+    Row,
+    Share,
+    choose_tile,
+    input_strides,
+    update_shape,
 )
-from hybrid_runtime.kernels.replay.ring import LONG_WINDOW, MAX_TOKENS
+from hybrid_runtime.kernels.replay.ring import LONG_RING_TOKENS, MAX_TOKENS
 from hybrid_runtime.kernels.replay.rounding import LAST_PLACE, Rounding, last_place, rounding_key
 from hybrid_runtime.kernels.replay.rows import ReplayRows
 
@@ -49,7 +54,7 @@ def zero_heads(out, first, last, i_head, o_p, shape):
 @triton.jit(
     do_not_specialize=["tokens", "layer"],
     do_not_specialize_on_alignment=[
-        "dt", "A_log", "D", "dt_bias", "dt_cache", "block_table", "slot", "cu_seqlens", "draft",
+        "dt", "A_log", "D", "dt_bias", "dt_ring", "block_table", "slot", "cu_seqlens", "draft",
         "read_column", "pending", "cursor", "write_column", "writes", "snapshot_column",
         "snapshot_after", "certain", "seed",
     ],
@@ -63,9 +68,9 @@ def _replay_update_kernel(
     D,
     dt_bias,
     states,
-    x_cache,
-    B_cache,
-    dt_cache,
+    x_ring,
+    B_ring,
+    dt_ring,
     block_table,
     slot,
     cu_seqlens,
@@ -104,7 +109,7 @@ def _replay_update_kernel(
     row_slot = tl.load(slot + i_row)
     start = tl.load(cu_seqlens + i_row)
     end = tl.load(cu_seqlens + i_row + 1)
-    guesses = tl.load(draft + i_row)
+    drafts = tl.load(draft + i_row)
     source = tl.load(read_column + i_row)
     before = tl.load(pending + i_row)
     ring_start = tl.load(cursor + i_row)
@@ -123,7 +128,7 @@ def _replay_update_kernel(
     if active & (end > start):
         reads = source >= 0
         scheduled = end - start
-        own = scheduled - guesses
+        own = scheduled - drafts
         before = tl.where(reads, before, 0)
         table = block_table + row_slot.to(tl.int64) * table_stride
         block = tl.load(table + source, mask=reads, other=0).to(tl.int64)
@@ -140,10 +145,10 @@ def _replay_update_kernel(
         )
         out += begin * (shape.HEADS * shape.DIM)
         ring = row_slot.to(tl.int64) * shape.RING
-        cache = Cache(
-            x=x_cache + ring * (shape.HEADS * shape.DIM),
-            B=B_cache + (ring * groups + i_group * shape.RING) * shape.STATE,
-            dt=dt_cache + ring * shape.HEADS,
+        records = Ring(
+            x=x_ring + ring * (shape.HEADS * shape.DIM),
+            B=B_ring + (ring * groups + i_group * shape.RING) * shape.STATE,
+            dt=dt_ring + ring * shape.HEADS,
         )
         writes_dt = i_item % tiles == 0
         share = Share(
@@ -162,15 +167,15 @@ def _replay_update_kernel(
                 scheduled=scheduled - tl.maximum(before + scheduled - shape.POSITIONS, 0),
                 pending=before,
                 cursor=ring_start,
-                lacks=before,
-                folds=0,
-                taken=0,
-                skipped=tl.where(stores == 0, 0, scheduled),
-                silent=0,
+                unfolded=before,
+                tokens_folded=0,
+                own_folded=0,
+                first_recorded_token=tl.where(stores == 0, 0, scheduled),
+                first_output_token=0,
                 reads=reads,
             )
             update_heads(
-                inputs, cache, p_read, p_read, out, row, share, 0, clamp, strides, shape, place,
+                inputs, records, p_read, p_read, out, row, share, 0, clamp, strides, shape, place,
                 dot_type, False,
             )  # fmt: skip
         if stores != 0:
@@ -180,7 +185,7 @@ def _replay_update_kernel(
             passes = 1 + apart.to(tl.int32) + tl.where(kept >= 0, 1, 0)
             # Of two passes the first has all outputs: the second reads a state that was rounded.
             certain_before = tl.where(apart, 0, own - 1)
-            lacks = before
+            unfolded = before
             done = 0
             while done < passes:
                 is_last = done == passes - 1
@@ -196,21 +201,23 @@ def _replay_update_kernel(
                     scheduled=scheduled,
                     pending=before,
                     cursor=ring_start,
-                    lacks=lacks,
-                    folds=lacks + upto,
-                    taken=upto,
-                    skipped=tl.where(is_last, own, scheduled),
-                    silent=tl.where(is_snapshot | (is_last & apart), scheduled, certain_before),
+                    unfolded=unfolded,
+                    tokens_folded=unfolded + upto,
+                    own_folded=upto,
+                    first_recorded_token=tl.where(is_last, own, scheduled),
+                    first_output_token=tl.where(
+                        is_snapshot | (is_last & apart), scheduled, certain_before
+                    ),
                     reads=reads,
                 )
                 update_heads(
-                    inputs, cache, p_read, p_write, out, row, share, key, clamp, strides, shape,
+                    inputs, records, p_read, p_write, out, row, share, key, clamp, strides, shape,
                     place, dot_type, True,
                 )  # fmt: skip
                 done += 1
                 if (is_last == 0) & (is_snapshot == 0):
                     p_read = p_write
-                    lacks = 0
+                    unfolded = 0
                     tl.debug_barrier()  # other lanes read it
 
 
@@ -223,7 +230,7 @@ def replay_update(
     D: Tensor,
     dt_bias: Tensor,
     states: Tensor,
-    window_cache: WindowCache,
+    records: Records,
     rows: ReplayRows,
     max_scheduled: int,
     rounding: Rounding | None = None,
@@ -235,10 +242,10 @@ def replay_update(
 
     The outputs go to `out` if it is given, contiguous and of x's shape and dtype.
 
-    Each block of `states` and the window cache must be contiguous, the cache's x and B of x's
-    dtype, and no row may read or write a block that another row of the same call writes. Rows of
-    more than `MAX_TOKENS` tokens, rings for more than `LONG_WINDOW` pending ones, and fp64 go to
-    the reference. Inputs other than bfloat16 are multiplied in fp32, without matrix units.
+    Each block of `states` and the records must be contiguous, their x and B of x's dtype, and no
+    row may read or write a block that another row of the same call writes. Rows of more than
+    `MAX_TOKENS` tokens, rings for more than `LONG_RING_TOKENS` pending ones, and fp64 go to the
+    reference. Inputs other than bfloat16 are multiplied in fp32, without matrix units.
 
     At most `UpdateShape.POSITIONS` tokens are folded at once, and outputs are sums over as many. So
     a row that does not write has no more tokens than that, pending and own. One that writes, and
@@ -246,26 +253,26 @@ def replay_update(
 
     Raises:
         ValueError: as the reference, or a tensor is not contiguous or has another dtype, or the
-            window cache has another ring than `rows` were placed for.
+            rings are not as long as those that `rows` were placed for.
     """
     check_out(out, x)
-    ring = window_cache.length
-    if rows.ring not in (None, ring):
+    ring = records.length
+    if rows.ring_length not in (None, ring):
         raise ValueError(
-            f"window_cache has rings of {ring} tokens, must be rows.ring, {rows.ring}, by which "
-            "rows.positions were made"
+            f"records has rings of {ring} tokens, must be rows.ring_length, {rows.ring_length}, by "
+            "which rows.positions were made"
         )
-    small = max_scheduled <= MAX_TOKENS and ring <= LONG_WINDOW + MAX_TOKENS
+    small = max_scheduled <= MAX_TOKENS and ring <= LONG_RING_TOKENS + MAX_TOKENS
     if not runs_triton(x) or not small or torch.float64 in (x.dtype, states.dtype):
         y = replay_update_reference(
-            x, dt, A_log, B, C, D, dt_bias, states, window_cache, rows, max_scheduled, rounding,
+            x, dt, A_log, B, C, D, dt_bias, states, records, rows, max_scheduled, rounding,
             dt_min, dt_max,
         )  # fmt: skip
         return y if out is None else out.copy_(y)
     tokens, heads, dim = x.shape
     groups, state = B.shape[1:]
-    check_window_cache(x, B, states, window_cache)
-    check_contiguous(states, window_cache, x.dtype)
+    check_records(x, B, states, records)
+    check_contiguous(states, records, x.dtype)
     for name, part in (("B", B), ("C", C)):
         if part.dtype != x.dtype:
             raise ValueError(f"{name} is {part.dtype}, must be x's {x.dtype}")
@@ -293,9 +300,9 @@ def replay_update(
         D=D,
         dt_bias=dt_bias,
         states=states,
-        x_cache=window_cache.x,
-        B_cache=window_cache.B,
-        dt_cache=window_cache.dt,
+        x_ring=records.x,
+        B_ring=records.B,
+        dt_ring=records.dt,
         block_table=rows.block_table,
         slot=rows.slot,
         cu_seqlens=rows.cu_seqlens,

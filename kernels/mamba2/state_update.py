@@ -1,4 +1,4 @@
-"""Mamba-2 state update of decode and verify rows: one read of the state, one write per guess.
+"""Mamba-2 state update of decode and verify rows: one read of the state, one write per draft.
 
 Memory bound: a row reads one state and writes `draft + 1`. Each program owns one tile of one head
 in every column of its row, so the column that is read may be one of those that are written.
@@ -20,7 +20,8 @@ from hybrid_runtime.kernels.common.pdl import pdl, pdl_wait
 from hybrid_runtime.kernels.common.strides import ChannelStrides, HeadStrides
 from hybrid_runtime.kernels.common.varlen import StateRows
 from hybrid_runtime.kernels.common.zero_fill import zero_unowned
-from hybrid_runtime.kernels.mamba2.naive import check_ssm_shapes, selective_state_update_reference
+from hybrid_runtime.kernels.mamba2.checks import check_ssm_shapes
+from hybrid_runtime.kernels.mamba2.naive import selective_state_update_reference
 
 MAX_TOKENS = 16
 """Tokens per row that the kernel unrolls; longer rows go to the reference."""
@@ -84,7 +85,7 @@ def _selective_state_update_kernel(
     row_slot = tl.load(slot + row)
     start = tl.load(cu_seqlens + row)
     end = tl.load(cu_seqlens + row + 1)
-    guesses = tl.load(draft + row)
+    drafts = tl.load(draft + row)
     source = tl.load(read_column + row)
     further = tl.load(read_offset + row)
     target = tl.load(write_column + row)
@@ -93,7 +94,7 @@ def _selective_state_update_kernel(
     zero_unowned(given, in_dim, row, start, end, active, tokens, HEADS * DIM)
     if active & (end > start):
         table = block_table + row_slot.to(tl.int64) * table_stride
-        first = end - start - 1 - guesses  # the first token after which the state is stored
+        first = end - start - 1 - drafts  # the first token after which the state is stored
         if (DIM % TILE == 0) & (STATE == WIDTH):  # a constant: these masks cost nothing
             whole = tl.full((TILE, WIDTH), True, tl.int1)
         else:

@@ -21,7 +21,7 @@ class Rounding(NamedTuple):
     """By what states are rounded stochastically, besides the position (`ReplayPositions.certain`).
 
     seed: int32 `[slots]`, of the request in each slot.
-    layer: index of the Mamba layer.
+    layer: index among the layers with states.
     """
 
     seed: Tensor

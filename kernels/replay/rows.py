@@ -15,11 +15,11 @@ class ReplayRows(NamedTuple):
     block_table: int32 `[slots, columns]` of physical blocks.
     slot: int32 `[rows]`; -1 = padded row.
     cu_seqlens: int32 `[rows + 1]`, index of each row's first token.
-    draft: int32 `[rows]`, how many of the row's last tokens are guesses.
+    draft: int32 `[rows]`, how many of the row's last tokens are drafts.
     positions: where its state is read and written, `[rows]` each.
-    ring: tokens of a slot's ring in the window cache by which `positions` were made, of a manager
-        `layout.ring`; `replay_update` refuses a cache of another. None: whoever placed the rows
-        went by the cache itself.
+    ring_length: tokens of a slot's ring by which `positions` were made, of a manager
+        `layout.ring_length`; `replay_update` refuses records of another. None: whoever placed the
+        rows went by the records themselves.
     """
 
     block_table: Tensor
@@ -27,4 +27,4 @@ class ReplayRows(NamedTuple):
     cu_seqlens: Tensor
     draft: Tensor
     positions: ReplayPositions
-    ring: int | None = None
+    ring_length: int | None = None

@@ -10,10 +10,10 @@ from hybrid_runtime.kernels.common.backend import num_programs, runs_triton
 from hybrid_runtime.kernels.common.types import FLOAT_TYPES
 from hybrid_runtime.kernels.step.state_table import (
     ADDRESS_FIELDS,
-    BASE_SSM,
-    BASE_WINDOW,
-    STRIDE_SSM,
-    STRIDE_WINDOW,
+    BASE_CONV_STATE,
+    BASE_MATRIX,
+    STRIDE_CONV_STATE,
+    STRIDE_MATRIX,
     StateTable,
 )
 
@@ -22,10 +22,10 @@ TILE = 4096
 
 
 def fill_blocks_reference(states: StateTable, blocks: Tensor, value: float) -> None:
-    """Set window and SSM state of `blocks` (int `[n]`) to `value` in every layer."""
-    for window, ssm in zip(states.windows, states.ssm, strict=True):
-        window.index_fill_(0, blocks.long(), value)
-        ssm.index_fill_(0, blocks.long(), value)
+    """Set conv_state and matrix of `blocks` (int `[n]`) to `value` in every layer."""
+    for conv_state, matrix in zip(states.conv_states, states.matrices, strict=True):
+        conv_state.index_fill_(0, blocks.long(), value)
+        matrix.index_fill_(0, blocks.long(), value)
 
 
 @triton.jit
@@ -35,31 +35,31 @@ def _fill_kernel(
     addresses,
     num_layers,
     value,
-    window_type: tl.constexpr,
-    ssm_type: tl.constexpr,
-    WINDOW: tl.constexpr,
-    SSM: tl.constexpr,
-    WINDOW_TILES: tl.constexpr,
-    SSM_TILES: tl.constexpr,
+    conv_type: tl.constexpr,
+    matrix_type: tl.constexpr,
+    CONV_STATE: tl.constexpr,
+    MATRIX: tl.constexpr,
+    CONV_TILES: tl.constexpr,
+    MATRIX_TILES: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    tiles: tl.constexpr = WINDOW_TILES + SSM_TILES
+    tiles: tl.constexpr = CONV_TILES + MATRIX_TILES
     item = tl.program_id(0)
     total = count * num_layers * tiles
     while item < total:
         block = tl.load(blocks + item // (num_layers * tiles)).to(tl.int64)
         layer = addresses + item // tiles % num_layers * ADDRESS_FIELDS
         tile = item % tiles
-        if tile < SSM_TILES:
-            at = tl.load(layer + BASE_SSM) + block * tl.load(layer + STRIDE_SSM)
+        if tile < MATRIX_TILES:
+            at = tl.load(layer + BASE_MATRIX) + block * tl.load(layer + STRIDE_MATRIX)
             index = tile * TILE + tl.arange(0, TILE)
-            state = tl.full((TILE,), value, tl.float32).to(ssm_type)
-            tl.store(at.to(tl.pointer_type(ssm_type)) + index, state, mask=index < SSM)
+            state = tl.full((TILE,), value, tl.float32).to(matrix_type)
+            tl.store(at.to(tl.pointer_type(matrix_type)) + index, state, mask=index < MATRIX)
         else:
-            at = tl.load(layer + BASE_WINDOW) + block * tl.load(layer + STRIDE_WINDOW)
-            index = (tile - SSM_TILES) * TILE + tl.arange(0, TILE)
-            inputs = tl.full((TILE,), value, tl.float32).to(window_type)
-            tl.store(at.to(tl.pointer_type(window_type)) + index, inputs, mask=index < WINDOW)
+            at = tl.load(layer + BASE_CONV_STATE) + block * tl.load(layer + STRIDE_CONV_STATE)
+            index = (tile - MATRIX_TILES) * TILE + tl.arange(0, TILE)
+            inputs = tl.full((TILE,), value, tl.float32).to(conv_type)
+            tl.store(at.to(tl.pointer_type(conv_type)) + index, inputs, mask=index < CONV_STATE)
         item += tl.num_programs(0)
 
 
@@ -68,18 +68,18 @@ def fill_blocks(states: StateTable, blocks: Tensor, value: float) -> None:
     if not runs_triton(blocks):
         fill_blocks_reference(states, blocks, value)
         return
-    window, ssm = states.windows[0], states.ssm[0]
+    conv_state, matrix = states.conv_states[0], states.matrices[0]
     _fill_kernel[(num_programs(blocks, 4),)](
         blocks,
         blocks.shape[0],
         states.addresses,
-        len(states.windows),
+        len(states.conv_states),
         value,
-        window_type=FLOAT_TYPES[window.dtype],
-        ssm_type=FLOAT_TYPES[ssm.dtype],
-        WINDOW=window[0].numel(),
-        SSM=ssm[0].numel(),
-        WINDOW_TILES=triton.cdiv(window[0].numel(), TILE),
-        SSM_TILES=triton.cdiv(ssm[0].numel(), TILE),
+        conv_type=FLOAT_TYPES[conv_state.dtype],
+        matrix_type=FLOAT_TYPES[matrix.dtype],
+        CONV_STATE=conv_state[0].numel(),
+        MATRIX=matrix[0].numel(),
+        CONV_TILES=triton.cdiv(conv_state[0].numel(), TILE),
+        MATRIX_TILES=triton.cdiv(matrix[0].numel(), TILE),
         TILE=TILE,
     )

@@ -17,12 +17,12 @@ from torch import Tensor
 from hybrid_runtime.kernels.common.types import WORD_TYPES
 from hybrid_runtime.kernels.step.state_table import (
     ADDRESS_FIELDS,
-    BASE_SSM,
+    BASE_CONV_STATE,
+    BASE_MATRIX,
     BASE_TABLE,
-    BASE_WINDOW,
-    STRIDE_SSM,
+    STRIDE_CONV_STATE,
+    STRIDE_MATRIX,
     STRIDE_TABLE,
-    STRIDE_WINDOW,
     StateTable,
 )
 
@@ -32,9 +32,9 @@ def move_reference(
 ) -> None:
     """Copy the state at `offset` of column `source` to column `target`.
 
-    The window's `taps` inputs at `offset` go to offset 0 of the target's window; the SSM state of
-    column `source + offset` goes to the target's. All reads of a row come before its writes, so a
-    shift within one window is safe.
+    The conv_state's `taps` inputs at `offset` go to offset 0 of the target's conv_state; the matrix
+    of column `source + offset` goes to the target's. All reads of a row come before its writes, so
+    a shift within one conv_state is safe.
 
     Args:
         states: all layers' states; changed.
@@ -45,33 +45,35 @@ def move_reference(
     acts = target >= 0
     slot, source, offset, target = (v[acts].long() for v in (slot, source, offset, target))
     tap = torch.arange(states.taps, device=slot.device)
-    for window, ssm, table in zip(states.windows, states.ssm, states.tables, strict=True):
+    for conv_state, matrix, table in zip(
+        states.conv_states, states.matrices, states.tables, strict=True
+    ):
         to = table[slot, target].long()
-        inputs = window[table[slot, source].long()[:, None], offset[:, None] + tap]
-        window[to[:, None], tap] = inputs
-        ssm[to] = ssm[table[slot, source + offset].long()]
+        inputs = conv_state[table[slot, source].long()[:, None], offset[:, None] + tap]
+        conv_state[to[:, None], tap] = inputs
+        matrix[to] = matrix[table[slot, source + offset].long()]
 
 
 class CopyTiling(NamedTuple):
     """How states are cut into tiles, and how words of memory are copied.
 
-    word: Triton type of the words of an SSM state. tap: that of a window's inputs.
-    taps: inputs of a window that move. ssm_words: words of an SSM state.
-    ssm_tiles, window_tiles: turns that a layer's state and its window take.
-    ssm_tile: words copied at once. ssm_parts: how often in a turn.
-    window_tile: channels copied in a turn.
-    vector: all SSM addresses are multiples of 16 bytes.
+    word: Triton type of the words of a matrix. tap: that of a conv_state's inputs.
+    taps: inputs of a conv_state that move. matrix_words: words of a matrix.
+    matrix_tiles, conv_tiles: turns that a layer's state and its conv_state take.
+    matrix_tile: words copied at once. matrix_parts: how often in a turn.
+    conv_tile: channels copied in a turn.
+    vector: all matrix addresses are multiples of 16 bytes.
     """
 
     word: tl.dtype
     tap: tl.dtype
     taps: int
-    ssm_words: int
-    ssm_tiles: int
-    ssm_tile: int
-    ssm_parts: int
-    window_tiles: int
-    window_tile: int
+    matrix_words: int
+    matrix_tiles: int
+    matrix_tile: int
+    matrix_parts: int
+    conv_tiles: int
+    conv_tile: int
     vector: bool
 
 
@@ -81,25 +83,25 @@ def _pick(values, chosen):
 
 
 @triton.jit
-def _copy_ssm(p_layer, i_from, i_to, i_tile, TILING: tl.constexpr):
-    """One turn's words of an SSM state, from block to block."""
-    PARTS: tl.constexpr = TILING.ssm_parts
-    base = tl.load(p_layer + BASE_SSM)
-    stride = tl.load(p_layer + STRIDE_SSM)
+def _copy_matrix(p_layer, i_from, i_to, i_tile, TILING: tl.constexpr):
+    """One turn's words of a matrix, from block to block."""
+    PARTS: tl.constexpr = TILING.matrix_parts
+    base = tl.load(p_layer + BASE_MATRIX)
+    stride = tl.load(p_layer + STRIDE_MATRIX)
     p_read = (base + i_from * stride).to(tl.pointer_type(TILING.word))
     p_write = (base + i_to * stride).to(tl.pointer_type(TILING.word))
     if TILING.vector:  # what the compiler cannot know of an address that it loads
         p_read = tl.multiple_of(p_read, 16)
         p_write = tl.multiple_of(p_write, 16)
     for part in tl.static_range(PARTS):
-        o_word = (i_tile * PARTS + part) * TILING.ssm_tile + tl.arange(0, TILING.ssm_tile)
-        within = (o_word < TILING.ssm_words) & (i_from != i_to)
+        o_word = (i_tile * PARTS + part) * TILING.matrix_tile + tl.arange(0, TILING.matrix_tile)
+        within = (o_word < TILING.matrix_words) & (i_from != i_to)
         b_state = tl.load(p_read + o_word, mask=within)
         tl.store(p_write + o_word, b_state, mask=within)
 
 
 @triton.jit
-def _copy_window(
+def _copy_conv_state(
     p_layer,
     i_from,
     i_to,
@@ -110,12 +112,12 @@ def _copy_window(
     channel_stride,
     TILING: tl.constexpr,
 ):
-    """One turn's channels of a window, from `offset` of a block to offset 0 of another. One thread
-    owns a channel and copies its taps from low to high: both may be the same block."""
+    """One turn's channels of a conv_state, from `offset` of a block to offset 0 of another. One
+    thread owns a channel and copies its taps from low to high: both may be the same block."""
     TAPS: tl.constexpr = TILING.taps
-    base = tl.load(p_layer + BASE_WINDOW)
-    stride = tl.load(p_layer + STRIDE_WINDOW)
-    o_channel = i_tile * TILING.window_tile + tl.arange(0, TILING.window_tile)
+    base = tl.load(p_layer + BASE_CONV_STATE)
+    stride = tl.load(p_layer + STRIDE_CONV_STATE)
+    o_channel = i_tile * TILING.conv_tile + tl.arange(0, TILING.conv_tile)
     inside = o_channel < channels
     across = o_channel.to(tl.int64) * channel_stride
     p_read = (base + i_from * stride).to(tl.pointer_type(TILING.tap)) + across
@@ -135,13 +137,13 @@ def move_rows(
     target,
     addresses,
     num_layers,
-    window_channels,
-    window_position_stride,
-    window_channel_stride,
+    conv_channels,
+    conv_position_stride,
+    conv_channel_stride,
     TILING: tl.constexpr,
 ):
     """This program's share of the tiles of all rows that act, as `move_reference` moves them."""
-    TILES: tl.constexpr = TILING.ssm_tiles + TILING.window_tiles
+    TILES: tl.constexpr = TILING.matrix_tiles + TILING.conv_tiles
     acting = acts.to(tl.int32)
     rank = tl.cumsum(acting, axis=0) - 1
     per_row = num_layers * TILES
@@ -168,19 +170,19 @@ def move_rows(
         p_table = tl.load(p_layer + BASE_TABLE).to(tl.pointer_type(tl.int32))
         p_table += tl.cast(row_slot, tl.int64) * tl.load(p_layer + STRIDE_TABLE)
         i_to = tl.load(p_table + row_target).to(tl.int64)
-        if i_tile < TILING.ssm_tiles:
+        if i_tile < TILING.matrix_tiles:
             i_from = tl.load(p_table + row_source + row_offset).to(tl.int64)
-            _copy_ssm(p_layer, i_from, i_to, i_tile, TILING)
+            _copy_matrix(p_layer, i_from, i_to, i_tile, TILING)
         else:
             i_from = tl.load(p_table + row_source).to(tl.int64)
-            _copy_window(
-                p_layer, i_from, i_to, i_tile - TILING.ssm_tiles, row_offset, window_channels,
-                window_position_stride, window_channel_stride, TILING,
+            _copy_conv_state(
+                p_layer, i_from, i_to, i_tile - TILING.matrix_tiles, row_offset, conv_channels,
+                conv_position_stride, conv_channel_stride, TILING,
             )  # fmt: skip
         i_item += tl.num_programs(0)
 
 
-SSM_TILE, SSM_PARTS, WINDOW_TILE, WARPS = 8192, 2, 1024, 8
+MATRIX_TILE, MATRIX_PARTS, CONV_TILE, WARPS = 8192, 2, 1024, 8
 """Words that a program copies at once, how often in a turn, and channels in a turn; swept on an
 H200 together with the programs per multiprocessor below."""
 PROGRAMS, PROGRAMS_EVERY_ROW = 16, 8
@@ -195,30 +197,30 @@ def listed_rows(count: int) -> int:
 
 def move_arguments(states: StateTable) -> dict[str, Any]:
     """Arguments of `move_rows` beside the rows."""
-    window = states.windows[0]
+    conv_state = states.conv_states[0]
     return {
         "addresses": states.addresses,
-        "num_layers": len(states.windows),
-        "window_channels": window.shape[2],
-        "window_position_stride": window.stride(1),
-        "window_channel_stride": window.stride(2),
+        "num_layers": len(states.conv_states),
+        "conv_channels": conv_state.shape[2],
+        "conv_position_stride": conv_state.stride(1),
+        "conv_channel_stride": conv_state.stride(2),
         "TILING": copy_tiling(states),
     }
 
 
 def copy_tiling(states: StateTable) -> CopyTiling:
     """Tiles of one layer's state."""
-    window = states.windows[0]
-    words = states.ssm_bytes // states.word
+    conv_state = states.conv_states[0]
+    words = states.matrix_bytes // states.word
     return CopyTiling(
         word=WORD_TYPES[states.word],
-        tap=WORD_TYPES[window.element_size()],
+        tap=WORD_TYPES[conv_state.element_size()],
         taps=states.taps,
-        ssm_words=words,
-        ssm_tiles=triton.cdiv(words, SSM_TILE * SSM_PARTS),
-        ssm_tile=SSM_TILE,
-        ssm_parts=SSM_PARTS,
-        window_tiles=triton.cdiv(window.shape[2], WINDOW_TILE),
-        window_tile=WINDOW_TILE,
+        matrix_words=words,
+        matrix_tiles=triton.cdiv(words, MATRIX_TILE * MATRIX_PARTS),
+        matrix_tile=MATRIX_TILE,
+        matrix_parts=MATRIX_PARTS,
+        conv_tiles=triton.cdiv(conv_state.shape[2], CONV_TILE),
+        conv_tile=CONV_TILE,
         vector=states.vector,
     )

@@ -89,9 +89,9 @@ def _move_kernel(
     count,
     addresses,
     num_layers,
-    window_channels,
-    window_position_stride,
-    window_channel_stride,
+    conv_channels,
+    conv_position_stride,
+    conv_channel_stride,
     POST: tl.constexpr,
     EVERY_ROW: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -125,8 +125,8 @@ def _move_kernel(
         acts = listed & (target >= 0)
     slot = tl.load(p_entry + SLOT, mask=acts, other=-1)
     move_rows(
-        acts & (slot >= 0), slot, source, offset, target, addresses, num_layers, window_channels,
-        window_position_stride, window_channel_stride, TILING,
+        acts & (slot >= 0), slot, source, offset, target, addresses, num_layers, conv_channels,
+        conv_position_stride, conv_channel_stride, TILING,
     )  # fmt: skip
 
 

@@ -123,9 +123,9 @@ def _decide_move_kernel(
     arrived,
     addresses,
     num_layers,
-    window_channels,
-    window_position_stride,
-    window_channel_stride,
+    conv_channels,
+    conv_position_stride,
+    conv_channel_stride,
     BLOCK_SIZE: tl.constexpr,
     PHASE: tl.constexpr,
     REPLAYS: tl.constexpr,
@@ -154,8 +154,8 @@ def _decide_move_kernel(
         rebased = reached & (target == held)
     table_row = tl.load(p_entry + SLOT, mask=acts, other=0)
     move_rows(
-        acts, table_row, held, offset, target, addresses, num_layers, window_channels,
-        window_position_stride, window_channel_stride, TILING,
+        acts, table_row, held, offset, target, addresses, num_layers, conv_channels,
+        conv_position_stride, conv_channel_stride, TILING,
     )  # fmt: skip
     # Every program decides on all rows, so what it decides from may change only when all of them
     # have read it: whoever comes last writes the counts. Behind the moves, where nobody waits for
@@ -194,7 +194,7 @@ def decide_and_move(
         move_reference(states, entries[:count, SLOT], *moves[:, :count])
         return
     tiling = copy_tiling(states)
-    most = count * len(states.windows) * (tiling.ssm_tiles + tiling.window_tiles)
+    most = count * len(states.conv_states) * (tiling.matrix_tiles + tiling.conv_tiles)
     _decide_move_kernel[(min(num_programs(entries, PROGRAMS), most),)](
         entries=entries,
         count=count,

@@ -26,7 +26,7 @@ POINTERS = {
 }  # fmt: skip
 TYPES = {
     "addresses": "*i64", "value": "fp32", "x": "*bf16", "out": "*bf16", "weight": "*bf16",
-    "bias": "*bf16", "windows": "*bf16", "dt": "*bf16", "B": "*bf16", "C": "*bf16",
+    "bias": "*bf16", "conv_states": "*bf16", "dt": "*bf16", "B": "*bf16", "C": "*bf16",
     "A_log": "*fp32", "D": "*fp32", "dt_bias": "*fp32", "dt_min": "fp32", "dt_max": "fp32",
     "states": "*fp32", "totals": "*i64", "hidden": "*bf16", "sums": "*fp32",
 }  # fmt: skip

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from hybrid_runtime.kernels.common.varlen import StateRows
 from hybrid_runtime.kernels.mamba2.naive import selective_state_update_reference
-from hybrid_runtime.kernels.mamba2.window_cache import WindowCache
-from hybrid_runtime.kernels.replay.ring import MAX_TOKENS, SHORT_WINDOW, ring_length
+from hybrid_runtime.kernels.mamba2.records import Records
+from hybrid_runtime.kernels.replay.ring import MAX_TOKENS, SHORT_RING_TOKENS, ring_length
 from hybrid_runtime.kernels.replay.rows import ReplayRows
 from hybrid_runtime.kernels.step.advance_replay import ReplayPositions
 
@@ -32,7 +32,7 @@ class Ssm:
     states: torch.dtype = torch.float32
     drafts: int = 3
     tokens: int = 4
-    window: int = 15
+    ring_tokens: int = 15
     heads: int = 2
     groups: int = 2
     dim: int = 8
@@ -68,15 +68,14 @@ class Ssm:
         dt[::3] += self.far
         return {"x": x, "dt": dt, "B": B.unflatten(1, group), "C": C.unflatten(1, group)}
 
-    def window_cache(self, generator: torch.Generator, slots: int) -> WindowCache:
-        shape = (self.heads, self.dim, self.state)
-        window_cache = WindowCache.allocate(
-            1, slots, self.drafts, self.window, shape, self.groups, self.x, DEVICE
+    def records(self, generator: torch.Generator, slots: int) -> Records:
+        length = ring_length(self.drafts, self.ring_tokens)
+        fine = torch.promote_types(self.x, torch.float32)
+        return Records(
+            x=noise(generator, slots, self.heads, length, self.dim, dtype=self.x),
+            B=noise(generator, slots, self.groups, length, self.state, dtype=self.x),
+            dt=torch.rand(slots, self.heads, length, generator=generator, device=DEVICE).to(fine),
         )
-        for part in window_cache[:2]:
-            part.copy_(noise(generator, *part.shape, dtype=self.x))
-        window_cache.dt.copy_(torch.rand(window_cache.dt.shape, generator=generator, device=DEVICE))
-        return window_cache.layer(0)
 
 
 class Case(NamedTuple):
@@ -100,7 +99,7 @@ class Case(NamedTuple):
 
     @property
     def rounds_once(self) -> bool:
-        """Not folded in two passes, see `replay_update`, whatever the window."""
+        """Not folded in two passes, see `replay_update`, whatever the ring."""
         return self.pending + self.scheduled - self.draft <= MAX_TOKENS
 
 
@@ -111,19 +110,19 @@ class Rows:
     not in row order.
     """
 
-    def __init__(self, drafts: int, tokens: int, seed: int, window: int = 15) -> None:
+    def __init__(self, drafts: int, tokens: int, seed: int, ring_tokens: int = 15) -> None:
         generator = torch.Generator().manual_seed(seed)
 
         def pick(low: int, high: int) -> int:
             return int(torch.randint(low, high + 1, (1,), generator=generator))
 
-        most, self.ring = max(window, drafts), ring_length(drafts, window)
+        most, self.ring = max(ring_tokens, drafts), ring_length(drafts, ring_tokens)
         draft = min(drafts, tokens - 1)
         spec: list[Case] = []
         for pending in sorted(
-            {0, 1, drafts, max(window - draft - 1, 0), most} & {*range(most + 1)}
+            {0, 1, drafts, max(ring_tokens - draft - 1, 0), most} & {*range(most + 1)}
         ):
-            fits = draft > 0 and pending + draft + 1 <= window
+            fits = draft > 0 and pending + draft + 1 <= ring_tokens
             offset = pick(0, min(pending, drafts))
             spec.append(Case(draft + 1, draft, pending, writes=not fits, offset=offset))
             few = pick(0, draft)
@@ -134,8 +133,8 @@ class Rows:
                     spec.append(
                         Case(scheduled, few, pending, snapshot=2, after=after, offset=offset)
                     )
-        several = min(tokens, max(window, 1))
-        several_writes = several > window or min(draft, several - 1) == 0
+        several = min(tokens, max(ring_tokens, 1))
+        several_writes = several > ring_tokens or min(draft, several - 1) == 0
         spec.append(Case(several, min(draft, several - 1), writes=several_writes))
         spec.append(Case(draft + 1, draft, read=1))
         spec.append(Case(draft + 1, draft, read=-1))
@@ -144,7 +143,7 @@ class Rows:
         room = min(tokens, self.ring - most)
         spec.append(Case(room, 0, most, snapshot=2, after=room))
         spec.append(Case(1, 0, most, offset=min(drafts, most)))
-        near = MAX_TOKENS - 3 if window <= SHORT_WINDOW else most - 2
+        near = MAX_TOKENS - 3 if ring_tokens <= SHORT_RING_TOKENS else most - 2
         if near <= most and tokens >= 4 and draft >= 2:  # the guesses are too much, not the others
             spec.append(Case(4, 2, near))
         spec.append(Case(1, 0))
@@ -200,7 +199,7 @@ class History:
         self.table = order.view(slots, 2).int().to(DEVICE)
         self.wide_table = torch.arange(wide, device=DEVICE).int().view(slots, -1)
         other = torch.Generator(DEVICE).manual_seed(seed + 1)  # draws as the ring is long
-        self.window_cache = shape.window_cache(other, slots)
+        self.records = shape.records(other, slots)
         fine = torch.promote_types(shape.x, torch.float32)
         self.vectors = shape.vectors(self.generator, fine)
         self.fold = [0] * slots  # guesses accepted in the last step
@@ -220,7 +219,7 @@ class History:
         draft = [self.below(min(shape.drafts, shape.tokens - 1) + 1) for _ in slots]
         # A row has one certain token, or several if no boundary lies inside them.
         scheduled = [d + 1 + self.below(shape.tokens - d) for d in draft]
-        length = self.window_cache.length
+        length = self.records.length
         reads, snapshot, after, pending, cursor, writes = [], [], [], [], [], []
         for i, slot in enumerate(slots):
             final = self.certain[slot] + self.fold[slot]
@@ -232,7 +231,7 @@ class History:
             reads.append(0 if self.written[slot] else -1)
             pending.append(final - self.written[slot])
             cursor.append(self.written[slot] % length)
-            full = pending[i] + scheduled[i] > shape.window
+            full = pending[i] + scheduled[i] > shape.ring_tokens
             writes.append(not draft[i] or crosses or reads[i] < 0 or full)
         starts = torch.tensor([0, *scheduled]).cumsum(0).int().to(DEVICE)
         slot, drafts, zero = ints(*slots), ints(*draft), ints(*[0] * len(slots))
@@ -252,7 +251,7 @@ class History:
         y = update(
             **inputs,
             states=self.states,
-            window_cache=self.window_cache,
+            records=self.records,
             rows=ReplayRows(self.table, slot, starts, drafts, positions),
             max_scheduled=shape.tokens,
         )

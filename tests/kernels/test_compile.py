@@ -18,9 +18,9 @@ from hybrid_runtime.kernels.attention import paged, reduce, store_kv
 from hybrid_runtime.kernels.attention.launch import AttentionShape, CacheStrides, TokenStrides
 from hybrid_runtime.kernels.common.strides import (
     ChannelStrides,
+    ConvStateStrides,
     HeadStrides,
     StateStrides,
-    WindowStrides,
 )
 from hybrid_runtime.kernels.common.types import FLOAT_TYPES
 from hybrid_runtime.kernels.conv import update as conv1d_update
@@ -41,8 +41,8 @@ from hybrid_runtime.kernels.step import (
 )
 
 COPY = move_rows.CopyTiling(
-    word=tl.int32, tap=tl.int16, taps=3, ssm_words=8192, ssm_tiles=2, ssm_tile=4096, ssm_parts=4,
-    window_tiles=1, window_tile=1024, vector=True,
+    word=tl.int32, tap=tl.int16, taps=3, matrix_words=8192, matrix_tiles=2, matrix_tile=4096,
+    matrix_parts=4, conv_tiles=1, conv_tile=1024, vector=True,
 )  # fmt: skip
 BYTES = COPY._replace(word=tl.int8, tap=tl.int32, vector=False)
 MOVE: dict[str, Any] = {
@@ -51,8 +51,8 @@ MOVE: dict[str, Any] = {
 DECIDE: dict[str, Any] = {"BLOCK_SIZE": 4336, "ROWS": 16, "TILING": COPY, "REPLAYS": False}
 PLACE: dict[str, Any] = {"BLOCK_SIZE": 4336, "BY_SLOT": False, "GROUPS": 6, "ROWS": 128}
 FILL: dict[str, Any] = {
-    "window_type": tl.bfloat16, "ssm_type": tl.float16, "WINDOW": 600, "SSM": 8192,
-    "WINDOW_TILES": 1, "SSM_TILES": 2, "TILE": 4096,
+    "conv_type": tl.bfloat16, "matrix_type": tl.float16, "CONV_STATE": 600, "MATRIX": 8192,
+    "CONV_TILES": 1, "MATRIX_TILES": 2, "TILE": 4096,
 }  # fmt: skip
 ADVANCE: dict[str, Any] = {"BLOCK_SIZE": 4336, "IN_PLACE": False, "CUTS": True}
 CONV: dict[str, Any] = {
@@ -67,7 +67,7 @@ SSM_STRIDES: dict[str, Any] = {
     "B_stride": HeadStrides("i32", "i32", 1), "C_stride": HeadStrides("i32", "i32", 1),
 }  # fmt: skip
 CONV_STRIDES: dict[str, Any] = {
-    "x_stride": ChannelStrides("i32", 1), "window_stride": WindowStrides("i32", "i32", 1),
+    "x_stride": ChannelStrides("i32", 1), "conv_stride": ConvStateStrides("i32", "i32", 1),
 }  # fmt: skip
 MAMBA_STRIDES = {
     "_conv1d_update_kernel": CONV_STRIDES, "_selective_state_update_kernel": SSM_STRIDES,
@@ -88,7 +88,7 @@ KERNELS = [
     (vllm_rows._place_rows_kernel, PLACE | {"BY_SLOT": True}),
     (vllm_rows._decide_flush_kernel, {"BLOCK_SIZE": 4336, "ROWS": 128}),
     (block_fill._fill_kernel, FILL),
-    (block_fill._fill_kernel, FILL | {"window_type": tl.float32, "ssm_type": tl.float32}),
+    (block_fill._fill_kernel, FILL | {"conv_type": tl.float32, "matrix_type": tl.float32}),
     (pooling._pooling_kernel, POOL),
     (conv1d_update._conv1d_update_kernel, CONV | NO_SNAPSHOT),
     (

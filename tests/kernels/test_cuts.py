@@ -47,18 +47,18 @@ def cut_rows(
 def conv_inputs(
     rows: Rows, dtype: torch.dtype, layout: str = "SD", channels: int = 40
 ) -> tuple[dict[str, Any], Tensor]:
-    """Arguments and windows, NaN where nobody may read."""
+    """Arguments and conv_states, NaN where nobody may read."""
     generator = torch.Generator(DEVICE).manual_seed(0)
     x = noise(generator, rows.tokens, channels, dtype=dtype)
     x[~rows.owned] = float("nan")
-    windows = torch.full((rows.blocks, 6, channels), float("nan"), dtype=dtype, device=DEVICE)
+    conv_states = torch.full((rows.blocks, 6, channels), float("nan"), dtype=dtype, device=DEVICE)
     if layout == "DS":
-        windows = windows.transpose(1, 2).contiguous().transpose(1, 2)
+        conv_states = conv_states.transpose(1, 2).contiguous().transpose(1, 2)
     for _, slot, _, read, _, _ in rows.active:
         if read >= 0:
-            windows[rows.block(slot, read), :3] = noise(generator, 3, channels, dtype=dtype)
+            conv_states[rows.block(slot, read), :3] = noise(generator, 3, channels, dtype=dtype)
     weight = noise(generator, channels, 4, dtype=dtype)
-    return {"x": x, "weight": weight, "bias": None, **rows.arguments}, windows
+    return {"x": x, "weight": weight, "bias": None, **rows.arguments}, conv_states
 
 
 def scan_inputs(
@@ -99,13 +99,13 @@ def in_two_calls(kernel: Any, cuts: Cuts, rows: StateRows, **arguments: Any) -> 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_windows_at_a_cut(layout: str, dtype: torch.dtype) -> None:
     rows, cuts = cut_rows()
-    arguments, windows = conv_inputs(rows, dtype, layout)
-    mine, reference, split = windows.clone(), windows.clone(), windows.clone()
-    y = conv1d_varlen(windows=mine, cuts=cuts, tiling=CONV, **arguments)
-    y_reference = conv1d_reference(windows=reference, cuts=cuts, **arguments)
+    arguments, conv_states = conv_inputs(rows, dtype, layout)
+    mine, reference, split = conv_states.clone(), conv_states.clone(), conv_states.clone()
+    y = conv1d_varlen(conv_states=mine, cuts=cuts, tiling=CONV, **arguments)
+    y_reference = conv1d_reference(conv_states=reference, cuts=cuts, **arguments)
     tolerance = 5e-6 if dtype == torch.float32 else 1e-2
     torch.testing.assert_close(y, y_reference, rtol=tolerance, atol=tolerance)
-    y_split = in_two_calls(conv1d_varlen, cuts, windows=split, tiling=CONV, **arguments)
+    y_split = in_two_calls(conv1d_varlen, cuts, conv_states=split, tiling=CONV, **arguments)
     assert torch.equal(y, y_split)
     assert not y[~rows.owned].any()
     assert same_bytes(mine, reference)
@@ -143,12 +143,12 @@ def test_states_at_a_cut(dtype: torch.dtype, states_dtype: torch.dtype) -> None:
 def test_references_as_in_two_calls() -> None:
     """In fp64 every rounding of the references but that of the states themselves is gone."""
     rows, cuts = cut_rows()
-    arguments, windows = conv_inputs(rows, torch.float64)
-    split = windows.clone()
-    y = conv1d_reference(windows=windows, cuts=cuts, **arguments)
-    y_split = in_two_calls(conv1d_reference, cuts, windows=split, **arguments)
+    arguments, conv_states = conv_inputs(rows, torch.float64)
+    split = conv_states.clone()
+    y = conv1d_reference(conv_states=conv_states, cuts=cuts, **arguments)
+    y_split = in_two_calls(conv1d_reference, cuts, conv_states=split, **arguments)
     torch.testing.assert_close(y, y_split)
-    assert same_bytes(windows, split)
+    assert same_bytes(conv_states, split)
     arguments, states = scan_inputs(rows, torch.float64, torch.float64)
     whole = states.clone()
     y = chunk_scan_reference(states=states, cuts=cuts, **arguments)
@@ -166,14 +166,16 @@ def test_cuts_of_nobody_change_nothing() -> None:
     """Without a cut, the launches for cuts leave the same bytes as those without."""
     rows, cuts = cut_rows((33, 5, 1, 70), (0, 0, 0, 0))
     arguments, states = scan_inputs(rows, torch.bfloat16, torch.float32, (2, 1, 16, 16))
-    windows_arguments, windows = conv_inputs(rows, torch.bfloat16)
-    plain_states, plain_windows = states.clone(), windows.clone()
+    conv_arguments, conv_states = conv_inputs(rows, torch.bfloat16)
+    plain_states, plain_conv_states = states.clone(), conv_states.clone()
     y = chunk_scan(states=states, cuts=cuts, tiling=SCAN, **arguments)
-    z = conv1d_varlen(windows=windows, cuts=cuts, tiling=CONV, **windows_arguments)
+    z = conv1d_varlen(conv_states=conv_states, cuts=cuts, tiling=CONV, **conv_arguments)
     assert torch.equal(y, chunk_scan(states=plain_states, tiling=SCAN, **arguments))
-    assert torch.equal(z, conv1d_varlen(windows=plain_windows, tiling=CONV, **windows_arguments))
+    assert torch.equal(
+        z, conv1d_varlen(conv_states=plain_conv_states, tiling=CONV, **conv_arguments)
+    )
     assert same_bytes(states, plain_states)
-    assert same_bytes(windows, plain_windows)
+    assert same_bytes(conv_states, plain_conv_states)
 
 
 @kernels
@@ -198,10 +200,10 @@ def test_large_states_as_in_two_calls(states_dtype: torch.dtype) -> None:
     y = chunk_scan(states=mine, cuts=cuts, **arguments)
     assert torch.equal(y, in_two_calls(chunk_scan, cuts, states=split, **arguments))
     assert same_bytes(mine, split)
-    windows_arguments, windows = conv_inputs(rows, torch.bfloat16, "SD", 10240)
+    conv_arguments, conv_states = conv_inputs(rows, torch.bfloat16, "SD", 10240)
 
     def run() -> tuple[Tensor, Tensor]:
-        z = conv1d_varlen(windows=windows, cuts=cuts, **windows_arguments)
+        z = conv1d_varlen(conv_states=conv_states, cuts=cuts, **conv_arguments)
         return z, chunk_scan(states=states, cuts=cuts, **arguments)
 
-    check_replay(run, [windows, states])
+    check_replay(run, [conv_states, states])

@@ -106,20 +106,20 @@ def test_causal_conv_scan(shape: Conv) -> None:
             (rows.blocks, size + shape.pad), float("nan"), dtype=shape.window, device=DEVICE
         )
         if shape.layout == "SD":
-            windows = pages[:, :size].unflatten(1, (length, shape.channels))
+            conv_states = pages[:, :size].unflatten(1, (length, shape.channels))
         else:
-            windows = pages[:, :size].unflatten(1, (shape.channels, length)).transpose(1, 2)
+            conv_states = pages[:, :size].unflatten(1, (shape.channels, length)).transpose(1, 2)
         for _, slot, _, read, offset, _ in rows.active:
             if read >= 0:
-                windows[rows.block(slot, read), offset : offset + history] = noise(
+                conv_states[rows.block(slot, read), offset : offset + history] = noise(
                     generator, history, shape.channels, dtype=shape.window
                 )
         before = pages.clone()
         arguments = {"x": x, "weight": weight, "bias": bias, **rows.arguments}
-        y = conv1d_varlen(windows=windows, tiling=shape.tiling, **arguments)
+        y = conv1d_varlen(conv_states=conv_states, tiling=shape.tiling, **arguments)
         after = pages.clone()
         pages.copy_(before)
-        y_reference = conv1d_reference(windows=windows, **arguments)
+        y_reference = conv1d_reference(conv_states=conv_states, **arguments)
         assert y.dtype == y_reference.dtype
         assert not y[~rows.owned].any()
         tolerance = {torch.float32: 5e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}[shape.x]
@@ -308,8 +308,8 @@ def test_no_rows(tokens: int) -> None:
     rows = StateRows(none.view(0, 1), none, ints(0), none, none, none, none)
     head = torch.zeros(2, device=DEVICE)
     x = torch.ones(tokens, 8, device=DEVICE)
-    weight, windows = torch.ones(8, 4, device=DEVICE), torch.ones(1, 6, 8, device=DEVICE)
-    assert not conv1d_varlen(x, weight, None, windows, rows, 4).any()
+    weight, conv_states = torch.ones(8, 4, device=DEVICE), torch.ones(1, 6, 8, device=DEVICE)
+    assert not conv1d_varlen(x, weight, None, conv_states, rows, 4).any()
     states = torch.ones(1, 2, 4, 3, device=DEVICE)
     group = torch.ones(tokens, 1, 3, device=DEVICE)
     heads = x.view(tokens, 2, 4)
@@ -323,7 +323,7 @@ def test_wrong_shapes_are_refused() -> None:
     rows = prefill_rows((9,), 0, 0, False)
     x = torch.zeros(rows.tokens, 4, device=DEVICE)
     weight = torch.zeros(4, 4, device=DEVICE)
-    with pytest.raises(ValueError, match="windows is"):
+    with pytest.raises(ValueError, match="conv_states is"):
         conv1d_varlen(x, weight, None, torch.zeros(9, 2, 4, device=DEVICE), **rows.arguments)
     with pytest.raises(ValueError, match="x has 4 channels"):
         conv1d_varlen(x, weight[:3], None, weight[None], **rows.arguments)
@@ -350,14 +350,14 @@ def test_nothing_waits_and_the_graph_replays() -> None:
     arguments, states, pages = inputs(shape, rows, generator)
     x = noise(generator, rows.tokens, 64, dtype=torch.bfloat16)
     weight = noise(generator, 64, 4, dtype=torch.bfloat16)
-    windows = noise(generator, rows.blocks, 6, 64, dtype=torch.bfloat16)
+    conv_states = noise(generator, rows.blocks, 6, 64, dtype=torch.bfloat16)
     where = rows.arguments
 
     def run() -> tuple[Tensor, Tensor]:
-        y = conv1d_varlen(x, weight, None, windows, **where)
+        y = conv1d_varlen(x, weight, None, conv_states, **where)
         return y, chunk_scan(states=states, **arguments)
 
-    check_replay(run, [windows, pages])
+    check_replay(run, [conv_states, pages])
 
 
 @pytest.mark.gpu
@@ -366,11 +366,11 @@ def test_block_strides_beyond_32_bits() -> None:
     far = (1 << 30) + 4096
     pool = torch.zeros(3 * far + 8192, dtype=torch.float16, device="cuda")
     states = pool.as_strided((4, 2, 16, 16), (far, 256, 16, 1))
-    windows = pool[4096:].as_strided((4, 6, 32), (far, 32, 1))
+    conv_states = pool[4096:].as_strided((4, 6, 32), (far, 32, 1))
     noises = torch.Generator("cuda").manual_seed(0)
     states.copy_(noise(noises, 4, 2, 16, 16, dtype=torch.float16))
-    windows.copy_(noise(noises, 4, 6, 32, dtype=torch.float16))
-    near = states.clone(), windows.clone()
+    conv_states.copy_(noise(noises, 4, 6, 32, dtype=torch.float16))
+    near = states.clone(), conv_states.clone()
     x = noise(noises, 50, 32, dtype=torch.float32)
     weight, vector = noise(noises, 32, 4, dtype=torch.float32), torch.zeros(2, device="cuda")
     group = x[:, :16].unflatten(1, (1, 16))
@@ -378,10 +378,10 @@ def test_block_strides_beyond_32_bits() -> None:
         *(ints(*values) for values in ([[3, 1, 2, 0]], [0], [0, 50], [0], [0], [0], [0]))
     )
     given = (x.view(50, 2, 16), x[:, :2], vector, group, group, vector, vector)
-    y = conv1d_varlen(x, weight, None, windows, rows, 50)
+    y = conv1d_varlen(x, weight, None, conv_states, rows, 50)
     z = chunk_scan(*given, states, rows, 50, chunk_size=32)
     torch.testing.assert_close(y, conv1d_reference(x, weight, None, near[1], rows, 50))
     want = chunk_scan_reference(*given, near[0], rows, 50, chunk_size=32)
     torch.testing.assert_close(z, want, rtol=1e-5, atol=1e-5 * float(want.abs().max()))
-    assert torch.equal(windows, near[1])
+    assert torch.equal(conv_states, near[1])
     torch.testing.assert_close(states, near[0])

@@ -88,20 +88,20 @@ def test_causal_conv_update(shape: Conv) -> None:
             (rows.blocks, size + shape.pad), float("nan"), dtype=shape.window, device=DEVICE
         )
         if shape.layout == "SD":
-            windows = pages[:, :size].unflatten(1, (length, shape.channels))
+            conv_states = pages[:, :size].unflatten(1, (length, shape.channels))
         else:
-            windows = pages[:, :size].unflatten(1, (shape.channels, length)).transpose(1, 2)
+            conv_states = pages[:, :size].unflatten(1, (shape.channels, length)).transpose(1, 2)
         for _, slot, _, read, offset, _ in rows.active:
             if read >= 0:
-                windows[rows.block(slot, read), offset : offset + history] = noise(
+                conv_states[rows.block(slot, read), offset : offset + history] = noise(
                     generator, history, shape.channels, dtype=shape.window
                 )
         before = pages.clone()
         arguments = {"x": wide[:, shape.wide :], "weight": weight, "bias": bias, **rows.arguments}
-        y = conv1d_update(windows=windows, **arguments)
+        y = conv1d_update(conv_states=conv_states, **arguments)
         after = pages.clone()
         pages.copy_(before)
-        y_reference = conv1d_reference(windows=windows, **arguments)
+        y_reference = conv1d_reference(conv_states=conv_states, **arguments)
         assert y.dtype == y_reference.dtype
         assert not y[~rows.owned].any()
         tolerance = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}[shape.x]
@@ -267,8 +267,8 @@ def test_no_rows(tokens: int) -> None:
     rows = StateRows(none.view(0, 1), none, start, none, none, none, none)
     head = torch.zeros(2, device=DEVICE)
     x = torch.ones(tokens, 8, device=DEVICE)
-    weight, windows = torch.ones(8, 4, device=DEVICE), torch.ones(1, 6, 8, device=DEVICE)
-    assert not conv1d_update(x, weight, None, windows, rows, 4).any()
+    weight, conv_states = torch.ones(8, 4, device=DEVICE), torch.ones(1, 6, 8, device=DEVICE)
+    assert not conv1d_update(x, weight, None, conv_states, rows, 4).any()
     states = torch.ones(1, 2, 4, 3, device=DEVICE)
     group = torch.ones(tokens, 1, 3, device=DEVICE)
     heads = x.view(tokens, 2, 4)
@@ -282,7 +282,7 @@ def test_wrong_shapes_are_refused() -> None:
     rows = update_rows(2, 0)
     x = torch.zeros(rows.tokens, 4, device=DEVICE)
     weight = torch.zeros(4, 4, device=DEVICE)
-    with pytest.raises(ValueError, match="windows is"):
+    with pytest.raises(ValueError, match="conv_states is"):
         conv1d_update(x, weight, None, torch.zeros(9, 2, 4, device=DEVICE), **rows.arguments)
     with pytest.raises(ValueError, match="x has 4 channels"):
         conv1d_update(x, weight[:3], None, weight[None], **rows.arguments)
@@ -305,17 +305,17 @@ def test_nothing_waits_and_the_graph_replays(tokens: int) -> None:
     generator = torch.Generator(DEVICE).manual_seed(0)
     x = noise(generator, rows.tokens, 64, dtype=torch.bfloat16)
     weight = noise(generator, 64, 4, dtype=torch.bfloat16)
-    windows = noise(generator, rows.blocks, 2 + tokens, 64, dtype=torch.bfloat16)
+    conv_states = noise(generator, rows.blocks, 2 + tokens, 64, dtype=torch.bfloat16)
     states = noise(generator, rows.blocks, 4, 16, 32, dtype=torch.float32)
     group, vector = x[:, :32].unflatten(1, (1, 32)), torch.zeros(4, device=DEVICE)
     where = rows.arguments
 
     def run() -> tuple[Tensor, Tensor]:
-        y = conv1d_update(x, weight, None, windows, **where)
+        y = conv1d_update(x, weight, None, conv_states, **where)
         inputs = (y.view(-1, 4, 16), x[:, :4], vector, group, group, vector, vector)
         return y, selective_state_update(*inputs, states, **where)
 
-    check_replay(run, [windows, states])
+    check_replay(run, [conv_states, states])
 
 
 @pytest.mark.gpu
@@ -324,11 +324,11 @@ def test_block_strides_beyond_32_bits() -> None:
     far = (1 << 30) + 4096
     pool = torch.zeros(3 * far + 8192, dtype=torch.float16, device="cuda")
     states = pool.as_strided((4, 2, 16, 16), (far, 256, 16, 1))
-    windows = pool[4096:].as_strided((4, 6, 32), (far, 32, 1))
+    conv_states = pool[4096:].as_strided((4, 6, 32), (far, 32, 1))
     noises = torch.Generator("cuda").manual_seed(0)
     states.copy_(noise(noises, 4, 2, 16, 16, dtype=torch.float16))
-    windows.copy_(noise(noises, 4, 6, 32, dtype=torch.float16))
-    near = states.clone(), windows.clone()
+    conv_states.copy_(noise(noises, 4, 6, 32, dtype=torch.float16))
+    near = states.clone(), conv_states.clone()
     x = noise(noises, 3, 32, dtype=torch.float32)
     weight, vector = noise(noises, 32, 4, dtype=torch.float32), torch.zeros(2, device="cuda")
     group = x[:, :16].unflatten(1, (1, 16))
@@ -339,9 +339,9 @@ def test_block_strides_beyond_32_bits() -> None:
         )
     )
     inputs = (x.view(3, 2, 16), x[:, :2], vector, group, group, vector, vector)
-    y = conv1d_update(x, weight, None, windows, rows, 3)
+    y = conv1d_update(x, weight, None, conv_states, rows, 3)
     z = selective_state_update(*inputs, states, rows, 3)
     torch.testing.assert_close(y, conv1d_reference(x, weight, None, near[1], rows, 3))
     torch.testing.assert_close(z, selective_state_update_reference(*inputs, near[0], rows, 3))
-    assert torch.equal(windows, near[1])
+    assert torch.equal(conv_states, near[1])
     torch.testing.assert_close(states, near[0])

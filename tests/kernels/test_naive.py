@@ -81,16 +81,16 @@ def test_causal_conv(rows: Rows, bias: bool, dtype: torch.dtype, layout: str) ->
         int(table[slot, read]) for _, _, slot, _, read, _, write in rows if min(read, slot) >= 0
     }
     blocks = SLOTS * COLUMNS + 1
-    windows = poisoned(blocks, TAPS - 1 + K, channels, used=used, seed=3, dtype=dtype)
+    conv_states = poisoned(blocks, TAPS - 1 + K, channels, used=used, seed=3, dtype=dtype)
     if layout == "DS":
-        windows = windows.transpose(1, 2).contiguous().transpose(1, 2)
-    expected, y_expected = windows.clone(), torch.zeros(rows.tokens, channels).double()
+        conv_states = conv_states.transpose(1, 2).contiguous().transpose(1, 2)
+    expected, y_expected = conv_states.clone(), torch.zeros(rows.tokens, channels).double()
     for tokens, s, slot, d, read, start, write in rows:
         if slot < 0 or write < 0 or s == 0:
             continue
         old = torch.zeros(TAPS - 1, channels).double()
         if read >= 0:
-            old = windows[int(table[slot, read]), start : start + TAPS - 1].double()
+            old = conv_states[int(table[slot, read]), start : start + TAPS - 1].double()
         inputs = torch.cat([old, x[tokens].double()])
         y = F.conv1d(
             inputs.T[None],
@@ -101,11 +101,11 @@ def test_causal_conv(rows: Rows, bias: bool, dtype: torch.dtype, layout: str) ->
         y_expected[tokens] = F.silu(y[0].T)
         keep = TAPS - 1 + d
         expected[int(table[slot, write]), :keep] = inputs[-keep:].to(dtype)
-    y = conv1d_reference(x, weight, offset, windows, rows.on(table), rows.max_scheduled)
+    y = conv1d_reference(x, weight, offset, conv_states, rows.on(table), rows.max_scheduled)
     assert y.dtype == dtype
     tolerance = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}[dtype]
     torch.testing.assert_close(y.double(), y_expected, rtol=tolerance, atol=tolerance)
-    assert same_bytes(windows, expected)
+    assert same_bytes(conv_states, expected)
 
 
 def ssm_arguments(rows: Rows, dtype: torch.dtype, strong: float = 1.0) -> dict[str, Any]:
@@ -301,7 +301,7 @@ def test_store_kv_and_paged_attention(block_size: int, dtype: torch.dtype) -> No
 def test_wrong_shapes_are_refused() -> None:
     rows = UPDATE_ROWS
     table = block_table(0)
-    with pytest.raises(ValueError, match="windows is"):
+    with pytest.raises(ValueError, match="conv_states is"):
         conv1d_reference(
             torch.zeros(rows.tokens, 4),
             torch.zeros(4, 4),

@@ -20,7 +20,7 @@ from hybrid_runtime.kernels.replay.rounding import LAST_PLACE
 TYPES = dict.fromkeys(
     ("seed", "certain", "listed", "offset", "pending", "cursor", "writes"), "*i32"
 )
-TYPES |= {"x_cache": "*bf16", "B_cache": "*bf16", "dt_cache": "*fp32"}
+TYPES |= {"x_ring": "*bf16", "B_ring": "*bf16", "dt_ring": "*fp32"}
 
 
 @pytest.mark.parametrize(("dim", "state", "rounds"), [(80, 128, True), (60, 100, False)])
@@ -32,7 +32,7 @@ def test_flush_compiles(dim: int, state: int, rounds: bool) -> None:
     types: dict[str, Any] = TYPES | {"shape": shape._make(constant.value for constant in shape)}
     types |= {"place": LAST_PLACE[torch.float16]} if rounds else {}
     moved: dict[str, Any] = {
-        "state_type": tl.float16, "tap_type": tl.int16, "TAPS": 3, "WINDOW_TILE": 1024,
+        "state_type": tl.float16, "tap_type": tl.int16, "TAPS": 3, "CONV_TILE": 1024,
         "VECTOR": True,
     }  # fmt: skip
     constants: dict[str, Any] = {} if rounds else {"seed": None, "place": None}
@@ -79,8 +79,8 @@ def test_update_compiles(
     shape = launch.update_shape(128, 8, 64, 128, ring, tokens, itemsize, tile)
     types: dict[str, Any] = TYPES | {"strides": STRIDES, "states": states}
     types |= {"shape": shape._make(constant.value for constant in shape)}
-    types |= dict.fromkeys(("x", "B", "C", "dt", "x_cache", "B_cache", "out"), values)
-    aligned = ("x", "B", "C", "x_cache", "B_cache", "states", "state_stride", "out")
+    types |= dict.fromkeys(("x", "B", "C", "dt", "x_ring", "B_ring", "out"), values)
+    aligned = ("x", "B", "C", "x_ring", "B_ring", "states", "state_stride", "out")
     constants: dict[str, Any] = {"seed": None, "place": None, "dot_type": dot_type}
     code = compiled(kernel, constants, aligned, {"num_warps": 1}, **types)
     if dot_type == tl.bfloat16:

@@ -61,25 +61,25 @@ def test_replay_window(shape: Window) -> None:
         generator = torch.Generator(DEVICE).manual_seed(seed)
         history, channels = shape.taps - 1, shape.channels
         length = history + shape.drafts
-        windows = torch.full((rows.blocks, length, channels), float("nan"), device=DEVICE)
-        windows = windows.to(shape.window)
+        conv_states = torch.full((rows.blocks, length, channels), float("nan"), device=DEVICE)
+        conv_states = conv_states.to(shape.window)
         if shape.layout == "DS":
-            windows = windows.mT.contiguous().mT
+            conv_states = conv_states.mT.contiguous().mT
         for row in rows.active:
             if row.read >= 0:
                 known = history + row.offset
                 old = noise(generator, known, channels, dtype=shape.window)
-                windows[rows.table[row.slot, row.read], :known] = old
+                conv_states[rows.table[row.slot, row.read], :known] = old
         x = noise(generator, rows.tokens, channels + 8, dtype=shape.x)[:, 8:]
         weight = noise(generator, channels, shape.taps, dtype=shape.x)
-        before = windows.clone()
-        y = replay_conv1d_update(x, weight, None, windows, **rows.arguments)
-        after = windows.clone()
-        windows.copy_(before)
-        want = replay_conv1d_reference(x, weight, None, windows, **rows.arguments)
+        before = conv_states.clone()
+        y = replay_conv1d_update(x, weight, None, conv_states, **rows.arguments)
+        after = conv_states.clone()
+        conv_states.copy_(before)
+        want = replay_conv1d_reference(x, weight, None, conv_states, **rows.arguments)
         tolerance = {torch.float32: 2e-6, torch.bfloat16: 1e-2}[shape.x]
         torch.testing.assert_close(y, want, rtol=tolerance, atol=tolerance)
-        assert same_bytes(after, windows)
+        assert same_bytes(after, conv_states)
 
 
 def test_windows_of_another_shape_are_refused_before_a_snapshot_is_stored() -> None:
@@ -89,7 +89,7 @@ def test_windows_of_another_shape_are_refused_before_a_snapshot_is_stored() -> N
         (torch.zeros(rows.blocks, 6, 8, device=DEVICE), x.new_ones(6, 4)),
         (torch.zeros(rows.blocks, 6, 6, device=DEVICE), x.new_ones(6, 8)),
     ):
-        with pytest.raises(ValueError, match="windows is"):
+        with pytest.raises(ValueError, match="conv_states is"):
             replay_conv1d_update(x, weight, None, bad, **rows.arguments)
         assert not bad.any()
 
@@ -107,7 +107,7 @@ def test_window_reference_keeps_the_last_inputs(drafts: int) -> None:
     def cpu(*values: int) -> Tensor:
         return ints(*values).cpu()
 
-    windows = torch.full((2, taps - 1 + drafts, channels), float("nan"), dtype=torch.float64)
+    conv_states = torch.full((2, taps - 1 + drafts, channels), float("nan"), dtype=torch.float64)
     table, weight = (
         torch.tensor([[1, 0]], dtype=torch.int32),
         torch.rand(channels, taps, generator=pick).double(),
@@ -129,7 +129,7 @@ def test_window_reference_keeps_the_last_inputs(drafts: int) -> None:
         )  # fmt: skip
         rows = ReplayRows(table, cpu(0), cpu(0, count + draft), cpu(draft), positions)
         history = inputs[: taps - 1 + certain + fold]
-        y = replay_conv1d_reference(x, weight, None, windows, rows, drafts + 2)
+        y = replay_conv1d_reference(x, weight, None, conv_states, rows, drafts + 2)
         inputs = torch.cat([history, x])
         whole = StateRows(
             block_table=table * 0,
@@ -145,9 +145,9 @@ def test_window_reference_keeps_the_last_inputs(drafts: int) -> None:
             inputs[certain + fold :], weight, None, fresh, whole, taps + drafts + 2
         )
         torch.testing.assert_close(y, want[taps - 1 :])
-        assert torch.equal(windows[1, : taps - 1 + draft], inputs[running:])
+        assert torch.equal(conv_states[1, : taps - 1 + draft], inputs[running:])
         if crosses:
             saved += 1
-            assert torch.equal(windows[0, : taps - 1], inputs[boundary : boundary + taps - 1])
+            assert torch.equal(conv_states[0, : taps - 1], inputs[boundary : boundary + taps - 1])
         certain, fold = running, below(draft + 1)
     assert saved > 5

@@ -10,9 +10,9 @@ import torch
 from helpers.interpreter import CUDA, elsewhere, kernels, plain, run_in_interpreter
 from helpers.replay_cases import ROUNDS, History, Ssm
 
-from hybrid_runtime.kernels.mamba2.replay_naive import replay_update_reference
+from hybrid_runtime.kernels.mamba2.naive import replay_update_reference
 from hybrid_runtime.kernels.mamba2.replay_update import replay_update
-from hybrid_runtime.kernels.replay.ring import SHORT_WINDOW
+from hybrid_runtime.kernels.replay.ring import SHORT_RING_TOKENS
 
 
 @pytest.mark.slow
@@ -22,13 +22,13 @@ def test_kernels_in_the_interpreter() -> None:
 
 
 @plain
-@pytest.mark.parametrize("window", ["0", "tightest", "15", "31"])
+@pytest.mark.parametrize("ring_tokens", ["0", "tightest", "15", "31"])
 @pytest.mark.parametrize("drafts", [0, 1, 2, 3, 5, 15])
-def test_reference_follows_the_columns_layout(drafts: int, window: str) -> None:
-    """With the states in memory as old as the window allows."""
-    most = min(drafts + 1, SHORT_WINDOW) if window == "tightest" else int(window)
+def test_reference_follows_the_columns_layout(drafts: int, ring_tokens: str) -> None:
+    """With the states in memory as old as the ring allows."""
+    most = min(drafts + 1, SHORT_RING_TOKENS) if ring_tokens == "tightest" else int(ring_tokens)
     shape = Ssm(
-        x=torch.float64, states=torch.float64, drafts=drafts, tokens=drafts + 1, window=most
+        x=torch.float64, states=torch.float64, drafts=drafts, tokens=drafts + 1, ring_tokens=most
     )
     snapshots = 0
     for seed in range(3):
@@ -49,13 +49,13 @@ def test_the_longest_window_is_used_whole() -> None:
         y, wide = history.step(replay_update_reference)
         torch.testing.assert_close(y, wide, rtol=1e-11, atol=1e-11)
         lacks.append(history.certain[0] + history.fold[0] - history.written[0])
-    assert max(lacks) == SHORT_WINDOW
+    assert max(lacks) == SHORT_RING_TOKENS
 
 
-def histories(update: Any, shape: Ssm, windows: list[int], steps: int, tolerance: float) -> None:
-    """The same requests with windows of several lengths: the same outputs and snapshots."""
+def histories(update: Any, shape: Ssm, rings: list[int], steps: int, tolerance: float) -> None:
+    """The same requests with rings of several lengths: the same outputs and snapshots."""
     block = shape.drafts + 3
-    runs = [History(replace(shape, window=w), slots=3, seed=5, block=block) for w in windows]
+    runs = [History(replace(shape, ring_tokens=w), slots=3, seed=5, block=block) for w in rings]
     snapshots = 0
     for _ in range(steps):
         (want, _), *others = [run.step(update) for run in runs]
@@ -98,11 +98,18 @@ def test_error_of_fp32_stays_small_over_many_tokens() -> None:
 
 @kernels
 @pytest.mark.parametrize(
-    ("drafts", "window"),
+    ("drafts", "ring_tokens"),
     [(0, 15), (1, 15), (3, 0), (3, 4), (3, 15), (3, 31), (5, 15), (15, 0), (15, 15), (15, 31)],
 )
-def test_kernel_follows_the_columns_layout(drafts: int, window: int) -> None:
-    shape = Ssm(x=torch.float32, drafts=drafts, tokens=drafts + 1, heads=1, groups=1, window=window)
+def test_kernel_follows_the_columns_layout(drafts: int, ring_tokens: int) -> None:
+    shape = Ssm(
+        x=torch.float32,
+        drafts=drafts,
+        tokens=drafts + 1,
+        heads=1,
+        groups=1,
+        ring_tokens=ring_tokens,
+    )
     history = History(shape, slots=4, seed=drafts, block=drafts + 2)
     snapshots = 0
     for _ in range(40 if CUDA else 15):

@@ -16,10 +16,10 @@ from triton.runtime.interpreter import InterpreterBuilder
 
 from hybrid_runtime.kernels.conv.replay import replay_conv1d_update
 from hybrid_runtime.kernels.mamba2 import replay_update as update
+from hybrid_runtime.kernels.mamba2.naive import replay_update_reference
+from hybrid_runtime.kernels.mamba2.records import Records
 from hybrid_runtime.kernels.mamba2.replay_launch import choose_tile
-from hybrid_runtime.kernels.mamba2.replay_naive import replay_update_reference
 from hybrid_runtime.kernels.mamba2.replay_update import replay_update
-from hybrid_runtime.kernels.mamba2.window_cache import WindowCache
 from hybrid_runtime.kernels.replay.rounding import (
     Rounding,
     round_state_reference,
@@ -34,11 +34,11 @@ SSMS = [
     *(Ssm(x=torch.float32, drafts=d, tokens=d + 1) for d in (0, 2, 4)),
     Ssm(drafts=7, tokens=8, heads=1, groups=1),
     Ssm(drafts=15, tokens=16, heads=1, groups=1),
-    Ssm(drafts=15, tokens=16, window=0, heads=1, groups=1, states=torch.float16),
-    Ssm(drafts=15, tokens=16, window=31, heads=1, groups=1),
-    Ssm(x=torch.float32, window=31),
-    Ssm(window=0),
-    Ssm(window=4),
+    Ssm(drafts=15, tokens=16, ring_tokens=0, heads=1, groups=1, states=torch.float16),
+    Ssm(drafts=15, tokens=16, ring_tokens=31, heads=1, groups=1),
+    Ssm(x=torch.float32, ring_tokens=31),
+    Ssm(ring_tokens=0),
+    Ssm(ring_tokens=4),
     Ssm(drafts=1, tokens=6),
     Ssm(drafts=5, tokens=2),
     Ssm(groups=1, pad=3),
@@ -62,9 +62,9 @@ SSMS = [
     Ssm(states=torch.bfloat16, groups=1, limits=(0.1, 1e6), far=2e6),
     # Tiles of 32 rows.
     Ssm(states=torch.float16, dim=32),
-    Ssm(states=torch.float16, dim=32, drafts=15, tokens=16, window=31, heads=1, groups=1),
+    Ssm(states=torch.float16, dim=32, drafts=15, tokens=16, ring_tokens=31, heads=1, groups=1),
     Ssm(states=torch.float16, dim=64, heads=1, groups=1, rounding=True),
-    Ssm(states=torch.float16, dim=32, state=50, groups=1, drafts=7, tokens=8, window=0),
+    Ssm(states=torch.float16, dim=32, state=50, groups=1, drafts=7, tokens=8, ring_tokens=0),
     Ssm(x=torch.float16, states=torch.bfloat16, dim=32, groups=1),
 ]
 SHARED = [
@@ -77,8 +77,8 @@ if CUDA:
         Ssm(**BIG),
         Ssm(**BIG, states=torch.float16),
         Ssm(**BIG, states=torch.float16, rounding=True),
-        Ssm(**BIG, drafts=15, tokens=16, window=31),
-        Ssm(**BIG, states=torch.float16, drafts=15, tokens=16, window=31),
+        Ssm(**BIG, drafts=15, tokens=16, ring_tokens=31),
+        Ssm(**BIG, states=torch.float16, drafts=15, tokens=16, ring_tokens=31),
         Ssm(heads=64, groups=8, dim=40, state=80, states=torch.float16),
         Ssm(**BIG, states=torch.bfloat16, drafts=5, tokens=6),
         Ssm(**BIG, x=torch.float32, drafts=7, tokens=8),
@@ -99,7 +99,7 @@ def test_kernels_in_the_interpreter(tests: str) -> None:
 @pytest.mark.parametrize("shape", SSMS, ids=str)
 def test_replay_update(shape: Ssm) -> None:
     for seed in SEEDS:
-        rows = Rows(shape.drafts, shape.tokens, seed, shape.window)
+        rows = Rows(shape.drafts, shape.tokens, seed, shape.ring_tokens)
         generator = torch.Generator(DEVICE).manual_seed(seed)
         size = shape.heads * shape.dim * shape.state
         flat = torch.full(
@@ -110,10 +110,10 @@ def test_replay_update(shape: Ssm) -> None:
         )
         pages = flat[shape.skew :].view(rows.blocks, -1)
         states = pages[:, :size].unflatten(1, (shape.heads, shape.dim, shape.state))
-        window_cache = shape.window_cache(generator, rows.slots)
+        records = shape.records(generator, rows.slots)
         for row in rows.active:
             past = (row.cursor + torch.arange(row.pending)) % rows.ring
-            for part in window_cache:  # what no pending token has written is never looked at
+            for part in records:  # what no pending token has written is never looked at
                 spoilt = torch.ones(rows.ring, dtype=torch.bool)
                 spoilt[past] = False
                 part[row.slot, :, spoilt.to(DEVICE)] = float("nan")
@@ -121,7 +121,7 @@ def test_replay_update(shape: Ssm) -> None:
                 states[rows.table[row.slot, row.read]] = noise(
                     generator, shape.heads, shape.dim, shape.state, dtype=shape.states
                 )
-        before = flat.clone(), WindowCache(*(part.clone() for part in window_cache))
+        before = flat.clone(), Records(*(part.clone() for part in records))
         arguments: dict[str, Any] = {
             **shape.inputs(generator, rows.tokens),
             **shape.vectors(generator, torch.float32),
@@ -133,13 +133,13 @@ def test_replay_update(shape: Ssm) -> None:
         y = framed(arguments["x"])
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(update, "replay_update_reference", None)  # the kernel does it
-            replay_update(states=states, window_cache=window_cache, out=y, **arguments)
+            replay_update(states=states, records=records, out=y, **arguments)
         assert frame_is_whole(y)
-        after, mine = flat.clone(), WindowCache(*(part.clone() for part in window_cache))
+        after, mine = flat.clone(), Records(*(part.clone() for part in records))
         flat.copy_(before[0])
-        for part, old in zip(window_cache, before[1], strict=True):
+        for part, old in zip(records, before[1], strict=True):
             part.copy_(old)
-        y_reference = replay_update_reference(states=states, window_cache=window_cache, **arguments)
+        y_reference = replay_update_reference(states=states, records=records, **arguments)
         assert y.dtype == y_reference.dtype
         assert not y[~rows.owned].any()
         error = (y.float() - y_reference.float()).abs().max() / y_reference.float().abs().max()
@@ -165,22 +165,22 @@ def test_replay_update(shape: Ssm) -> None:
             # Nothing else changed: put the reference's states over ours and compare all bytes.
             got[block] = states[block]
         assert same_bytes(after, flat)
-        assert same_bytes(mine.x, window_cache.x)
-        assert same_bytes(mine.B, window_cache.B)
-        torch.testing.assert_close(mine.dt, window_cache.dt, rtol=2e-6, atol=0, equal_nan=True)
+        assert same_bytes(mine.x, records.x)
+        assert same_bytes(mine.B, records.B)
+        torch.testing.assert_close(mine.dt, records.dt, rtol=2e-6, atol=0, equal_nan=True)
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="only the interpreter tells who writes")
 @pytest.mark.parametrize("shape", SHARED, ids=str)
 def test_one_program_of_a_group_records_B(shape: Ssm, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of all heads, tiles and chunks that share it: none would write anything else, only often."""
-    rows = Rows(shape.drafts, shape.tokens, 0, shape.window)
+    rows = Rows(shape.drafts, shape.tokens, 0, shape.ring_tokens)
     generator = torch.Generator(DEVICE).manual_seed(0)
-    window_cache = shape.window_cache(generator, rows.slots)
+    records = shape.records(generator, rows.slots)
     size = rows.blocks, shape.heads, shape.dim, shape.state
     states = noise(generator, *size, dtype=shape.states)
     arguments = shape.inputs(generator, rows.tokens) | shape.vectors(generator, torch.float32)
-    first, past = window_cache.B.data_ptr(), window_cache.B.data_ptr() + window_cache.B.nbytes
+    first, past = records.B.data_ptr(), records.B.data_ptr() + records.B.nbytes
     writes: Counter[int] = Counter()
 
     def store(builder: Any, pointers: Any, value: Any, mask: Any, *options: Any) -> Any:
@@ -190,7 +190,7 @@ def test_one_program_of_a_group_records_B(shape: Ssm, monkeypatch: pytest.Monkey
 
     plainly = InterpreterBuilder.create_masked_store
     monkeypatch.setattr(InterpreterBuilder, "create_masked_store", store)
-    replay_update(states=states, window_cache=window_cache, **arguments, **rows.arguments)
+    replay_update(states=states, records=records, **arguments, **rows.arguments)
     kept = sum(row.draft if row.writes else row.scheduled for row in rows.active)
     assert kept
     assert list(writes.values()) == [1] * (kept * shape.groups * shape.state)
@@ -202,12 +202,12 @@ def test_queries_of_any_size(states: torch.dtype) -> None:
     """Outputs without D are linear in C, so a power of two passes through, far from fp16's range
     too, where products with an fp16 state have to bring C first."""
     shape = Ssm(states=states, state=32, heads=1, groups=1, drafts=2, tokens=3)
-    rows = Rows(shape.drafts, shape.tokens, 0, shape.window)
+    rows = Rows(shape.drafts, shape.tokens, 0, shape.ring_tokens)
     generator = torch.Generator(DEVICE).manual_seed(0)
     arguments = shape.inputs(generator, rows.tokens) | shape.vectors(generator, torch.float32)
     arguments |= rows.arguments | {"D": torch.zeros(shape.heads, device=DEVICE)}
     pool = noise(generator, rows.blocks, shape.heads, shape.dim, shape.state, dtype=states)
-    window_cache = shape.window_cache(generator, rows.slots)
+    records = shape.records(generator, rows.slots)
     generator = torch.Generator(DEVICE).manual_seed(1)
     power = torch.randint(-60, 60, (rows.tokens,), generator=generator, device=DEVICE)
     scale = torch.exp2(power.float())[:, None, None]
@@ -215,11 +215,9 @@ def test_queries_of_any_size(states: torch.dtype) -> None:
     outputs = []
     for factor in (scale**0, scale, tiny, tiny * 0):
         C = (arguments["C"].float() * factor).to(shape.x)
-        copies = WindowCache(*(part.clone() for part in window_cache))
+        copies = Records(*(part.clone() for part in records))
         outputs.append(
-            replay_update(
-                states=pool.clone(), window_cache=copies, **(arguments | {"C": C})
-            ).float()
+            replay_update(states=pool.clone(), records=copies, **(arguments | {"C": C})).float()
         )
     assert outputs[0].any()
     assert torch.equal(outputs[0] * scale, outputs[1])
@@ -259,7 +257,7 @@ def test_guesses_that_are_not_finite_leave_the_state_alone(states: torch.dtype) 
     inputs = shape.inputs(generator, rows.tokens)
     rest = shape.vectors(generator, torch.float32) | rows.arguments
     pool = noise(generator, rows.blocks, shape.heads, shape.dim, shape.state, dtype=states)
-    window_cache = shape.window_cache(generator, rows.slots)
+    records = shape.records(generator, rows.slots)
     spoilt = {name: part.clone() for name, part in inputs.items()}
     for end, draft in zip(rows.rows.cu_seqlens[1:], rows.rows.draft, strict=True):
         for part in spoilt.values():
@@ -267,8 +265,8 @@ def test_guesses_that_are_not_finite_leave_the_state_alone(states: torch.dtype) 
     after = []
     for given in (inputs, spoilt):
         after.append(pool.clone())
-        copies = WindowCache(*(part.clone() for part in window_cache))
-        replay_update(states=after[-1], window_cache=copies, **given, **rest)
+        copies = Records(*(part.clone() for part in records))
+        replay_update(states=after[-1], records=copies, **given, **rest)
     assert not same_bytes(after[0], pool)
     assert same_bytes(*after)
 
@@ -297,15 +295,13 @@ def test_wrong_shapes_are_refused() -> None:
     rows = Rows(3, 4, 0)
     generator = torch.Generator(DEVICE).manual_seed(0)
     arguments = shape.inputs(generator, rows.tokens) | shape.vectors(generator, torch.float32)
-    window_cache = shape.window_cache(generator, rows.slots)
+    records = shape.records(generator, rows.slots)
     states = torch.zeros(rows.blocks, 2, 8, 16, device=DEVICE)
     refused: dict[str, dict[str, Any]] = {
         "states is": {"states": states[..., :12]},
         "states has strides": {"states": states.mT.contiguous().mT},
-        "window_cache.x is": {"window_cache": window_cache._replace(x=window_cache.x[..., :4])},
-        "window_cache.B is torch.float32": {
-            "window_cache": window_cache._replace(B=window_cache.B.float())
-        },
+        "records.x is": {"records": records._replace(x=records.x[..., :4])},
+        "records.B is torch.float32": {"records": records._replace(B=records.B.float())},
         "x has 2 heads": {"B": torch.zeros(rows.tokens, 3, 16, device=DEVICE)},
         "C is torch.float64": {"C": arguments["C"].double()},
         "out is torch.float32": {"out": torch.zeros(rows.tokens, 2, 4, device=DEVICE)},
@@ -313,7 +309,7 @@ def test_wrong_shapes_are_refused() -> None:
     for name, bad in refused.items():
         call: dict[str, Any] = {**arguments, **rows.arguments, "states": states}
         with pytest.raises(ValueError, match=name):
-            replay_update(**(call | {"window_cache": window_cache} | bad))
+            replay_update(**(call | {"records": records} | bad))
 
 
 def test_a_cache_of_another_ring_than_the_rows_were_placed_for_is_refused() -> None:
@@ -322,15 +318,15 @@ def test_a_cache_of_another_ring_than_the_rows_were_placed_for_is_refused() -> N
     generator = torch.Generator(DEVICE).manual_seed(0)
     arguments = shape.inputs(generator, rows.tokens) | shape.vectors(generator, torch.float32)
     arguments["states"] = torch.zeros(rows.blocks, 2, 8, 16, device=DEVICE)
-    placed, most = rows.rows._replace(ring=rows.ring), rows.arguments["max_scheduled"]
+    placed, most = rows.rows._replace(ring_length=rows.ring), rows.arguments["max_scheduled"]
     for ring in (rows.ring - 1, rows.ring + 1, 16 + rows.ring):
-        cache = WindowCache(
+        cache = Records(
             torch.zeros(rows.slots, 2, ring, 8, device=DEVICE, dtype=shape.x),
             torch.zeros(rows.slots, 2, ring, 16, device=DEVICE, dtype=shape.x),
             torch.zeros(rows.slots, 2, ring, device=DEVICE),
         )
-        with pytest.raises(ValueError, match=f"window_cache has rings of {ring} .* {rows.ring}"):
-            replay_update(**arguments, window_cache=cache, rows=placed, max_scheduled=most)
+        with pytest.raises(ValueError, match=f"records has rings of {ring} .* {rows.ring}"):
+            replay_update(**arguments, records=cache, rows=placed, max_scheduled=most)
     assert not arguments["states"].any()
 
 
@@ -344,7 +340,7 @@ def test_no_rows(tokens: int) -> None:
         **shape.inputs(generator, tokens),
         **shape.vectors(generator, torch.float32),
         states=torch.zeros(1, 2, 8, 16, device=DEVICE),
-        window_cache=shape.window_cache(generator, 2),
+        records=shape.records(generator, 2),
         rows=ReplayRows(none.view(0, 1), none, ints(0), none, ReplayPositions(*[none] * len(IDLE))),
         max_scheduled=4,
     )
@@ -359,18 +355,16 @@ def test_nothing_waits_and_the_graph_replays() -> None:
     generator = torch.Generator(DEVICE).manual_seed(0)
     arguments = shape.inputs(generator, rows.tokens) | shape.vectors(generator, torch.float32)
     states = noise(generator, rows.blocks, 4, 16, 32, dtype=torch.float32)
-    windows = noise(generator, rows.blocks, 6, 64, dtype=torch.bfloat16)
-    window_cache = shape.window_cache(generator, rows.slots)
+    conv_states = noise(generator, rows.blocks, 6, 64, dtype=torch.bfloat16)
+    records = shape.records(generator, rows.slots)
     x = arguments["x"].flatten(1)
     weight = noise(generator, 64, 4, dtype=torch.bfloat16)
 
     def run() -> tuple[Tensor, Tensor]:
-        y = replay_conv1d_update(x, weight, None, windows, **rows.arguments)
-        return y, replay_update(
-            **arguments, **rows.arguments, states=states, window_cache=window_cache
-        )
+        y = replay_conv1d_update(x, weight, None, conv_states, **rows.arguments)
+        return y, replay_update(**arguments, **rows.arguments, states=states, records=records)
 
-    check_replay(run, [states, windows, *window_cache])
+    check_replay(run, [states, conv_states, *records])
 
 
 @pytest.mark.gpu
@@ -381,7 +375,7 @@ def test_block_strides_beyond_32_bits() -> None:
     shape = Ssm()
     generator = torch.Generator(DEVICE).manual_seed(0)
     states.copy_(noise(generator, 4, 2, 8, 16, dtype=torch.float16))
-    near, window_cache = states.clone(), shape.window_cache(generator, 1)
+    near, records = states.clone(), shape.records(generator, 1)
     positions = ReplayPositions(
         read_column=ints(0), offset=ints(2), pending=ints(2), cursor=ints(15), write_column=ints(0),
         writes=ints(1), snapshot_column=ints(2), snapshot_after=ints(-1), certain=ints(4),
@@ -391,8 +385,8 @@ def test_block_strides_beyond_32_bits() -> None:
         "max_scheduled": 4,
     }
     inputs = shape.inputs(generator, 4) | shape.vectors(generator, torch.float32)
-    other = WindowCache(*(part.clone() for part in window_cache))
-    y = replay_update(**inputs, **rows, states=states, window_cache=window_cache)
-    z = replay_update_reference(**inputs, **rows, states=near, window_cache=other)
+    other = Records(*(part.clone() for part in records))
+    y = replay_update(**inputs, **rows, states=states, records=records)
+    z = replay_update_reference(**inputs, **rows, states=near, records=other)
     torch.testing.assert_close(y, z)
     torch.testing.assert_close(states.clone(), near, rtol=1e-3, atol=1e-3)

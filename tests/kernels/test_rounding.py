@@ -18,8 +18,8 @@ from transformers import NemotronHForCausalLM
 
 from hybrid_runtime.engine import Engine, SamplingParams
 from hybrid_runtime.engine.request import Request
+from hybrid_runtime.kernels.mamba2.records import Records
 from hybrid_runtime.kernels.mamba2.replay_update import replay_update
-from hybrid_runtime.kernels.mamba2.window_cache import WindowCache
 from hybrid_runtime.kernels.replay.ring import ring_length
 from hybrid_runtime.kernels.replay.rounding import Rounding
 from hybrid_runtime.kernels.replay.rows import ReplayRows
@@ -70,7 +70,7 @@ def update(tenants: list[int], slots: list[int], dtype: torch.dtype) -> Tensor:
         D=vectors[1],
         dt_bias=vectors[2],
         states=states,
-        window_cache=WindowCache(*(by_slot(shape) for shape in shapes)),
+        records=Records(*(by_slot(shape) for shape in shapes)),
         rows=ReplayRows(
             block_table=ints(*range(2 * SLOTS)).view(2, SLOTS).T.contiguous(),
             slot=ints(*slots),
@@ -141,8 +141,8 @@ def test_a_request_keeps_its_text_wherever_it_runs(
     hf: NemotronHForCausalLM, tokenizer: Tokenizer, ahead: int
 ) -> None:
     """States are compared where batches are of one size: products of other sizes sum otherwise.
-    Without a window every step rounds them."""
-    options = MTP | {"steps_ahead": ahead, "prefix_caching": False, "window": 0}
+    Without a ring every step rounds them."""
+    options = MTP | {"steps_ahead": ahead, "prefix_caching": False, "ring_tokens": 0}
     seeds = [5, 6, 7, 8]
     first = serve(engine(hf, tokenizer, **options), [0, 1, 2, 3], seeds)
     moved = serve(engine(hf, tokenizer, **options), [2, 3, 1, 0], seeds)

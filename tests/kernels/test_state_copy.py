@@ -82,25 +82,26 @@ class Pools:
             return torch.randn(*size, generator=generator, device=DEVICE).to(dtype)
 
         length = 3 + shape.draft
-        self.windows, self.ssm = [], []
+        self.conv_states, self.matrices = [], []
         size = shape.state[0] * shape.state[1] * shape.state[2]
         for _ in range(shape.layers):
             if shape.layout == "SD":
-                self.windows.append(noise(blocks, length, shape.channels, dtype=shape.window))
+                self.conv_states.append(noise(blocks, length, shape.channels, dtype=shape.window))
             else:
                 window = noise(blocks, shape.channels, length, dtype=shape.window)
-                self.windows.append(window.transpose(1, 2))
+                self.conv_states.append(window.transpose(1, 2))
             flat = noise(shape.skew + blocks * (size + shape.pad), dtype=shape.ssm)
             pages = flat[shape.skew :].view(blocks, size + shape.pad)[:, :size]
-            self.ssm.append(pages.unflatten(1, shape.state))
+            self.matrices.append(pages.unflatten(1, shape.state))
         order = torch.randperm(blocks - 1, generator=generator, device=DEVICE).int() + 1
         tables = order.view(shape.groups, shape.rows, self.columns)
         self.tables = [tables[g].contiguous() for g in range(shape.groups)]
         chosen = [self.tables[i % shape.groups] for i in range(shape.layers)]
-        self.table = StateTable.build(self.windows, self.ssm, chosen, 3)
+        self.table = StateTable.build(self.conv_states, self.matrices, chosen, 3)
 
     def bytes(self) -> list[torch.Tensor]:
-        return [t.contiguous().view(torch.uint8).clone() for t in (*self.windows, *self.ssm)]
+        parts = (*self.conv_states, *self.matrices)
+        return [t.contiguous().view(torch.uint8).clone() for t in parts]
 
 
 def step_of(shape: Shape, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -157,7 +158,7 @@ def test_postcopy(shape: Shape, listed: bool) -> None:
 @kernels
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_precopy_with_every_offset_and_every_distance(shape: Shape) -> None:
-    """Source column one below, equal to and one above the target; windows shift in place."""
+    """Source column one below, equal to and one above the target; conv_states shift in place."""
     cases = [(1, offset, target) for offset in range(shape.draft + 1) for target in (0, 1, 2, -1)]
     for start in range(0, len(cases), shape.rows):
         batch = cases[start : start + shape.rows]
@@ -186,7 +187,8 @@ def test_fill_blocks(shape: Shape, value: float) -> None:
     fill_blocks(mine.table, blocks, value)
     fill_blocks_reference(theirs.table, blocks, value)
     # Not by bytes: one NaN is as good as another.
-    for a, b in zip((*mine.windows, *mine.ssm), (*theirs.windows, *theirs.ssm), strict=True):
+    ours = (*mine.conv_states, *mine.matrices)
+    for a, b in zip(ours, (*theirs.conv_states, *theirs.matrices), strict=True):
         assert torch.equal(a.isnan(), b.isnan())
         assert torch.equal(a.nan_to_num(), b.nan_to_num())
 
@@ -232,17 +234,17 @@ def test_block_strides_beyond_32_bits() -> None:
     far = (1 << 30) + 4096
     pool = torch.zeros(4 * far // 4, dtype=torch.float32, device="cuda")
     ssm = pool.as_strided((4, 2, 4, 8), (far // 4, 32, 8, 1))
-    windows = pool[64:].as_strided((4, 6, 24), (far // 4, 24, 1))
+    conv_states = pool[64:].as_strided((4, 6, 24), (far // 4, 24, 1))
     ssm.copy_(torch.randn_like(ssm))
-    windows.copy_(torch.randn_like(windows))
+    conv_states.copy_(torch.randn_like(conv_states))
     table = torch.tensor([[0, 3, 1, 2]], dtype=torch.int32, device="cuda")
-    states = StateTable.build([windows], [ssm], [table], 3)
+    states = StateTable.build([conv_states], [ssm], [table], 3)
     entries = torch.zeros(1, fields.ENTRY_FIELDS, dtype=torch.int32, device="cuda")
     moves = torch.tensor([[1], [0], [3]], dtype=torch.int32, device="cuda")
-    want, inputs = ssm[3].clone(), windows[3, :3].clone()
+    want, inputs = ssm[3].clone(), conv_states[3, :3].clone()
     precopy(states, entries, moves, 1)
     assert torch.equal(ssm[2], want)
-    assert torch.equal(windows[2, :3], inputs)
+    assert torch.equal(conv_states[2, :3], inputs)
     fill_blocks(states, torch.tensor([3], device="cuda"), 0.0)
     assert not ssm[3].any()
     assert ssm[2].any()
