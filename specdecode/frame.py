@@ -146,5 +146,5 @@ class StepBuffers:
             replay=state.replay,
             rounding=self._rounding,
             cuts=state.cuts,
-            ring=self._manager.layout.ring,
+            ring_length=self._manager.layout.ring_length,
         )

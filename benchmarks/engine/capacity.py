@@ -34,6 +34,7 @@ from hybrid_runtime.bench.measure import give_back
 from hybrid_runtime.engine import Engine
 from hybrid_runtime.models.nemotron_h import MTPHead, NemotronH
 from hybrid_runtime.models.nemotron_h_config import NemotronHConfig
+from hybrid_runtime.models.states import nemotron_h_states
 from hybrid_runtime.state.layout import LayoutKind, StateLayout
 
 Row = dict[str, Any]
@@ -47,7 +48,8 @@ def request_bytes(
     shape: NemotronHConfig, kind: LayoutKind, ssm_dtype: torch.dtype, kv_dtype: torch.dtype
 ) -> Row:
     """Bytes that a request holds, by what they are for; `kv_per_token` counts the draft head's."""
-    layout = StateLayout.from_config(shape, DRAFTS, ssm_dtype, conv_dtype=kv_dtype, kind=kind)
+    recurrence, block_size = nemotron_h_states(shape, DRAFTS, ssm_dtype, dtype=kv_dtype)
+    layout = StateLayout(recurrence, DRAFTS, block_size, kind)
     mamba = shape.pattern.count("M")
     attention = shape.pattern.count("*") + shape.mtp_pattern.count("*")
     per_token = 2 * shape.num_key_value_heads * shape.head_dim * kv_dtype.itemsize

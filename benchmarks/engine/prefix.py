@@ -31,7 +31,8 @@ from shapes import SHAPES, build, config
 from hybrid_runtime.engine import Engine, EngineConfig, Request, SamplingParams
 from hybrid_runtime.engine.config import RetentionPolicy
 from hybrid_runtime.models.nemotron_h import MTPHead, NemotronH
-from hybrid_runtime.state.layout import LayoutKind, StateLayout
+from hybrid_runtime.models.states import nemotron_h_states
+from hybrid_runtime.state.layout import LayoutKind
 
 Row = dict[str, Any]
 DRAFTS = 3
@@ -54,10 +55,8 @@ class Bench:
         retention: RetentionPolicy,
         host: bool,
     ) -> None:
-        layout = StateLayout.from_config(
-            model.config, DRAFTS, torch.float32, conv_dtype=model.dtype, block_size=block_size
-        )
-        self.block = layout.block_size
+        states = nemotron_h_states(model.config, DRAFTS, dtype=model.dtype, block_size=block_size)
+        self.block = states.block_size
         longest = max(args.isl, args.alike) + OUTPUT
         columns = -(-longest // self.block) + 1
         # Three prompts that fill the cache and the request that runs.

@@ -27,7 +27,7 @@ class Load:
     deserve. lengths: "equal" prompts cross their block boundaries together; "staggered" ones are
     spread evenly over one block, as those of unrelated users would be. repeats: how often it is
     timed. block_size: in tokens; None = derived from the layout. max_model_len: what the engine is
-    made for, in tokens (more where the load needs it). strategy, state_layout, window,
+    made for, in tokens (more where the load needs it). strategy, state_layout, ring_tokens,
     max_tokens_per_step, graphs: as of `EngineConfig`.
     """
 
@@ -40,7 +40,7 @@ class Load:
     lengths: Lengths = "equal"
     strategy: Strategy = "auto"
     state_layout: LayoutKind = "replay"
-    window: int | None = None
+    ring_tokens: int | None = None
     repeats: int = 5
     block_size: int | None = None
     max_model_len: int = 8192
@@ -75,7 +75,7 @@ class Load:
             synthetic_acceptance=self.pretended,
             graphs=self.graphs,
             state_layout=self.state_layout,
-            window=self.window,
+            ring_tokens=self.ring_tokens,
         )
 
     @property

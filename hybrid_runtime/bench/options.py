@@ -23,7 +23,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--strategies", type=_words(get_args(Strategy)), default=["auto"], help="or all")
     add("--layouts", type=_words(get_args(LayoutKind)), default=["replay"], help="columns, replay")
     add(
-        "--window",
+        "--ring-tokens",
         type=int,
         help="replay: tokens kept before a write, 0: none; default: by the number of drafts",
     )
@@ -61,7 +61,7 @@ def loads(args: argparse.Namespace) -> list[Load]:
             lengths=lengths,
             strategy=strategy,
             state_layout=layout,
-            window=args.window,
+            ring_tokens=args.ring_tokens,
             repeats=args.repeats,
             block_size=args.block_size,
             max_model_len=args.max_model_len,

@@ -100,10 +100,10 @@ def bind_states(
 ) -> None:
     """Show the manager the state blocks."""
     flush_inputs = None
-    if memory.window_cache is not None:
+    if memory.records:
         seed = sequences.rounding_seed if config.stochastic_rounding else None
-        rates = torch.stack(state_group(model).params["A_log"])
-        flush_inputs = FlushInputs(memory.window_cache, rates, seed)
+        params = tuple(torch.stack(layers) for layers in state_group(model).params)
+        flush_inputs = FlushInputs(memory.records, params, seed)
     manager.bind(memory.states, memory.state.device_table, flush_inputs=flush_inputs)
 
 

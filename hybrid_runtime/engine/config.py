@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from types import SimpleNamespace
 from typing import Any, Literal, Self, TypedDict, get_args
 
 import torch
@@ -20,10 +19,13 @@ from hybrid_runtime.engine.checks import (
     check_number,
     resolve_dtype,
 )
+from hybrid_runtime.kernels.conv.spec import ConvLayout
+from hybrid_runtime.kernels.replay.ring import default_ring_tokens
 from hybrid_runtime.models.model import HybridModel, StateGroup
+from hybrid_runtime.models.states import smallest_block
 from hybrid_runtime.specdecode.drafter import DrafterName
 from hybrid_runtime.state.checks import Strategy
-from hybrid_runtime.state.layout import ConvLayout, LayoutKind, StateLayout
+from hybrid_runtime.state.layout import LayoutKind, StateLayout
 
 RetentionPolicy = Literal["all", "prompt"] | int
 _LEAST = {
@@ -32,7 +34,7 @@ _LEAST = {
     "max_tokens_per_step": 2,
     "max_prompt_tokens": 1,
 }
-_LEAST_IF_SET = {"max_waiting": 1, "block_size": 1, "num_speculative_tokens": 0, "window": 0}
+_LEAST_IF_SET = {"max_waiting": 1, "block_size": 1, "num_speculative_tokens": 0, "ring_tokens": 0}
 
 
 class EngineOptions(TypedDict, total=False):
@@ -51,7 +53,7 @@ class EngineOptions(TypedDict, total=False):
     graphs: bool | None
     strategy: Strategy
     state_layout: LayoutKind
-    window: int | None
+    ring_tokens: int | None
     ssm_dtype: torch.dtype | DTypeName
     stochastic_rounding: bool
     conv_layout: ConvLayout
@@ -114,9 +116,9 @@ class EngineConfig:
     """What a request holds: one state, into which later steps fold what was accepted ("replay"), or
     one for every draft ("columns"). Without drafts: "columns"."""
 
-    window: int | None = None
-    """Replay layout: tokens whose inputs are kept before a state is written, K + 1 to 15, or 31; 0:
-    every step writes the states. A longer window saves memory traffic and costs memory. None: 15
+    ring_tokens: int | None = None
+    """Replay layout: tokens whose records are kept before a state is written, K + 1 to 15, or 31;
+    0: every step writes the states. A longer ring saves memory traffic and costs memory. None: 15
     with up to 7 drafts, 31 with more."""
 
     ssm_dtype: torch.dtype | DTypeName = "auto"
@@ -130,7 +132,7 @@ class EngineConfig:
     nearest, so text after a preemption or a prefix hit may differ."""
 
     conv_layout: ConvLayout = "SD"
-    """Of the convolution windows in memory, see `StateLayout`."""
+    """Of the convolutions' states in memory, see `ConvLayout`."""
 
     block_size: int | None = None
     """Tokens per block. None: the smallest for which a block of keys and values holds a state."""
@@ -197,28 +199,26 @@ class EngineConfig:
         not go with the model, or says that it has no states."""
         resolve_dtype("dtype", model.dtype, model.dtype)
         group = state_group(model)
-        kv_heads, head_dim = model.kv_shape
-        layout = StateLayout.from_config(
-            SimpleNamespace(
-                mamba_num_heads=group.shape.heads,
-                mamba_head_dim=group.shape.head_dim,
-                ssm_state_size=group.shape.state_size,
-                n_groups=group.shape.groups,
-                conv_kernel=group.shape.conv_width,
-                num_key_value_heads=kv_heads,
-                head_dim=head_dim,
-            ),
+        recurrence = group.recurrence(
+            dtype=model.dtype,
+            matrix_dtype=resolve_dtype("ssm_dtype", self.ssm_dtype, group.matrix_dtype),
+            conv_layout=self.conv_layout,
+        )
+        block_size = self.block_size
+        if block_size is None:
+            block_size = smallest_block(recurrence, self.num_draft, model.kv_shape, model.dtype)
+        layout = StateLayout(
+            recurrence,
             self.num_draft,
-            resolve_dtype("ssm_dtype", self.ssm_dtype, group.matrix_dtype),
-            self.conv_layout,
-            conv_dtype=model.dtype,
-            block_size=self.block_size,
+            block_size,
             kind=self.state_layout if self.num_draft else "columns",
-            window=self.window,
+            ring_tokens=default_ring_tokens(self.num_draft)
+            if self.ring_tokens is None
+            else self.ring_tokens,
         )
         if self.stochastic_rounding and not layout.rounds_stochastically:
             raise ValueError(
-                f"stochastic_rounding is True with ssm_dtype={layout.ssm_dtype} and "
+                f"stochastic_rounding is True with ssm_dtype={layout.matrix_dtype} and "
                 f"state_layout={layout.kind!r}; it must be False unless states are float16 or "
                 "bfloat16 in the replay layout, which needs drafts"
             )
@@ -302,6 +302,5 @@ def state_group(model: HybridModel) -> StateGroup:
     if not model.groups:
         raise ValueError("the model has no Mamba layer; it must have one, or more")
     if len(model.groups) > 1:
-        shapes = ", ".join(str(group.shape) for group in model.groups)
-        raise ValueError(f"the model has states of several shapes ({shapes}); it must have one")
+        raise ValueError(f"the model has {len(model.groups)} kinds of states; it must have one")
     return model.groups[0]

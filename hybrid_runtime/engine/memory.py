@@ -14,7 +14,6 @@ from hybrid_runtime.engine.config import state_group
 from hybrid_runtime.engine.device_tables import DeviceTables
 from hybrid_runtime.engine.offload.tier import HostTier
 from hybrid_runtime.engine.prefix_cache import KEYS, STATE
-from hybrid_runtime.kernels.mamba2.window_cache import WindowCache
 from hybrid_runtime.models.forward_batch import Caches
 from hybrid_runtime.models.model import HybridModel
 from hybrid_runtime.state.layout import StateLayout
@@ -25,16 +24,16 @@ class Memory:
     """All blocks of one engine.
 
     kv, state: which request owns which blocks.
-    states: layer to (window, SSM) blocks as the layout stores them.
+    states: layer to (conv_states, matrices) as the layout stores them.
     caches: all of it as models take it.
-    window_cache: of all layers, stacked; None in layouts without one.
+    records: the rings of all layers, `[layers, slots, *]` each; none in layouts without rings.
     """
 
     kv: BlockTable
     state: BlockTable
     states: dict[int, tuple[Tensor, Tensor]]
     caches: Caches
-    window_cache: WindowCache | None
+    records: tuple[Tensor, ...]
 
     @classmethod
     def allocate(
@@ -70,19 +69,19 @@ class Memory:
         if head is not None:
             keys |= {layer: cache(head.kv_shape) for layer in head.kv_layers}
         states = {layer: layout.allocate(state.pool.size, device) for layer in group.layers}
-        window_cache = layout.allocate_window_cache(
-            len(group.layers), slots, group.shape.groups, dtype, device
-        )
+        records = layout.allocate_records(len(group.layers), slots, device)
         caches = Caches(
             kv=keys,
-            states={i: (layout.positions_first(w), s) for i, (w, s) in states.items()},
+            states={i: (layout.positions_first(c), m) for i, (c, m) in states.items()},
             kv_block_table=kv.device_table,
             state_block_table=state.device_table,
-            window_cache={}
-            if window_cache is None
-            else {layer: window_cache.layer(i) for i, layer in enumerate(group.layers)},
+            records={
+                layer: tuple(part[i] for part in records)
+                for i, layer in enumerate(group.layers)
+                if records
+            },
         )
-        return cls(kv, state, states, caches, window_cache)
+        return cls(kv, state, states, caches, records)
 
     def release(self) -> None:
         """Give the bytes of all blocks back, whoever still holds their tensors."""
@@ -92,7 +91,7 @@ class Memory:
             for two in layer.values()
             for part in two
         ]
-        for tensor in (*parts, *(self.window_cache or ())):
+        for tensor in (*parts, *self.records):
             tensor.untyped_storage().resize_(0)
         if self.kv.device_table.is_cuda:
             torch.cuda.empty_cache()  # PyTorch would keep it for itself

@@ -86,7 +86,7 @@ def units(
     return Units(
         kv_block=elements * model.dtype.itemsize * layout.block_size,
         state_block=layout.page_bytes * states,
-        slot=layout.window_cache_bytes * states + 4 * words + 4 * config.num_draft * drawn,
+        slot=layout.record_bytes * states + 4 * words + 4 * config.num_draft * drawn,
     )
 
 

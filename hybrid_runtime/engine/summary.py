@@ -33,7 +33,8 @@ def _chosen(
     blocks, most = plan.num_blocks, layout.block_budget(ahead).most
     graphs = config.graphs_on(model.device) and model.device.type == "cuda"
     return [
-        f"states: layout {layout.kind}, window {layout.window}, {layout.ssm_dtype}, "
+        f"states: layout {layout.kind}, ring of {layout.ring_tokens} tokens, "
+        f"{layout.matrix_dtype}, "
         f"blocks of {layout.block_size} tokens, "
         f"{gib(layout.bytes_per_request(layers, snapshots=1))} per request with a snapshot, "
         f"at most {most} blocks of {gib(layers * layout.page_bytes)} each",

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from hybrid_runtime.kernels.common.varlen import Cuts
-from hybrid_runtime.kernels.mamba2.window_cache import WindowCache
 from hybrid_runtime.kernels.replay.rounding import Rounding
 from hybrid_runtime.kernels.step.advance_replay import ReplayPositions
 
@@ -138,14 +137,13 @@ class StatePositions:
         draft: int32 [rows], how many of the row's last tokens are drafts.
         read_column: int32 [rows], column of state_block_table[slot]; -1 = start from zeros.
         read_offset: int32 [rows], where the state starts there: so many columns further (SSM
-            state), so many inputs into the window (convolution).
+            state), so many inputs into the conv_state (convolution).
         write_column: int32 [rows]; -1 = padded row, nothing is written.
         replay: what update rows fold and store in the replay layout; None in the columns layout.
         rounding: how update rows round their states stochastically, for every layer (its `layer`
             is not used); None rounds to nearest.
         cuts: checkpoints that prompt rows leave on the way; None: there are none.
-        ring: tokens of a slot's ring of records by which `replay` was made; None: by the cache's
-            own.
+        ring_length: tokens of a slot's ring by which `replay` was made; None: by the records' own.
     """
 
     draft: Tensor
@@ -155,7 +153,7 @@ class StatePositions:
     replay: ReplayPositions | None = None
     rounding: Rounding | None = None
     cuts: Cuts | None = None
-    ring: int | None = None
+    ring_length: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,19 +163,18 @@ class Caches:
     Attributes:
         kv: layer index to (k, v), each [blocks, block_size, num_key_value_heads, head_dim]; layer
             i of a draft head has index num_hidden_layers + i.
-        states: layer index to (windows [blocks, W - 1 + K, C] with any strides,
-            ssm [blocks, H, P, N]).
+        states: layer index to (conv_states [blocks, W - 1 + K, C] with any strides,
+            matrices [blocks, *]).
         kv_block_table: int32 [slots, columns] of physical blocks of kv.
         state_block_table: int32 [slots, columns] of physical blocks of states.
-        window_cache: layer index to the inputs of the last tokens; empty in the columns
-            layout.
+        records: layer index to the rings of records, [slots, *] each; empty in the columns layout.
     """
 
     kv: Mapping[int, tuple[Tensor, Tensor]]
     states: Mapping[int, tuple[Tensor, Tensor]]
     kv_block_table: Tensor
     state_block_table: Tensor
-    window_cache: Mapping[int, WindowCache] = field(default_factory=dict)
+    records: Mapping[int, tuple[Tensor, ...]] = field(default_factory=dict)
 
 
 class Pass(NamedTuple):

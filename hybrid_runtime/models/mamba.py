@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor, nn
 
+from hybrid_runtime.kernels.mamba2.records import Records
 from hybrid_runtime.models.forward_batch import Pass
 from hybrid_runtime.models.linear import Linear
 from hybrid_runtime.models.mamba_kernels import ConvInputs, LayerState, MambaPart, ScanInputs
@@ -76,7 +77,12 @@ class Mamba2Mixer(nn.Module):
         """
         gate, xBC, dt = self.in_proj(x).split(self._projected, dim=-1)
         caches, layer = step.caches, self.layer
-        state = LayerState(self.mamba_layer, *caches.states[layer], caches.window_cache.get(layer))
+        records = caches.records.get(layer)
+        state = LayerState(
+            self.mamba_layer,
+            *caches.states[layer],
+            None if records is None else Records(*records),
+        )
         if not step.state_parts:
             return torch.zeros_like(x)
         y = torch.empty_like(gate, memory_format=torch.contiguous_format)

@@ -12,9 +12,9 @@ from hybrid_runtime.kernels.conv.replay import replay_conv1d_update
 from hybrid_runtime.kernels.conv.update import conv1d_update
 from hybrid_runtime.kernels.conv.varlen import conv1d_varlen
 from hybrid_runtime.kernels.mamba2.chunk_scan import chunk_scan
+from hybrid_runtime.kernels.mamba2.records import Records
 from hybrid_runtime.kernels.mamba2.replay_update import replay_update
 from hybrid_runtime.kernels.mamba2.state_update import selective_state_update
-from hybrid_runtime.kernels.mamba2.window_cache import WindowCache
 from hybrid_runtime.kernels.replay.rounding import Rounding
 from hybrid_runtime.kernels.replay.rows import ReplayRows
 from hybrid_runtime.kernels.step.advance_replay import ReplayPositions
@@ -25,15 +25,15 @@ class LayerState(NamedTuple):
     """The states of one Mamba layer.
 
     mamba_layer: the layer's index among the Mamba layers.
-    windows: `[blocks, W - 1 + K, C]`, inputs of the convolution.
-    ssm: `[blocks, H, P, N]`.
-    window_cache: inputs of the last tokens (replay layout).
+    conv_states: `[blocks, W - 1 + K, C]`, inputs of the convolution.
+    matrices: `[blocks, H, P, N]`.
+    records: of the last tokens (replay layout).
     """
 
     mamba_layer: int
-    windows: Tensor
-    ssm: Tensor
-    window_cache: WindowCache | None
+    conv_states: Tensor
+    matrices: Tensor
+    records: Records | None
 
 
 class ConvInputs(NamedTuple):
@@ -84,7 +84,7 @@ class PromptPart:
     def conv1d(self, inputs: ConvInputs, state: LayerState) -> Tensor:
         return conv1d_varlen(
             **inputs._asdict(),
-            windows=state.windows,
+            conv_states=state.conv_states,
             rows=self.rows,
             max_scheduled=self.part.max_scheduled,
             cuts=self.cuts,
@@ -93,7 +93,7 @@ class PromptPart:
     def scan(self, inputs: ScanInputs, state: LayerState, out: Tensor) -> None:
         chunk_scan(
             **inputs._asdict(),
-            states=state.ssm,
+            states=state.matrices,
             rows=self.rows,
             max_scheduled=self.part.max_scheduled,
             chunk_size=self.chunk_size,
@@ -115,7 +115,7 @@ class ColumnsUpdatePart:
     def conv1d(self, inputs: ConvInputs, state: LayerState) -> Tensor:
         return conv1d_update(
             **inputs._asdict(),
-            windows=state.windows,
+            conv_states=state.conv_states,
             rows=self.rows,
             max_scheduled=self.part.max_scheduled,
         )
@@ -123,7 +123,7 @@ class ColumnsUpdatePart:
     def scan(self, inputs: ScanInputs, state: LayerState, out: Tensor) -> None:
         selective_state_update(
             **inputs._asdict(),
-            states=state.ssm,
+            states=state.matrices,
             rows=self.rows,
             max_scheduled=self.part.max_scheduled,
             dt_min=self.dt_limit[0],
@@ -144,18 +144,18 @@ class ReplayUpdatePart:
     def conv1d(self, inputs: ConvInputs, state: LayerState) -> Tensor:
         return replay_conv1d_update(
             **inputs._asdict(),
-            windows=state.windows,
+            conv_states=state.conv_states,
             rows=self.rows,
             max_scheduled=self.part.max_scheduled,
         )
 
     def scan(self, inputs: ScanInputs, state: LayerState, out: Tensor) -> None:
-        if state.window_cache is None:
-            raise ValueError("caches.window_cache lacks a layer, must have each (replay layout)")
+        if state.records is None:
+            raise ValueError("caches.records lacks a layer, must have each (replay layout)")
         replay_update(
             **inputs._asdict(),
-            states=state.ssm,
-            window_cache=state.window_cache,
+            states=state.matrices,
+            records=state.records,
             rows=self.rows,
             max_scheduled=self.part.max_scheduled,
             rounding=None
@@ -203,7 +203,7 @@ def mamba_parts(
                 cu_seqlens=rows.cu_seqlens,
                 draft=rows.draft,
                 positions=ReplayPositions(*(part.rows(field) for field in positions.replay)),
-                ring=positions.ring,
+                ring_length=positions.ring_length,
             )
             parts.append(ReplayUpdatePart(part, replay, dt_limit, positions.rounding))
     return parts

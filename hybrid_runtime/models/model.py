@@ -9,6 +9,9 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
+from hybrid_runtime.kernels.conv.spec import ConvLayout
+from hybrid_runtime.kernels.mamba2.recurrence import mamba2
+from hybrid_runtime.kernels.recurrence import Recurrence
 from hybrid_runtime.models.forward_batch import Caches, RowBatch, StatePositions
 
 
@@ -36,21 +39,34 @@ class Mamba2Shape(NamedTuple):
         """Channels of the convolution: x, B and C."""
         return self.inner + 2 * self.groups * self.state_size
 
+    def recurrence(
+        self, dtype: torch.dtype, matrix_dtype: torch.dtype, conv_layout: ConvLayout
+    ) -> Recurrence:
+        """See `mamba2`."""
+        return mamba2(*self, dtype, matrix_dtype, conv_layout)
+
+
+class MakeRecurrence(Protocol):
+    def __call__(
+        self, dtype: torch.dtype, matrix_dtype: torch.dtype, conv_layout: ConvLayout
+    ) -> Recurrence:
+        """Of layers whose activations are of `dtype`, with states as named."""
+
 
 class StateGroup(NamedTuple):
     """Layers that keep states of one kind and shape.
 
-    shape: of the recurrence.
+    recurrence: what the layers keep and how tokens change it, for the dtypes of an engine.
     layers: indices in the model, ascending: the keys of `Caches.states`.
     matrix_dtype: what the checkpoint's authors keep matrices in.
-    params: by name, what folding pending tokens into a state reads, a tensor per layer: A_log
-        `[heads]`.
+    params: what folding pending tokens into a state reads, see `Recurrence.params`; of each a
+        tensor per layer.
     """
 
-    shape: Mamba2Shape
+    recurrence: MakeRecurrence
     layers: tuple[int, ...]
     matrix_dtype: torch.dtype
-    params: Mapping[str, tuple[Tensor, ...]]
+    params: tuple[tuple[Tensor, ...], ...]
 
 
 class HybridModel(Protocol):

@@ -159,7 +159,8 @@ class NemotronH(nn.Module):
             for layer in self.state_layers
         )
         dtype = self.config.ssm_cache_dtype
-        return (StateGroup(self.config.mamba2, self.state_layers, dtype, {"A_log": rates}),)
+        recurrence = self.config.mamba2.recurrence
+        return (StateGroup(recurrence, self.state_layers, dtype, (rates,)),)
 
     @property
     def device(self) -> torch.device:

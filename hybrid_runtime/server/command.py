@@ -38,7 +38,7 @@ ENGINE_HELP = {
     "graphs": "capture CUDA graphs (on a GPU)",
     "strategy": "when states are saved: auto, blocking, defer or always",
     "state_layout": "replay: one state and a ring of records; columns: a state per draft",
-    "window": "replay: tokens in the ring before a state is written (15, with many drafts 31)",
+    "ring_tokens": "replay: tokens in the ring before a state is written (15, with many drafts 31)",
     "ssm_dtype": "of the SSM states: auto, float32, bfloat16 or float16 (the checkpoint's own)",
     "stochastic_rounding": "round half-precision states of decoding rows stochastically (off)",
     "conv_layout": "of conv_state in memory: SD or DS",

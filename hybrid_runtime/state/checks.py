@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hybrid_runtime.device.sync import allowed
-from hybrid_runtime.kernels.mamba2.window_cache import WindowCache
 from hybrid_runtime.state.align import LONGEST
 from hybrid_runtime.state.layout import StateLayout
 from hybrid_runtime.state.layouts.flush import FlushInputs
@@ -44,7 +43,7 @@ def check_options(
     if num_speculative_tokens != layout.num_speculative_tokens:
         raise ValueError(
             f"num_speculative_tokens is {num_speculative_tokens}; it must be the layout's "
-            f"({layout.num_speculative_tokens}), which sizes the convolution window"
+            f"({layout.num_speculative_tokens}), which sizes the conv_state"
         )
     if in_place and layout.replays:
         raise ValueError(
@@ -69,21 +68,21 @@ def check_states(
     num_groups: int,
     device: torch.device,
 ) -> None:
-    """Refuse states that don't have the layout's components, and unknown groups."""
+    """Refuse states that don't have the layout's parts, and unknown groups."""
     if not states:
-        raise ValueError("states is empty; it must hold one (window, ssm) pair per Mamba layer")
+        raise ValueError("states is empty; it must hold one (conv_state, matrix) pair per layer")
     for layer, pair in states.items():
         if not isinstance(pair, tuple) or len(pair) != 2:
             got = f"a {type(pair).__name__}"
-            raise ValueError(f"states[{layer}] is {got}; it must be a (window, ssm) pair")
-        for component, tensor in zip(layout.components, pair, strict=True):
-            name = f"states[{layer}].{component.name}"
+            raise ValueError(f"states[{layer}] is {got}; it must be a (conv_state, matrix) pair")
+        for part, tensor in zip(layout.checkpoint, pair, strict=True):
+            name = f"states[{layer}].{part.name}"
             _check_device(name, tensor, device)
-            fits = tuple(tensor.shape[1:]) == component.shape and len(tensor) > 0
-            if tensor.dtype != component.dtype or not fits:
+            fits = tuple(tensor.shape[1:]) == part.shape and len(tensor) > 0
+            if tensor.dtype != part.dtype or not fits:
                 raise ValueError(
                     f"{name} is {tensor.dtype} {tuple(tensor.shape)}; it must be "
-                    f"{component.dtype} [blocks, {', '.join(map(str, component.shape))}]"
+                    f"{part.dtype} [blocks, {', '.join(map(str, part.shape))}]"
                 )
             if not tensor[0].is_contiguous():
                 raise ValueError(f"{name} has strides {tensor.stride()}; blocks must be dense")
@@ -112,34 +111,34 @@ def check_flush_inputs(
     inputs: FlushInputs, layout: StateLayout, layers: int, slots: int, device: torch.device
 ) -> None:
     """Refuse what does not fit so many layers and slots of this layout."""
-    if not isinstance(inputs, FlushInputs) or not isinstance(inputs.window_cache, WindowCache):
-        raise ValueError(
-            f"flush_inputs is a {type(inputs).__name__}; it must be FlushInputs with a WindowCache"
-        )
-    (heads, dim, state), ring = layout.ssm_shape, layout.ring
-    (x, B, dt), A_log, seed = inputs
-    named = ("window_cache.x", x), ("window_cache.B", B), ("window_cache.dt", dt), ("A_log", A_log)
-    for name, tensor in named:
-        _check_device(f"flush_inputs.{name}", tensor, device)
-    groups = B.shape[2] if B.dim() == 5 else 0
-    groups = groups if groups and heads % groups == 0 else 1
-    activations = x.dtype if x.dtype.is_floating_point else torch.float32
-    rates = A_log.dtype if A_log.dtype.is_floating_point else torch.float32
-    fine = torch.promote_types(activations, torch.float32)
-    for name, tensor, dtype, must in (
-        ("window_cache.x", x, activations, [layers, slots, heads, ring, dim]),
-        ("window_cache.B", B, activations, [layers, slots, groups, ring, state]),
-        ("window_cache.dt", dt, fine, [layers, slots, heads, ring]),
-        ("A_log", A_log, rates, [layers, heads]),
-    ):
-        if tensor.dtype != dtype or list(tensor.shape) != must:
+    if not isinstance(inputs, FlushInputs):
+        raise ValueError(f"flush_inputs is a {type(inputs).__name__}; it must be FlushInputs")
+    records, params, seed = inputs
+    recurrence = layout.recurrence
+    ring = recurrence.ring(layout.ring_length)
+    given = (("records", records, ring), ("params", params, recurrence.params))
+    for field, tensors, specs in given:
+        if not isinstance(tensors, tuple) or len(tensors) != len(specs):
+            got = f"a {type(tensors).__name__}"
+            got = f"{len(tensors)} tensors" if isinstance(tensors, tuple) else got
+            names = ", ".join(spec.name for spec in specs)
+            raise ValueError(f"flush_inputs.{field} is {got}; it must be the tuple ({names})")
+    for record, spec in zip(records, ring, strict=True):
+        name, must = f"flush_inputs.records.{spec.name}", [layers, slots, *spec.shape]
+        _check_device(name, record, device)
+        if record.dtype != spec.dtype or list(record.shape) != must:
             raise ValueError(
-                f"flush_inputs.{name} is {tensor.dtype} {list(tensor.shape)}; "
-                f"it must be {dtype} {must}"
+                f"{name} is {record.dtype} {list(record.shape)}; it must be {spec.dtype} {must}"
             )
-        if tensor is not A_log and not tensor.is_contiguous():
+        if not record.is_contiguous():
+            raise ValueError(f"{name} has strides {record.stride()}; it must be contiguous")
+    for param, spec in zip(params, recurrence.params, strict=True):
+        name, must = f"flush_inputs.params.{spec.name}", [layers, *spec.shape]
+        _check_device(name, param, device)
+        dtype = param.dtype if param.dtype.is_floating_point else spec.dtype
+        if param.dtype != dtype or list(param.shape) != must:
             raise ValueError(
-                f"flush_inputs.{name} has strides {tensor.stride()}; it must be contiguous"
+                f"{name} is {param.dtype} {list(param.shape)}; it must be {dtype} {must}"
             )
     if seed is None:
         return

@@ -64,7 +64,7 @@ class HybridStateManager(OneProcess):
     debug: `begin_step` waits for the device and checks each step against its exact counts and the
         block tables, see `debug.check_step`; for a runner that is being written.
     prompt_cuts: the runner's prompt kernels also store the states that `StepPositions.cuts` names,
-        as those of kernels.mamba2 do, and run every row without guesses of two tokens or more. Such
+        as those of this package do, and run every row without guesses of two tokens or more. Such
         a row may then pass one retained boundary, and end up to a block behind it. False: a row
         leaves a snapshot only where it ends.
     max_rows: most rows of a step, padded ones among them. None: as many as there are slots.
@@ -145,8 +145,8 @@ class HybridStateManager(OneProcess):
     ) -> None:
         """Tell the manager, once, where the state lives.
 
-        states: {layer: (window blocks, ssm blocks)} with the layout's component shapes behind a
-            leading block dimension.
+        states: {layer: (conv_states, matrices)} with the shapes of the layout's checkpoint behind
+            a leading block dimension.
         block_tables: int32 `[max_requests, columns]`, one per cache group.
         groups: {layer: index into block_tables}; None puts all layers into group 0.
         flush_inputs: what `flush` reads in the replay layout; without it, it stores nothing.
@@ -160,12 +160,8 @@ class HybridStateManager(OneProcess):
             check_flush_inputs(
                 flush_inputs, self.layout, len(states), self.max_requests, self.device
             )
-        self._states = StateTable.build(
-            [self.layout.positions_first(window) for window, _ in states.values()],
-            [ssm for _, ssm in states.values()],
-            [tables[0 if groups is None else groups[layer]] for layer in states],
-            self.layout.conv_width - 1,
-        )
+        own = [tables[0 if groups is None else groups[layer]] for layer in states]
+        self._states = self.layout.state_table(states.values(), own)
         self._tables = tables
         self._policy.bind(self._states, min(t.shape[1] for t in tables), flush_inputs)
 
@@ -364,7 +360,7 @@ class HybridStateManager(OneProcess):
         Raises `ValueError` for blocks that there are not; on a GPU only with `debug`.
         """
         states = self._bound()
-        count = min(len(window) for window in states.windows)
+        count = min(map(len, states.conv_states))
         check_blocks(blocks, count, self.device, self.debug or self.device.type == "cpu")
         fill_blocks(states, blocks, value)
 

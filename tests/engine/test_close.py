@@ -16,8 +16,8 @@ PARAMS = SamplingParams(max_tokens=64, ignore_eos=True)
 def block_bytes(engine: Engine) -> int:
     caches = engine.runner.caches
     pairs = (*caches.kv.values(), *caches.states.values())
-    windows = caches.window_cache.values()
-    parts = [part for both in (*pairs, *windows) for part in both]
+    records = caches.records.values()
+    parts = [part for both in (*pairs, *records) for part in both]
     return sum(part.untyped_storage().nbytes() for part in parts)
 
 

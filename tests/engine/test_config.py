@@ -110,7 +110,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"num_blocks": (10,)}, r"num_blocks is \(10,\); it must be \(KV blocks, state blocks\)"),
     ({"num_blocks": (4, 0)}, "a size in num_blocks is 0"),
     ({"host_blocks": (0, 4)}, "a size in host_blocks is 0"),
-    ({"window": "15"}, "window is '15'; it must be an integer of at least 0"),
+    ({"ring_tokens": "15"}, "ring_tokens is '15'; it must be an integer of at least 0"),
     ({"graphs": "no"}, "graphs is 'no'; it must be one of None, False, True"),
     ({"prefix_caching": 1}, "prefix_caching is 1; it must be True or False"),
     ({"steps_ahead": True}, "steps_ahead is True"),
@@ -138,8 +138,11 @@ BAD: list[tuple[dict[str, Any], str]] = [
     # These need the model's config.
     ({"block_size": 3}, "block_size is 3; it must be larger than num_speculative_tokens"),
     ({"num_speculative_tokens": 16}, r"num_speculative_tokens is 16; it must be in 0\.\.15"),
-    ({"window": 3}, r"window is 3 with num_speculative_tokens=3; it must be 0, 4\.\.15 or 31"),
-    ({"window": 16}, r"window is 16 .*; it must be 0, 4\.\.15 or 31"),
+    (
+        {"ring_tokens": 3},
+        r"ring_tokens is 3 with num_speculative_tokens=3; it must be 0, 4\.\.15 or 31",
+    ),
+    ({"ring_tokens": 16}, r"ring_tokens is 16 .*; it must be 0, 4\.\.15 or 31"),
     ({"drafter": "mtp", "eagle_path": "x"}, "eagle_path is 'x' with drafter='mtp'"),
     ({"eagle_path": 5}, "eagle_path is 5; it must be a directory or a hub id"),
     ({"eagle_path": "/no/such/place"}, "'/no/such/place' does not exist"),
@@ -218,13 +221,13 @@ def test_a_model_without_states_is_refused_before_its_weights_are_read(no_weight
         Engine.from_pretrained(no_weights, drafter="ngram")
 
 
-@pytest.mark.parametrize(("drafts", "window"), [(1, 15), (7, 15), (8, 31), (15, 31)])
-def test_many_drafts_get_a_long_window(drafts: int, window: int) -> None:
+@pytest.mark.parametrize(("drafts", "ring_tokens"), [(1, 15), (7, 15), (8, 31), (15, 31)])
+def test_many_drafts_get_a_long_ring(drafts: int, ring_tokens: int) -> None:
     model = Checkpoint(SHIPPED).build("meta", torch.float32)
     options = EngineConfig(drafter="ngram", num_speculative_tokens=drafts)
-    assert options.layout(model).window == window
-    shorter = EngineConfig(drafter="ngram", num_speculative_tokens=drafts, window=0)
-    assert shorter.layout(model).window == 0
+    assert options.layout(model).ring_tokens == ring_tokens
+    shorter = EngineConfig(drafter="ngram", num_speculative_tokens=drafts, ring_tokens=0)
+    assert shorter.layout(model).ring_tokens == 0
 
 
 @pytest.mark.parametrize("path", [None, 5, ""])
@@ -244,9 +247,9 @@ def test_dtypes_by_name_and_auto(value: Any) -> None:
     """The shipped checkpoint's own weights are bfloat16, its states float32."""
     runs = Engine.from_pretrained(SHIPPED, device="cpu", dtype=value, ssm_dtype="float16")
     assert runs.model.dtype == torch.bfloat16
-    assert runs.manager.layout.ssm_dtype == torch.float16
+    assert runs.manager.layout.matrix_dtype == torch.float16
     runs = Engine.from_pretrained(SHIPPED, device="cpu", ssm_dtype="auto")
-    assert runs.model.dtype == runs.manager.layout.ssm_dtype == torch.float32
+    assert runs.model.dtype == runs.manager.layout.matrix_dtype == torch.float32
 
 
 def test_a_dtype_of_the_checkpoint_that_nothing_computes_in_is_refused(no_weights: Path) -> None:
@@ -259,9 +262,9 @@ def test_states_have_the_dtype_that_the_checkpoint_asks_for(tmp_path: Path) -> N
     copy = tmp_path / "model"
     shutil.copytree(SHIPPED, copy)
     change(copy, mamba_ssm_cache_dtype="bfloat16")
-    assert Engine.from_pretrained(copy).manager.layout.ssm_dtype == torch.bfloat16
+    assert Engine.from_pretrained(copy).manager.layout.matrix_dtype == torch.bfloat16
     chosen = Engine.from_pretrained(copy, ssm_dtype=torch.float16)
-    assert chosen.manager.layout.ssm_dtype == torch.float16
+    assert chosen.manager.layout.matrix_dtype == torch.float16
 
 
 def test_drafts_are_three_where_somebody_guesses() -> None:

@@ -20,7 +20,6 @@ from tokenizers import Tokenizer
 from transformers import NemotronHForCausalLM
 
 from hybrid_runtime.engine import SamplingParams
-from hybrid_runtime.kernels.mamba2.window_cache import WindowCache
 
 __all__ = ["hf", "prompts", "tokenizer", "wanted"]  # fixtures
 
@@ -63,8 +62,8 @@ ROWS = [
             {"num_speculative_tokens": 5, "steps_ahead": 1},
             {"num_speculative_tokens": 1},
             {"num_speculative_tokens": 15, "block_size": 16, "steps_ahead": 1},
-            {"window": 0},
-            {"window": 4, "steps_ahead": 1},
+            {"ring_tokens": 0},
+            {"ring_tokens": 4, "steps_ahead": 1},
             {"num_blocks": (30, 12)},
         )
     ),
@@ -90,7 +89,7 @@ def test_greedy_text_is_that_of_transformers(
     assert [p.free for p in pools] == [p.size for p in pools]
 
 
-# Drafts, block size, steps ahead and window; the other strategies with some of them.
+# Drafts, block size, steps ahead and tokens of the ring; the other strategies with some of them.
 SIZES = [
     (1, 8, 0, 15), (3, 8, 0, 15), (3, 8, 1, 0), (3, 8, 1, 4), (3, 16, 0, 15), (5, 8, 1, 15),
     (15, 16, 1, 15),
@@ -102,7 +101,7 @@ MIXES = [("auto", *sizes) for sizes in SIZES] + [
 ]
 
 
-@pytest.mark.parametrize(("strategy", "k", "block_size", "steps_ahead", "window"), MIXES)
+@pytest.mark.parametrize(("strategy", "k", "block_size", "steps_ahead", "ring_tokens"), MIXES)
 @pytest.mark.parametrize("state_layout", ["columns", "replay"])
 def test_any_mix_of_acceptances_keeps_the_text(
     hf: NemotronHForCausalLM,
@@ -113,12 +112,13 @@ def test_any_mix_of_acceptances_keeps_the_text(
     k: int,
     block_size: int,
     steps_ahead: int,
-    window: int,
+    ring_tokens: int,
     state_layout: str,
 ) -> None:
     runs = engine(
         hf, tokenizer, drafter="ngram", num_speculative_tokens=k, block_size=block_size,
-        strategy=strategy, steps_ahead=steps_ahead, state_layout=state_layout, window=window,
+        strategy=strategy, steps_ahead=steps_ahead, state_layout=state_layout,
+        ring_tokens=ring_tokens,
     )  # fmt: skip
     texts = [p + w for p, w in zip(prompts, wanted, strict=True)]
     runs.runner.drafter = Script(texts, k, [k, 0, k + 1, 1, k, k - 1, 0, k + 1, k])
@@ -172,12 +172,11 @@ def test_a_drafter_writes_no_block_that_nobody_owns(
     assert all((block == 7.0).all() for block in nobodys)
 
 
-def test_a_window_cache_of_another_ring_is_refused(hf: NemotronHForCausalLM) -> None:
+def test_records_of_another_ring_are_refused(hf: NemotronHForCausalLM) -> None:
     """The manager places rows by its layout's ring; with another the outputs would be wrong."""
     runs = engine(hf, None, drafter="ngram", state_layout="replay")
-    caches: Any = runs.runner.caches.window_cache
-    for layer, cache in caches.items():
-        shorter = (cache.x[:, :, 1:], cache.B[:, :, 1:], cache.dt[:, :, 1:])
-        caches[layer] = WindowCache(*(part.contiguous() for part in shorter))
-    with pytest.raises(ValueError, match=r"window_cache has rings of .* must be rows\.ring"):
+    caches: Any = runs.runner.caches.records
+    for layer, records in caches.items():
+        caches[layer] = tuple(part[:, :, 1:].contiguous() for part in records)
+    with pytest.raises(ValueError, match=r"records has rings of .* must be rows\.ring_length"):
         runs.generate([[5, 6, 7]], SamplingParams(max_tokens=4))

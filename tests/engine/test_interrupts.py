@@ -10,10 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
-from unittest.mock import patch
 
 import pytest
-from helpers.hash_target import fold_records
 from helpers.marks import slow
 from helpers.pool_world import World
 from helpers.small_engine import NEW_TOKENS, engine, hf, nothing_leaked, prompts, tokenizer, wanted
@@ -66,11 +64,7 @@ def interrupted(at: int) -> Iterator[Interrupt]:
 def interrupted_step(world: World, at: int) -> bool:
     """A step interrupted at its `at`-th line, if it has so many; whether it was."""
     world.now += 1.0
-    with (
-        world.clock(),
-        patch("hybrid_runtime.state.layouts.flush.replay_flush", fold_records),
-        interrupted(at) as interrupt,
-    ):
+    with world.clock(), interrupted(at) as interrupt:
         world.engine.step()
     return interrupt.left <= 0
 

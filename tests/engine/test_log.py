@@ -25,7 +25,7 @@ def test_what_was_chosen(caplog: pytest.LogCaptureFixture) -> None:
     text = logged(caplog, logging.INFO, block_size=32, max_model_len=1000, max_requests=3)
     for words in (
         "python-small: 9.6 MiB of torch.float32 to cpu in ",
-        "layout replay, window 15, torch.float32, blocks of 32 tokens, ",
+        "layout replay, ring of 15 tokens, torch.float32, blocks of 32 tokens, ",
         " MiB per request with a snapshot, at most 4 blocks of ",
         "3 slots for requests of up to 1000 tokens, ",
         " KV blocks, 13 state blocks (keys and values ",

@@ -51,8 +51,8 @@ def test_what_is_planned_is_what_is_taken(layout: Any, sampled: bool) -> None:
     caches = runs.runner.caches
     assert stored(t for pair in caches.kv.values() for t in pair) == plan.kv
     assert stored(t for pair in caches.states.values() for t in pair) == plan.state
-    window = runs.runner.caches.window_cache
-    parts = [part for cache in window.values() for part in cache]
+    records = runs.runner.caches.records
+    parts = [part for rings in records.values() for part in rings]
     parts += [runs.scheduler.kv.device_table, runs.scheduler.state.device_table]
     parts += [t for t in vars(runs.sequences).values() if isinstance(t, Tensor)]
     # A line more of each for rows that emit nothing, and the fields of a line.

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from helpers.pool_world import BLOCK, World
+from helpers.toy_recurrences import DELTA, HASH
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
@@ -29,10 +30,11 @@ options = st.fixed_dictionaries(
         "max_tokens_per_step": st.sampled_from([4, 8, 17, 64]),
         "max_prompt_tokens": st.sampled_from([3, 8, 2048]),
         "graphs": st.sampled_from([None, True]),
-        "window": st.sampled_from([15, 15, 0, 4, 31]),
+        "ring_tokens": st.sampled_from([15, 15, 0, 4, 31]),
         "num_draft": st.sampled_from([3, 3, 1, 0]),
         "conv_layout": st.sampled_from(["SD", "DS"]),
         "strategy": st.sampled_from(["auto", "auto", "blocking", "defer", "always"]),
+        "rule": st.sampled_from([HASH, HASH, HASH, DELTA]),
     }
 )
 prompts = st.builds(

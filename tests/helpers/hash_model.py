@@ -11,7 +11,9 @@ import torch
 from helpers.counted_blocks import CountedBlocks
 from helpers.hash_cuts import cut_of, leave_cut, loses
 from helpers.hash_request import TOKENS, Kept, Open, Request, Row, assert_state, prefix_hash
+from helpers.toy_recurrences import HashRule
 
+from hybrid_runtime.kernels.conv.spec import ConvLayout
 from hybrid_runtime.state.layout import LayoutKind, StateLayout
 from hybrid_runtime.state.layouts.flush import FlushInputs
 from hybrid_runtime.state.manager import HybridStateManager
@@ -31,13 +33,13 @@ class HashRunner:
         *,
         block_size: int = 8,
         num_draft: int = 3,
-        window: int = 15,
+        ring_tokens: int = 15,
         max_requests: int = 4,
         strategy: str = "auto",
         in_place: bool = False,
         prompt_cuts: bool = False,
         depth: int = 0,
-        conv_layout: str = "SD",
+        conv_layout: ConvLayout = "SD",
         conv_dtype: torch.dtype = torch.float32,
         ssm_dtype: torch.dtype = torch.float32,
         groups: int = 1,
@@ -50,12 +52,10 @@ class HashRunner:
         own_all: bool = False,
         debug: bool = True,
     ) -> None:
+        self.rule = HashRule(channels, ssm_shape, conv_dtype, ssm_dtype, conv_layout)
         self.layout = StateLayout(
-            conv_channels=channels, conv_width=4, ssm_shape=ssm_shape,
-            num_speculative_tokens=num_draft, block_size=block_size, conv_dtype=conv_dtype,
-            ssm_dtype=ssm_dtype, conv_layout=conv_layout,  # type: ignore[arg-type]
-            kind=self.kind, window=window,
-        )  # fmt: skip
+            self.rule.recurrence, num_draft, block_size, self.kind, ring_tokens
+        )
         self.depth, self.num_draft, self.device, self.debug = depth, num_draft, device, debug
         self.own_all, self.prompt_cuts = own_all, prompt_cuts
         self.cuts = 0

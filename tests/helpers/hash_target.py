@@ -1,37 +1,33 @@
 """A target for the whole engine whose text shows any wrong byte of its caches.
 
-Each state is a rolling hash of all tokens, each window holds the last tokens, each key is its token
-and each value its position. The next token is a function of all of them as they are found *in the
-caches*: a state or block that is stale, mixed up or misplaced changes the text from there on.
-`true_text` is the same function of the tokens alone.
+Each matrix is a rolling hash of all tokens, or that of another `Rule`, each conv_state holds the
+last tokens, each key is its token and each value its position. The next token is a function of all
+of them as they are found *in the caches*: a state or block that is stale, mixed up or misplaced
+changes the text from there on. `true_text` is the same function of the tokens alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import torch
 from helpers.hash_request import PRIME
+from helpers.toy_recurrences import HASH, TAPS, Rule, load_records, store_records
 from torch import Tensor
 
-from hybrid_runtime.kernels.mamba2.window_cache import WindowCache
-from hybrid_runtime.kernels.replay.rounding import Rounding
-from hybrid_runtime.kernels.step.advance_replay import ReplayPositions
-from hybrid_runtime.kernels.step.state_table import StateTable
+from hybrid_runtime.kernels.conv.spec import ConvLayout, conv_state_spec
+from hybrid_runtime.kernels.recurrence import Recurrence
 from hybrid_runtime.models.forward_batch import Caches, RowBatch, StatePositions
-from hybrid_runtime.models.model import Mamba2Shape, StateGroup
+from hybrid_runtime.models.model import StateGroup
 from hybrid_runtime.specdecode.drafter import VerifyOutput
 
 VOCABULARY = 251
-WINDOW = 3
+WINDOW = TAPS
 STATE_LAYERS = (0, 1)
 KV_LAYER = 2
-
-
-def rolled(value: int, token: int) -> int:
-    """The hash after one more token; state layers begin with values of their own."""
-    return (value * 31 + token + 1) % PRIME
 
 
 def attended(keys: Sequence[int], values: Sequence[int]) -> int:
@@ -46,12 +42,15 @@ def chosen(states: Sequence[int], window: Sequence[int], context: int) -> int:
     return (sum(weighed) + context) % VOCABULARY
 
 
-def true_states(tokens: Sequence[int]) -> list[int]:
+def true_states(tokens: Sequence[int], rule: Rule = HASH) -> list[Any]:
     """The state of each layer after these tokens."""
-    states = [1 + layer for layer in STATE_LAYERS]
-    for token in tokens:
-        states = [rolled(value, token) for value in states]
-    return states
+    return [rule.after(tuple(tokens), layer) for layer in STATE_LAYERS]
+
+
+def true_values(tokens: Sequence[int], rule: Rule = HASH) -> list[int]:
+    """What each layer's output is after these tokens."""
+    states = enumerate(true_states(tokens, rule))
+    return [rule.value(state, tokens[-1], layer) for layer, state in states]
 
 
 def true_window(tokens: Sequence[int]) -> list[int]:
@@ -60,17 +59,17 @@ def true_window(tokens: Sequence[int]) -> list[int]:
 
 
 @cache
-def true_token(tokens: tuple[int, ...]) -> int:
+def true_token(tokens: tuple[int, ...], rule: Rule = HASH) -> int:
     """What follows these tokens."""
     context = attended(tokens, range(len(tokens)))
-    return chosen(true_states(tokens), true_window(tokens), context)
+    return chosen(true_values(tokens, rule), true_window(tokens), context)
 
 
-def true_text(prompt: Sequence[int], count: int) -> list[int]:
+def true_text(prompt: Sequence[int], count: int, rule: Rule = HASH) -> list[int]:
     """The `count` tokens that follow a prompt."""
     text = tuple(prompt)
     for _ in range(count):
-        text += (true_token(text),)
+        text += (true_token(text, rule),)
     return list(text[len(prompt) :])
 
 
@@ -80,15 +79,20 @@ class HashTarget:
     vocab_size, hidden_size, max_positions = VOCABULARY, 1, None
     device, dtype = torch.device("cpu"), torch.float32
     kv_layers, kv_shape = (KV_LAYER,), (1, 1)
-    groups = (
-        StateGroup(
-            Mamba2Shape(heads=1, head_dim=1, state_size=1, groups=1, conv_width=WINDOW + 1),
-            STATE_LAYERS,
-            torch.float32,
-            {"A_log": (torch.zeros(1),) * len(STATE_LAYERS)},
-        ),
-    )
     fails = False
+
+    def __init__(self, rule: Rule = HASH) -> None:
+        self.rule = rule
+        self.state_params = rule.params(len(STATE_LAYERS))
+        params = tuple(tuple(param) for param in self.state_params)
+        self.groups = (StateGroup(self._recurrence, STATE_LAYERS, torch.float32, params),)
+
+    def _recurrence(
+        self, dtype: torch.dtype, matrix_dtype: torch.dtype, conv_layout: ConvLayout
+    ) -> Recurrence:
+        one = self.rule.recurrence
+        conv_state = conv_state_spec(1, TAPS + 1, torch.float32, conv_layout)
+        return replace(one, checkpoint=one.checkpoint._replace(conv_state=conv_state))
 
     def __call__(
         self, tokens: Tensor, batch: RowBatch, positions: StatePositions, caches: Caches
@@ -144,91 +148,73 @@ class HashTarget:
         positions: StatePositions,
         caches: Caches,
     ) -> tuple[list[int], list[int]]:
-        """State after each token, and the window's inputs, of which the first `WINDOW` are those
-        that the window holds after the first token."""
-        windows, ssm = caches.states[layer]
+        """The layer's output after each token, and the conv_state's inputs, of which the first
+        `WINDOW` are those that it holds after the first token."""
+        rule, params = self.rule, [param[layer].numpy() for param in self.state_params]
+        conv_states, matrices = caches.states[layer]
         table = caches.state_block_table[slot].tolist()
         draft = int(positions.draft[row])
         certain = len(run) - draft
         read, offset = int(positions.read_column[row]), int(positions.read_offset[row])
         write = int(positions.write_column[row])
         replay = positions.replay if update else None
-        past: list[int] = []
+        past: list[Any] = []
         if replay is not None:
             assert (read, offset) == (int(replay.read_column[row]), int(replay.offset[row]))
-            ring = caches.window_cache[layer].x[slot, 0, :, 0]
+            rings = [part[slot] for part in caches.records[layer]]
+            length = rings[0].shape[rule.recurrence.records[0].token_axis or 0]
+            assert positions.ring_length == length
             cursor, pending = int(replay.cursor[row]), int(replay.pending[row])
-            past = ring[(cursor + torch.arange(pending)) % len(ring)].int().tolist()
-        value, before = 1 + layer, [0] * WINDOW
+            past = load_records(rule, rings, (cursor + torch.arange(pending)) % length)
+        state, before = rule.after((), layer), [0] * WINDOW
         if read >= 0:
             source = table[read]
-            value = int(ssm[source if replay is not None else table[read + offset]])
-            before = windows[source, : WINDOW + offset, 0].int().tolist()
+            state = rule.load(matrices[source if replay is not None else table[read + offset]])
+            before = conv_states[source, : WINDOW + offset, 0].int().tolist()
         first = len(before) - WINDOW  # tokens that this pass only repeats
-        values = [value]
-        for token in [*past, *run]:
-            values.append(rolled(values[-1], token))
+        states = [state]
+        for record in past:
+            states.append(rule.fold(states[-1], record, params))
+        fresh = []
+        for token in run:
+            fresh.append(rule.record(states[-1], token, layer))
+            states.append(rule.fold(states[-1], fresh[-1], params))
         inputs = [*before, *(token + 1 for token in run)]
 
-        def store(column: int, state: int | None, window: list[int]) -> None:
+        def store(column: int, state: Any, window: list[int]) -> None:
             block = table[column]
             assert min(block, column) >= 0
             if state is not None:
-                ssm[block] = state
-            windows[block, : len(window)] = torch.tensor(window).float()[:, None]
+                rule.store(matrices[block], state)
+            conv_states[block, : len(window)] = torch.tensor(window).float()[:, None]
 
         if replay is None:
             for j in reversed(range(draft + 1)):
-                store(write + j, values[certain + j], inputs[first + certain :] if not j else [])
+                store(write + j, states[certain + j], inputs[first + certain :] if not j else [])
             cuts = None if update else positions.cuts
             if cuts is not None and (cut := int(cuts.after[row])):
                 kept = inputs[first + cut : first + cut + WINDOW]
-                store(int(cuts.column[row]), values[cut], kept)
+                store(int(cuts.column[row]), states[cut], kept)
         else:
             end, writes = len(past) + certain, bool(replay.writes[row])
             if replay.snapshot_column[row] >= 0:
                 after = int(replay.snapshot_after[row])
                 kept = inputs[first + after : first + after + WINDOW]
-                store(int(replay.snapshot_column[row]), values[len(past) + after], kept)
-            store(write, values[end] if writes else None, inputs[first + certain :])
-            news = torch.tensor(run[certain if writes else 0 :]).float()
+                store(int(replay.snapshot_column[row]), states[len(past) + after], kept)
+            store(write, states[end] if writes else None, inputs[first + certain :])
+            news = fresh[certain if writes else 0 :]
             start = cursor + pending + (certain if writes else 0)
-            ring[(start + torch.arange(len(news))) % len(ring)] = news
-        return values[len(past) + 1 :], inputs[first + 1 :]
-
-
-def fold_records(
-    table: StateTable,
-    window_cache: WindowCache,
-    A_log: Tensor,
-    rows: Tensor,
-    slot: Tensor,
-    replay: ReplayPositions,
-    rounding: Rounding | None,
-) -> None:
-    """`replay_flush` of this model: its states are hashes, its records tokens."""
-    for row in rows.tolist():
-        at, offset = int(slot[row]), int(replay.offset[row])
-        past = (int(replay.cursor[row]) + torch.arange(int(replay.pending[row]))).long()
-        past %= window_cache.length
-        layers = zip(table.windows, table.ssm, table.tables, strict=True)
-        for layer, (windows, ssm, blocks) in enumerate(layers):
-            source, target = (
-                int(blocks[at, int(column[row])])
-                for column in (replay.read_column, replay.write_column)
-            )
-            value = int(ssm[source])
-            for token in window_cache.x[layer, at, 0, past, 0].int().tolist():
-                value = rolled(value, token)
-            ssm[target] = value
-            windows[target, :WINDOW] = windows[source, offset : offset + WINDOW].clone()
+            store_records(rule, rings, (start + torch.arange(len(news))) % length, news)
+        found = zip(states[len(past) + 1 :], run, strict=True)
+        values = [rule.value(state, token, layer) for state, token in found]
+        return values, inputs[first + 1 :]
 
 
 class HashDrafter:
-    """Guesses what comes, and errs, or has no guess, where a hash of the text says so."""
+    """Drafts what comes, and errs, or has no draft, where a hash of the text says so."""
 
-    def __init__(self, num_draft: int) -> None:
-        self.num_draft = num_draft
+    def __init__(self, num_draft: int, rule: Rule = HASH) -> None:
+        self.num_draft, self.rule = num_draft, rule
 
     def propose(self, output: VerifyOutput) -> tuple[Tensor, Tensor | None]:
         k, drafts = self.num_draft, []
@@ -237,10 +223,10 @@ class HashDrafter:
             output.inputs.slot.tolist(), output.inputs.emits.tolist(), strict=True
         ):
             known = text.history[slot, : int(text.length[slot])].tolist()
-            right = true_states(known)[0] % (k + 2)
+            right = HASH.after(known, 0) % (k + 2)
             if not emits or right > k:
                 drafts.append([-1] * k)
                 continue
-            guesses = true_text(known, k)
+            guesses = true_text(known, k, self.rule)
             drafts.append([t if i < right else (t + 1) % VOCABULARY for i, t in enumerate(guesses)])
         return torch.tensor(drafts, dtype=torch.int32), None

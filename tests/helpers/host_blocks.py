@@ -7,6 +7,7 @@ from typing import Literal
 
 import pytest
 import torch
+from helpers.toy_recurrences import HashRule
 from torch import Tensor
 
 from hybrid_runtime.engine.offload.blocks import Usage
@@ -29,7 +30,8 @@ def cache(
 
     10 channels leave a gap behind each window of 5 positions, 16 leave none.
     """
-    layout = StateLayout(channels, 4, (2, 3, 4), 2, 16, torch.float16, conv_layout=conv_layout)
+    rule = HashRule(channels, (2, 3, 4), torch.float16, conv_layout=conv_layout)
+    layout = StateLayout(rule.recurrence, 2, 16)
     kv = [torch.empty(DEVICE_BLOCKS, 16, 2, 4, device=device) for _ in range(4)]
     states = []
     for _ in range(3):

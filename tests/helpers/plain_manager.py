@@ -7,12 +7,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from helpers.toy_recurrences import HASH
 from numpy.typing import NDArray
 
 from hybrid_runtime.state import HybridStateManager, StateLayout, StepRows
 
 K, SLOTS, COLUMNS, BLOCK = 3, 4, 12, 8
-LAYOUT = StateLayout(2, 4, (1, 1, 4), K, BLOCK)
+LAYOUT = StateLayout(HASH.recurrence, K, BLOCK)
 
 
 def manager(layout: StateLayout = LAYOUT, **options: Any) -> HybridStateManager:

@@ -7,17 +7,18 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
 from unittest.mock import patch
 
+import numpy as np
 from helpers.hash_target import (
     KV_LAYER,
     STATE_LAYERS,
     WINDOW,
     HashDrafter,
     HashTarget,
-    fold_records,
     true_states,
     true_text,
     true_window,
 )
+from helpers.toy_recurrences import HASH, Rule
 
 from hybrid_runtime.engine import Engine, EngineConfig, SamplingParams
 from hybrid_runtime.engine.block_pool import REMEMBERED, BlockPool, BlockTable
@@ -45,9 +46,9 @@ def fails(*_: object) -> None:
 class World:
     """options: of `EngineConfig`, all that is not set here. events: what has happened, counted."""
 
-    def __init__(self, num_draft: int, **options: Any) -> None:
-        self.now = 0.0
-        self.target = HashTarget()
+    def __init__(self, num_draft: int, rule: Rule = HASH, **options: Any) -> None:
+        self.now, self.rule = 0.0, rule
+        self.target = HashTarget(rule)
         self.sound = True  # False from a check that fails on
         config = EngineConfig(
             drafter="ngram" if num_draft else None,
@@ -58,7 +59,7 @@ class World:
         )
         self.engine = engine = Engine(cast(Any, self.target), config, eos_token_ids=())
         if num_draft:
-            engine.runner.drafter = HashDrafter(num_draft)
+            engine.runner.drafter = HashDrafter(num_draft, rule)
         engine.capture()  # with graphs=True
         for part in (*engine.runner.caches.kv.values(), *engine.runner.caches.states.values()):
             for tensor in part:
@@ -113,10 +114,7 @@ class World:
         expected = self._expected()
         preempted, failing = self.engine.scheduler.preemptions, self.target.fails
         self.now, self.sound = self.now + 1.0, False
-        with (
-            self.clock(),
-            patch("hybrid_runtime.state.layouts.flush.replay_flush", fold_records),
-        ):
+        with self.clock():
             self.engine.step()
         self.events["preemptions"] += self.engine.scheduler.preemptions - preempted
         for request in self.open:
@@ -171,9 +169,8 @@ class World:
     def _check_texts(self) -> None:
         for request in self.open:
             limit = request.params.max_tokens
-            assert (
-                request.output == true_text(request.prompt.tolist(), limit)[: len(request.output)]
-            )
+            text = true_text(request.prompt.tolist(), limit, self.rule)
+            assert request.output == text[: len(request.output)]
             assert (request.finish_reason == "length") == (len(request.output) == limit)
 
     def _check_accounts(self) -> None:
@@ -206,8 +203,8 @@ class World:
         caches = self.engine.runner.caches
         keys, values = (part.flatten(1).int().tolist() for part in caches.kv[KV_LAYER])
         states = {
-            layer: (windows[:, :WINDOW, 0].int().tolist(), ssm.flatten().int().tolist())
-            for layer, (windows, ssm) in caches.states.items()
+            layer: (conv_states[:, :WINDOW, 0].int().tolist(), matrices)
+            for layer, (conv_states, matrices) in caches.states.items()
         }
         for key, block in self.pools["kv"]._block.items():
             _, tokens = self.text_of[key]
@@ -215,10 +212,11 @@ class World:
             assert values[block] == list(range(len(tokens) - BLOCK, len(tokens)))
         for key, block in self.pools["state"]._block.items():
             tenant, tokens = self.text_of[key]
-            for layer, want in zip(STATE_LAYERS, true_states(tokens), strict=True):
-                windows, ssm = states[layer]
-                assert ssm[block] == want
-                assert windows[block] == true_window(tokens)
+            wanted = true_states(tokens, self.rule)
+            for layer, want in zip(STATE_LAYERS, wanted, strict=True):
+                conv_states, matrices = states[layer]
+                np.testing.assert_allclose(self.rule.load(matrices[block]), want, atol=1e-9)
+                assert conv_states[block] == true_window(tokens)
             if key not in self.ever["state"]:
                 assert self._wanted(tenant, tokens)
         for name, pool in self.pools.items():

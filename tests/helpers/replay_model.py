@@ -27,8 +27,6 @@ class ReplayRunner(HashRunner):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        slots = self.manager.max_requests
-        self.rings = [[POISON] * self.layout.ring for _ in range(slots)]
         self.live = self.tables[0].shape[1] - 1
         self.always_owned = frozenset([self.live])
         self.copies = self.direct = self.written = self.ran = 0
@@ -36,16 +34,12 @@ class ReplayRunner(HashRunner):
 
     def admit(self, slot: int, tokens: list[int], hit: Kept | None = None) -> None:
         super().admit(slot, tokens, hit)
-        self.rings[slot] = [POISON] * self.layout.ring
+        self.records[0][:, slot] = POISON
 
     def _flush_inputs(self) -> FlushInputs:
-        """As far as the host's arithmetic asks: hashes are never folded by a kernel."""
         layers, slots = len(self.states), self.manager.max_requests
-        window_cache = self.layout.allocate_window_cache(
-            layers, slots, 1, torch.float32, torch.device("cpu")
-        )
-        assert window_cache is not None
-        return FlushInputs(window_cache, torch.zeros(layers, self.layout.ssm_shape[0]))
+        self.records = self.layout.allocate_records(layers, slots, self.device)
+        return FlushInputs(self.records, self.rule.params(layers))
 
     def release(self, slot: int) -> None:
         """What its last guesses reached is known, and whole if a queued step stores it."""
@@ -57,6 +51,10 @@ class ReplayRunner(HashRunner):
             assert not folded or request.dead or request.in_flight
         elif snapshot.column == self.live:
             assert [snapshot[2:]] == folded
+            blocks = [group[self.live] for group in request.blocks]
+            if self.device == "cpu":
+                self.manager.flush([snapshot])
+                self.check(blocks, blocks, 0, request.tokens[: snapshot.boundary])
             self.last_folded += 1
         else:
             assert not folded or request.in_flight
@@ -159,11 +157,13 @@ class ReplayRunner(HashRunner):
         after: int,
         position: int,
     ) -> None:
-        n, block, ring = request.computed, self.layout.block_size, self.rings[request.slot]
+        n, block = request.computed, self.layout.block_size
+        (rings,) = self.records
+        ring = rings[:, request.slot]
         tokens = request.tokens[n : n + certain]
         assert len(tokens) == certain, "the request has no such tokens yet"
         assert (read, offset) == (request.place[0], n - request.certain)
-        assert (pending, cursor) == (n - request.written, request.written % len(ring))
+        assert (pending, cursor) == (n - request.written, request.written % self.layout.ring_length)
         assert position == n + certain
         cut = max((b for b in snapshots if n < b < position), default=0)
         direct = not drafts and position in snapshots
@@ -173,14 +173,15 @@ class ReplayRunner(HashRunner):
         assert [kept] == ([b // block - 1 for b in stored] or [-1])
         assert [after] == ([b - n for b in stored] or [0])
         assert kept < 0 or -offset < after <= 0 or after == (cut - n if cut else certain)
-        full = pending + certain + len(drafts) > self.layout.window
+        full = pending + certain + len(drafts) > self.layout.ring_tokens
         assert writes == (not drafts or read != self.live or kept >= 0 or full)
         self.copies += kept >= 0
         self.direct += direct
         self.written += writes
         self.ran += 1
 
-        past = [ring[(cursor + j) % len(ring)] for j in range(pending)]
+        length = self.layout.ring_length
+        past = [int(ring[0, (cursor + j) % length]) for j in range(pending)]
         run = [*past, *tokens]
         for layer, (window, ssm) in self.states.items():
             blocks = request.blocks[self.group_of[layer]]
@@ -205,7 +206,7 @@ class ReplayRunner(HashRunner):
             self._store(ssm, windows, blocks[write], value, seen[offset + certain :])
         first = certain if writes else 0
         for i, token in enumerate([*tokens, *drafts][first:], start=n + first):
-            ring[i % len(ring)] = token
+            ring[:, i % length] = token
         if writes:
             request.written = n + certain
         request.stepped = True

@@ -76,7 +76,7 @@ class Toy(nn.Module):
 
     @property
     def groups(self) -> tuple[StateGroup, ...]:
-        return (StateGroup(STATES, (1,), torch.float32, {"A_log": (self.state.A_log,)}),)
+        return (StateGroup(STATES.recurrence, (1,), torch.float32, ((self.state.A_log,),)),)
 
     @property
     def device(self) -> torch.device:

@@ -151,7 +151,7 @@ class Layers:
             start[: len(order) + 1],
             VllmCounts(counts, counts, computed),
             NONE,
-            self.shared.cache.length,
+            self.shared.ring_length,
         )
         self.certain[order] = computed[order] + 1
 

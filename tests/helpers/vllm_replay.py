@@ -23,7 +23,7 @@ from helpers.vllm_stand_in import (
 
 from hybrid_runtime.integrations.vllm.replay_layers import ReplayLayers
 from hybrid_runtime.integrations.vllm.replay_state import ReplayStates
-from hybrid_runtime.kernels.mamba2.replay_naive import replay_update_reference
+from hybrid_runtime.kernels.mamba2.naive import replay_update_reference
 from hybrid_runtime.kernels.replay.rows import ReplayRows
 
 HEADS, DIM, STATE = 2, 2, 4
@@ -61,9 +61,10 @@ class ReplayEngine:
         self.groups = cache_groups(retained, num_speculative_blocks=0)
         self.layers = []
         for name, layer in self.config.compilation_config.static_forward_context.items():
-            sizes = {"num_heads": HEADS, "n_groups": 1, "tp_size": 1, "conv_kernel_size": TAPS + 1}
+            sizes = {"num_heads": HEADS, "n_groups": 1, "tp_size": 1}
             sizes |= {"head_dim": DIM, "ssm_state_size": STATE}
-            vars(layer).update(sizes, prefix=name, A=torch.full((HEADS,), -1e-38))
+            conv1d = SimpleNamespace(weight=torch.zeros(1, 1, TAPS + 1))
+            vars(layer).update(sizes, conv1d=conv1d, prefix=name, A=torch.full((HEADS,), -1e-38))
             self.layers.append(layer)
         # The cache's groups have layers in another order than the model.
         shared = ReplayLayers(self.layers[::-1], SLOTS, K, torch.float32, "cpu")
@@ -81,7 +82,7 @@ class ReplayEngine:
     def admit(self, slot: int, request: int, computed: int) -> None:
         computed = computed if self.align else 0
         self.computed[slot] = computed
-        for part in self.shared.cache:
+        for part in self.shared.rings:
             part[:, slot] = math.nan
         for layer in self.layers if computed else ():
             self.write(layer, slot, computed // B - 1, request, computed)
@@ -148,7 +149,7 @@ class ReplayEngine:
             torch.zeros(HEADS),
             torch.zeros(HEADS),
             layer.kv_cache[1],
-            self.shared.caches[index],
+            self.shared.records[index],
             ReplayRows(
                 self.shared.tables[index],
                 one.slot,
@@ -191,7 +192,7 @@ class ReplayEngine:
 
     def memory(self) -> torch.Tensor:
         parts = [t for layer in self.layers for t in layer.kv_cache]
-        return torch.cat([t.flatten() for t in (*parts, *self.shared.cache)])
+        return torch.cat([t.flatten() for t in (*parts, *self.shared.rings)])
 
 
 def inputs(request: int, tokens: int) -> torch.Tensor:

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.jit import JITFunction
 
 from hybrid_runtime.kernels.common.varlen import Cuts
-from hybrid_runtime.kernels.mamba2.window_cache import WindowCache
+from hybrid_runtime.kernels.mamba2.records import Records
 from hybrid_runtime.kernels.replay.rounding import Rounding
 from hybrid_runtime.kernels.step.advance_replay import ReplayPositions
 from hybrid_runtime.models.few_layers import few_layers
@@ -107,7 +107,7 @@ def step_of(model: NemotronH, rows: tuple[int, int, int], replays: bool) -> tupl
         return torch.empty(shape, dtype=torch.bfloat16, device=device)
 
     heads, dim, state = config.mamba_num_heads, config.mamba_head_dim, config.ssm_state_size
-    ring = WindowCache(
+    ring = Records(
         x=some(len(model.state_layers), SLOTS, heads, 7, dim),
         B=some(len(model.state_layers), SLOTS, config.n_groups, 7, state),
         dt=torch.empty((len(model.state_layers), SLOTS, heads, 7), device=device),
@@ -121,7 +121,7 @@ def step_of(model: NemotronH, rows: tuple[int, int, int], replays: bool) -> tupl
         },
         kv_block_table=ints(SLOTS, 8),
         state_block_table=ints(SLOTS, 8),
-        window_cache={i: ring.layer(n) for n, i in enumerate(model.state_layers)},
+        records={i: ring.layer(n) for n, i in enumerate(model.state_layers)},
     )
     batch = RowBatch(
         slot=ints(count), cu_seqlens=ints(count + 1), computed=ints(count),

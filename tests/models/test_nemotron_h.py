@@ -264,8 +264,9 @@ def test_states_are_one_group_with_the_layers_own_rates() -> None:
     model = NemotronH(NemotronHConfig.from_dict(random_config("M*-M")), "meta", torch.float32)
     (group,) = model.groups
     assert group.layers == (0, 3)
-    assert group.shape == (4, 8, 8, 2, 4)
+    made = group.recurrence(torch.float32, torch.float16, "SD")
+    assert made.checkpoint.matrix[1:3] == ((4, 8, 8), torch.float16)
     layers = [model.get_parameter(f"backbone.layers.{i}.mixer.A_log") for i in (0, 3)]
-    assert all(a is b for a, b in zip(group.params["A_log"], layers, strict=True))
+    assert all(a is b for a, b in zip(*group.params, layers, strict=True))
     attends = NemotronHConfig.from_dict(random_config("*-"))
     assert NemotronH(attends, "meta", torch.float32).groups == ()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -85,6 +86,32 @@ def test_nothing_imports_in_a_circle(of: str) -> None:
         TopologicalSorter(graph).prepare()
     except CycleError as error:
         pytest.fail(f"circle: {' <- '.join(error.args[1])}")
+
+
+WORDS_OF_A_KIND = re.compile(
+    r"\b(A_log|n_groups|x, B(,| and) dt|conv_channels|conv_width|ssm_shape|window_cache|"
+    r"WindowCache|mamba2)\b"
+)
+KNOW_THE_KIND = {"kernels", "models"}
+ADAPTERS_OF_THE_KIND = {
+    "hybrid_runtime.integrations.vllm.mixer",
+    "hybrid_runtime.integrations.vllm.replay_layers",
+}
+
+
+def test_a_recurrence_is_known_to_its_kernels_and_models_only() -> None:
+    """State manager and engine hold tensors and call functions: see `kernels/recurrence.py`."""
+    found = [
+        f"{name}: {word[0]}"
+        for name, file in MODULES.items()
+        if room(name).split(".")[0] not in KNOW_THE_KIND and name not in ADAPTERS_OF_THE_KIND
+        for word in WORDS_OF_A_KIND.finditer(file.read_text())
+    ]
+    assert not found, "\n".join(found)
+    shared = [name for name in MODULES if room(name) in ("kernels.conv", "kernels.replay")]
+    assert shared
+    for name in (*shared, f"{PACKAGE}.kernels.recurrence"):
+        assert not re.search(r"\b(ssm|A_log)\b", MODULES[name].read_text(), re.IGNORECASE), name
 
 
 def test_files_can_be_read_in_one_sitting() -> None:

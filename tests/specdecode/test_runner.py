@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -18,12 +18,11 @@ from helpers.hash_target import (
     HashTarget,
     attended,
     chosen,
-    rolled,
+    true_states,
     true_token,
 )
 from torch import Tensor
 
-from hybrid_runtime.engine.config import EngineConfig
 from hybrid_runtime.kernels.sampling.naive import probabilities_reference, sample_reference
 from hybrid_runtime.kernels.sampling.rows import SamplingTensors
 from hybrid_runtime.models.forward_batch import Caches
@@ -38,7 +37,7 @@ from hybrid_runtime.specdecode.sampling import (
 )
 from hybrid_runtime.specdecode.sequences import Sequences
 from hybrid_runtime.specdecode.shape import StepShape, most_rows
-from hybrid_runtime.state.layout import LayoutKind
+from hybrid_runtime.state.layout import LayoutKind, StateLayout
 from hybrid_runtime.state.manager import HybridStateManager
 from hybrid_runtime.state.rows import StepRows
 from hybrid_runtime.state.step import Step
@@ -108,18 +107,11 @@ class Runs:
         captured: bool = False,
     ) -> None:
         slots, target, self.params = len(PROMPTS), SoftTarget(), params
-        layout = EngineConfig(
-            drafter="ngram" if num_draft else None,
-            num_speculative_tokens=num_draft,
-            block_size=BLOCK,
-            state_layout=kind,
-        ).layout(cast(Any, target))
+        layout = StateLayout(target.rule.recurrence, num_draft, BLOCK, kind)
         columns = MAX_LENGTH // BLOCK + num_draft + 1
         tables = torch.arange(slots * columns, dtype=torch.int32).view(slots, columns)
         states = {layer: layout.allocate(slots * columns, "cpu") for layer in STATE_LAYERS}
-        window_cache = layout.allocate_window_cache(
-            len(STATE_LAYERS), slots, 1, torch.float32, torch.device("cpu")
-        )
+        records = layout.allocate_records(len(STATE_LAYERS), slots, "cpu")
         rows = most_rows(slots) if captured else None
         self.manager = HybridStateManager(
             layout, slots, num_draft, "cpu", readback=False, max_rows=rows
@@ -131,9 +123,11 @@ class Runs:
             states=states,
             kv_block_table=tables,
             state_block_table=tables,
-            window_cache={}
-            if window_cache is None
-            else {layer: window_cache.layer(i) for i, layer in enumerate(STATE_LAYERS)},
+            records={
+                layer: tuple(part[i] for part in records)
+                for i, layer in enumerate(STATE_LAYERS)
+                if records
+            },
         )
         sequences = Sequences(slots, MAX_LENGTH + 1, num_draft, "cpu", VOCABULARY, drawn)
         self.runner = SpecDecodeRunner(
@@ -190,7 +184,7 @@ class ReferenceTarget:
 
     def advance(self, state: Memory, token: int) -> Memory:
         return Memory(
-            states=tuple(rolled(value, token) for value in state.states),
+            states=tuple(true_states((*state.tokens, token))),
             window=(*state.window[1:], token + 1),
             tokens=(*state.tokens, token),
         )

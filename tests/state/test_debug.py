@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.replay_model import RUNNERS
+from helpers.toy_recurrences import HASH
 
 from hybrid_runtime.state import HybridStateManager, StateLayout, StepRows
 
@@ -16,7 +17,7 @@ layouts = pytest.mark.parametrize("kind", sorted(RUNNERS))
 
 def manager(kind: Any, debug: bool = True, **options: Any) -> HybridStateManager:
     """Slots 0 and 1 hold requests that have read 5 tokens."""
-    layout = StateLayout(2, 4, (1, 1, 4), K, BLOCK, kind=kind)
+    layout = StateLayout(HASH.recurrence, K, BLOCK, kind=kind)
     made = HybridStateManager(layout, SLOTS, K, "cpu", debug=debug, **options)
     table = torch.arange(SLOTS * COLUMNS, dtype=torch.int32).view(SLOTS, COLUMNS)
     made.bind({0: layout.allocate(SLOTS * COLUMNS, "cpu")}, table)

@@ -9,6 +9,7 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 import torch
+from helpers.toy_recurrences import HASH
 from hypothesis import given, settings
 
 from hybrid_runtime.state import BlockDemand, HybridStateManager, StateLayout, StepRows
@@ -20,7 +21,7 @@ layouts = pytest.mark.parametrize("kind", ["columns", "replay"])
 
 
 def manager(kind: Any, k: int, block: int, **options: Any) -> HybridStateManager:
-    layout = StateLayout(2, 4, (1, 1, 4), k, block, kind=kind)
+    layout = StateLayout(HASH.recurrence, k, block, kind=kind)
     made = HybridStateManager(layout, SLOTS, k, "cpu", max_rows=SLOTS + 1, **options)
     table = torch.arange(SLOTS * COLUMNS, dtype=torch.int32).view(SLOTS, COLUMNS)
     made.bind({0: layout.allocate(SLOTS * COLUMNS, "cpu")}, table)

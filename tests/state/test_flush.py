@@ -57,12 +57,12 @@ def launches(runs: Engine) -> tuple[int, int]:
 
 
 def state_at(runs: Engine, request: Request, boundary: int) -> list[Tensor]:
-    """Of all layers, the window's inputs and the state that others find at a boundary."""
+    """Of all layers, the conv_state's inputs and the matrix that others find at a boundary."""
     block = runs.prefix_cache.state.pool.find(request.hashes[boundary // BLOCK - 1])
     assert block is not None
-    taps = runs.manager.layout.conv_width - 1
+    taps = runs.manager.layout.taps
     parts = runs.runner.caches.states.values()
-    return [part for window, ssm in parts for part in (window[block, :taps], ssm[block])]
+    return [part for conv, matrix in parts for part in (conv[block, :taps], matrix[block])]
 
 
 def finish(runs: Engine, prompts: list[list[int]], max_tokens: int) -> list[Request]:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.hash_model import HashRunner
+from helpers.toy_recurrences import HASH
 
 from hybrid_runtime.state import HybridStateManager, Snapshot, StateLayout, StepRows, Strategy
 
@@ -18,7 +19,7 @@ layouts = pytest.mark.parametrize("kind", ["columns", "replay"])
 
 def manager(kind: Any, slots: int = SLOTS, **options: Any) -> HybridStateManager:
     """A manager in which `slots` have been admitted."""
-    layout = StateLayout(2, 4, (1, 1, 4), K, BLOCK, kind=kind)
+    layout = StateLayout(HASH.recurrence, K, BLOCK, kind=kind)
     made = HybridStateManager(layout, SLOTS, K, "cpu", **options)
     table = torch.arange(SLOTS * COLUMNS, dtype=torch.int32).view(SLOTS, COLUMNS)
     made.bind({0: layout.allocate(SLOTS * COLUMNS, "cpu")}, table)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from helpers.hash_model import HashRunner
 from helpers.hash_request import Open, Row
+from helpers.toy_recurrences import HASH
 
 from hybrid_runtime.device.sync import Waits, wait
 from hybrid_runtime.state import (
@@ -23,7 +24,7 @@ from hybrid_runtime.state import (
 
 K, SLOTS, BLOCK = 3, 4, 8
 STRATEGIES = get_args(Strategy)
-LAYOUT = StateLayout(2, 4, (1, 1, 4), K, BLOCK)
+LAYOUT = StateLayout(HASH.recurrence, K, BLOCK)
 
 
 def manager(**options: Any) -> HybridStateManager:

@@ -9,6 +9,7 @@ import pytest
 from helpers.hash_model import HashRunner
 from helpers.hash_request import TOKENS
 from helpers.replay_model import RUNNERS
+from helpers.toy_recurrences import HASH
 
 from hybrid_runtime.state import HybridStateManager, StateLayout
 
@@ -97,6 +98,6 @@ def test_the_last_snapshot_of_a_queued_step_is_its_cut() -> None:
 
 
 def test_in_place_kernels_cannot_cut() -> None:
-    layout = StateLayout(2, 4, (1, 1, 4), K, BLOCK)
+    layout = StateLayout(HASH.recurrence, K, BLOCK)
     with pytest.raises(ValueError, match="prompt_cuts is True with in_place=True"):
         HybridStateManager(layout, 2, K, "cpu", in_place=True, prompt_cuts=True)

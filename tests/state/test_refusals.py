@@ -27,31 +27,31 @@ def test_bad_managers_are_refused(options: dict[str, Any], message: str) -> None
         HybridStateManager(LAYOUT, **arguments)
 
 
-def window_and_state() -> tuple[torch.Tensor, torch.Tensor]:
+def blocks() -> tuple[torch.Tensor, torch.Tensor]:
     return LAYOUT.allocate(4, "cpu")
 
 
 BAD_BINDINGS: list[tuple[Callable[[], tuple[Any, Any, Any]], str]] = [
     (lambda: ({}, tables(), None), "states is empty"),
-    (lambda: ({0: window_and_state()[:1]}, tables(), None), r"states\[0\] is .* pair"),
-    (lambda: ({3: window_and_state()[::-1]}, tables(), None), r"states\[3\].window is"),
+    (lambda: ({0: blocks()[:1]}, tables(), None), r"states\[0\] is .* pair"),
+    (lambda: ({3: blocks()[::-1]}, tables(), None), r"states\[3\].conv_state is"),
     (
-        lambda: ({0: (window_and_state()[0].half(), window_and_state()[1])}, tables(), None),
-        "window",
+        lambda: ({0: (blocks()[0].half(), blocks()[1])}, tables(), None),
+        "conv_state",
     ),
-    (lambda: ({0: window_and_state()}, tables().long(), None), r"block_tables\[0\] is torch.int64"),
-    (lambda: ({0: window_and_state()}, tables()[:2], None), r"block_tables\[0\] is .*\(2, 12\)"),
-    (lambda: ({0: window_and_state()}, tables().t().contiguous().t(), None), "has strides"),
-    (lambda: ({0: window_and_state()}, tables(), {0: 1}), r"groups\[0\] is 1; it must be in 0..0"),
-    (lambda: ({0: window_and_state()}, tables(), {1: 0}), r"groups\[0\] is -1"),
-    (lambda: ({0: window_and_state()}, tables()[:, :0], None), r"block_tables\[0\] is .*\(4, 0\)"),
-    (lambda: ({0: window_and_state()}, [], None), "block_tables is empty"),
-    (lambda: ({0: window_and_state()}, [None], None), r"block_tables\[0\] is a NoneType"),
+    (lambda: ({0: blocks()}, tables().long(), None), r"block_tables\[0\] is torch.int64"),
+    (lambda: ({0: blocks()}, tables()[:2], None), r"block_tables\[0\] is .*\(2, 12\)"),
+    (lambda: ({0: blocks()}, tables().t().contiguous().t(), None), "has strides"),
+    (lambda: ({0: blocks()}, tables(), {0: 1}), r"groups\[0\] is 1; it must be in 0..0"),
+    (lambda: ({0: blocks()}, tables(), {1: 0}), r"groups\[0\] is -1"),
+    (lambda: ({0: blocks()}, tables()[:, :0], None), r"block_tables\[0\] is .*\(4, 0\)"),
+    (lambda: ({0: blocks()}, [], None), "block_tables is empty"),
+    (lambda: ({0: blocks()}, [None], None), r"block_tables\[0\] is a NoneType"),
     (
-        lambda: ({0: (window_and_state()[0][:0], window_and_state()[1])}, tables(), None),
-        r"states\[0\].window is .*\(0, 6, 2\)",
+        lambda: ({0: (blocks()[0][:0], blocks()[1])}, tables(), None),
+        r"states\[0\].conv_state is .*\(0, 6, 1\)",
     ),
-    (lambda: ({0: (None, None)}, tables(), None), r"states\[0\].window is a NoneType"),
+    (lambda: ({0: (None, None)}, tables(), None), r"states\[0\].conv_state is a NoneType"),
 ]
 
 

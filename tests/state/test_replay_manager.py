@@ -7,15 +7,17 @@ from typing import Any
 import pytest
 import torch
 from helpers.replay_model import ReplayRunner
+from helpers.toy_recurrences import HASH
 
-from hybrid_runtime.kernels.mamba2.window_cache import WindowCache
+from hybrid_runtime.kernels.conv.spec import ConvLayout
+from hybrid_runtime.kernels.mamba2.records import Records
+from hybrid_runtime.kernels.mamba2.recurrence import mamba2
 from hybrid_runtime.state import HybridStateManager, StateLayout, StepRows
-from hybrid_runtime.state.layout import Component
 from hybrid_runtime.state.layouts.flush import FlushInputs
 
 K, SLOTS, COLUMNS, BLOCK = 3, 4, 6, 8
 LIVE = COLUMNS - 1
-LAYOUT = StateLayout(2, 4, (1, 1, 4), K, BLOCK, kind="replay")
+LAYOUT = StateLayout(HASH.recurrence, K, BLOCK, kind="replay")
 
 
 def manager(columns: int = COLUMNS, **options: Any) -> HybridStateManager:
@@ -47,7 +49,7 @@ def needed(made: HybridStateManager, n: int, s: int, d: int) -> tuple[int, int]:
 def test_unknown_kinds_and_in_place_runners_are_refused() -> None:
     kind: Any = "rows"
     with pytest.raises(ValueError, match="kind is 'rows'; it must be 'columns' or 'replay'"):
-        StateLayout(2, 4, (1, 1, 4), K, BLOCK, kind=kind)
+        StateLayout(HASH.recurrence, K, BLOCK, kind=kind)
     with pytest.raises(ValueError, match="in_place is True; it must be False in the replay"):
         HybridStateManager(LAYOUT, SLOTS, K, "cpu", in_place=True)
 
@@ -97,7 +99,7 @@ def test_a_table_of_one_column_serves_who_keeps_nothing() -> None:
 @pytest.mark.parametrize("kind", ["columns", "replay"])
 def test_more_drafts_than_the_kernels_take_are_refused(kind: Any) -> None:
     with pytest.raises(ValueError, match=r"num_speculative_tokens is 16; it must be in 0\.\.15"):
-        StateLayout(2, 4, (1, 1, 4), 16, 32, kind=kind)
+        StateLayout(HASH.recurrence, 16, 32, kind=kind)
 
 
 # where rows read and write
@@ -219,25 +221,25 @@ def test_flush_inputs_must_fit_the_layout() -> None:
     made = HybridStateManager(LAYOUT, SLOTS, K, "cpu")
     table = torch.zeros(SLOTS, COLUMNS, dtype=torch.int32)
     inputs: Any
-    window_cache = WindowCache.allocate(1, SLOTS, K, 15, (1, 1, 4), 1, torch.float32, "cpu")
+    records, params = LAYOUT.allocate_records(1, SLOTS, "cpu"), HASH.params(1)
     for inputs, message in (
         (
-            FlushInputs(window_cache.layer(0), torch.zeros(1, 1)),
-            r"flush_inputs.window_cache.x is torch.float32 \[4, 1, 19, 1\]; "
-            r"it must be torch.float32 \[1, 4, 1, 19, 1\]",
+            FlushInputs((records[0][0],), params),
+            r"flush_inputs.records.token is torch.int32 \[4, 19\]; "
+            r"it must be torch.int32 \[1, 4, 19\]",
         ),
         (
-            FlushInputs(window_cache, torch.zeros(2, 1)),
-            r"flush_inputs.A_log is torch.float32 \[2, 1\]; it must be torch.float32 \[1, 1\]",
+            FlushInputs(records, HASH.params(2)),
+            r"flush_inputs.params.multiplier is torch.float32 \[2, 1\]; "
+            r"it must be torch.float32 \[1, 1\]",
         ),
-        (FlushInputs(window_cache, torch.ones(1, 1).int()), "flush_inputs.A_log is torch.int32"),
-        (window_cache, "flush_inputs is a WindowCache"),
-        (FlushInputs(tuple(window_cache), torch.zeros(1, 1)), "flush_inputs is a FlushInputs"),
-        (FlushInputs(window_cache, None), "flush_inputs.A_log is a NoneType"),
-        (
-            FlushInputs(window_cache, torch.zeros(1, 1), table[0, :2]),
-            r"flush_inputs.seed is torch.int32 \[2\]",
-        ),
+        (FlushInputs(records, (params[0].int(),)), "flush_inputs.params.multiplier is torch.int32"),
+        (records, "flush_inputs is a tuple; it must be FlushInputs"),
+        (FlushInputs(records[0], params), r"flush_inputs.records is a Tensor; .* \(token\)"),
+        (FlushInputs((), params), r"flush_inputs.records is 0 tensors; .* \(token\)"),
+        (FlushInputs(records, (None,)), "flush_inputs.params.multiplier is a NoneType"),
+        (FlushInputs(records, ()), r"flush_inputs.params is 0 tensors; .* \(multiplier\)"),
+        (FlushInputs(records, params, table[0, :2]), r"flush_inputs.seed is torch.int32 \[2\]"),
     ):
         with pytest.raises(ValueError, match=message):
             made.bind({0: LAYOUT.allocate(9, "cpu")}, table, flush_inputs=inputs)
@@ -247,29 +249,31 @@ def test_flush_inputs_must_fit_the_layout() -> None:
 
 
 @pytest.mark.parametrize("part", ["x", "B", "dt"])
-def test_each_part_of_a_window_cache_must_fit_the_layout(part: str) -> None:
+def test_each_record_must_fit_the_layout(part: str) -> None:
     """Of fewer slots, another ring or other numbers, it would be read wrongly when a request ends:
     it is refused when it is bound, and the manager can still be bound to the right one."""
-    made = HybridStateManager(LAYOUT, SLOTS, K, "cpu")
+    recurrence = mamba2(1, 1, 4, 1, 4, torch.bfloat16)
+    layout = StateLayout(recurrence, K, BLOCK, kind="replay")
+    made = HybridStateManager(layout, SLOTS, K, "cpu")
     table = torch.zeros(SLOTS, COLUMNS, dtype=torch.int32)
-    cache = WindowCache.allocate(1, SLOTS, K, 15, (1, 1, 4), 1, torch.bfloat16, "cpu")
-    good = getattr(cache, part)
+    records = Records(*layout.allocate_records(1, SLOTS, "cpu"))
+    good = getattr(records, part)
     ring = 3
     for bad in (
         good[:, :-1],
-        good.narrow(ring, 0, LAYOUT.ring - 1),
+        good.narrow(ring, 0, layout.ring_length - 1),
         good.int(),
         good.double(),
         good.to("meta"),
-        torch.cat([good, good], ring).narrow(ring, 0, LAYOUT.ring),
+        torch.cat([good, good], ring).narrow(ring, 0, layout.ring_length),
     ):
-        inputs = FlushInputs(cache._replace(**{part: bad}), torch.zeros(1, 1))
-        with pytest.raises(ValueError, match=rf"^flush_inputs\.window_cache\.(B|dt|{part}) "):
-            made.bind({0: LAYOUT.allocate(9, "cpu")}, table, flush_inputs=inputs)
+        inputs = FlushInputs(records._replace(**{part: bad}), (torch.zeros(1, 1),))
+        with pytest.raises(ValueError, match=rf"^flush_inputs\.records\.{part} "):
+            made.bind({0: layout.allocate(9, "cpu")}, table, flush_inputs=inputs)
     with pytest.raises(ValueError, match=r"not bound"):
         made.begin_step(StepRows.exact([], [], [], []))
-    inputs = FlushInputs(cache, torch.zeros(1, 1))
-    made.bind({0: LAYOUT.allocate(9, "cpu")}, table, flush_inputs=inputs)
+    inputs = FlushInputs(records, (torch.zeros(1, 1),))
+    made.bind({0: layout.allocate(9, "cpu")}, table, flush_inputs=inputs)
 
 
 @pytest.mark.parametrize("late", range(4))
@@ -309,13 +313,13 @@ def test_blocks_per_request_are_bounded() -> None:
     assert runs.direct
 
 
-@pytest.mark.parametrize("window", ["none", "shortest", "longest"])
+@pytest.mark.parametrize("ring", ["none", "shortest", "longest"])
 @pytest.mark.parametrize("k", [0, 1, 2, 8, 15])
 @pytest.mark.parametrize("conv_layout", ["SD", "DS"])
-def test_any_number_of_drafts(k: int, conv_layout: str, window: str) -> None:
+def test_any_number_of_drafts(k: int, conv_layout: ConvLayout, ring: str) -> None:
     runs = ReplayRunner(
         num_draft=k, block_size=k + 1 + k % 2, conv_layout=conv_layout, columns=90,
-        window={"none": 0, "shortest": min(k + 1, 15), "longest": 15}[window],
+        ring_tokens={"none": 0, "shortest": min(k + 1, 15), "longest": 15}[ring],
     )  # fmt: skip
     runs.admit(0, [1, 2, 3])
     runs.step([(0, 3, [], 1)])
@@ -345,12 +349,10 @@ def test_a_prefix_deep_in_the_table_is_resumed_in_every_group() -> None:
 def test_a_request_needs_less_than_half_the_bytes() -> None:
     """Nemotron-3 Super's layers, 3 drafts, one snapshot: 1 + 1 states and the records."""
     sizes = {
-        kind: StateLayout(10240, 4, (128, 64, 128), 3, 4336, torch.bfloat16, kind=kind)
+        kind: StateLayout(mamba2(128, 64, 128, 8, 4, torch.bfloat16), 3, 4336, kind=kind)
         for kind in ("columns", "replay")
     }
     ratio = {k: layout.bytes_per_request(40, snapshots=1) for k, layout in sizes.items()}
     assert 0.4 < ratio["replay"] / ratio["columns"] < 0.45
-    assert sizes["columns"].window_cache_bytes == 0
-    assert sizes["replay"].window_cache_bytes == 19 * ((128 * 64 + 8 * 128) * 2 + 128 * 4)
-    assert [c.rollback for c in sizes["replay"].components] == ["window", "window_cache"]
-    assert Component("ssm", (1,), torch.float32, "window_cache").nbytes == 4
+    assert sizes["columns"].record_bytes == 0
+    assert sizes["replay"].record_bytes == 19 * ((128 * 64 + 8 * 128) * 2 + 128 * 4)

@@ -33,7 +33,7 @@ class Histories(RuleBasedStateMachine):
 
     @initialize(
         num_draft=st.integers(0, 4),
-        window=st.sampled_from([0, 5, 15, 31]),
+        ring_tokens=st.sampled_from([0, 5, 15, 31]),
         in_place=st.booleans(),
         depth=st.integers(0, 2),
         conv_layout=st.sampled_from(["SD", "DS"]),
@@ -196,7 +196,7 @@ class Histories(RuleBasedStateMachine):
 
 
 class ReplayHistories(Histories):
-    """With a state written in every step, or as late as the shortest or longest window allows."""
+    """With a state written in every step, or as late as the shortest or longest ring allows."""
 
     kind = "replay"
 

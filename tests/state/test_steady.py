@@ -11,6 +11,7 @@ import torch
 from helpers.hash_model import HashRunner
 from helpers.hash_request import TOKENS
 from helpers.replay_model import RUNNERS
+from helpers.toy_recurrences import HASH
 
 from hybrid_runtime.state import HybridStateManager, StateLayout, StepRows
 from hybrid_runtime.state.align import LONGEST, RetentionRule
@@ -127,7 +128,7 @@ def test_retention_changes_are_seen_by_repeated_rows(kind: str) -> None:
 
 
 def test_a_slot_that_changes_hands_inside_a_repeated_step_starts_afresh() -> None:
-    layout = StateLayout(2, 4, (1, 1, 4), K, 64)
+    layout = StateLayout(HASH.recurrence, K, 64)
     manager = HybridStateManager(layout, 3, K, "cpu")
     manager.bind({0: layout.allocate(40, "cpu")}, torch.arange(36, dtype=torch.int32).view(3, 12))
     for slot in range(3):
@@ -190,7 +191,7 @@ def test_far_from_boundaries_one_comparison_says_that_nothing_is_due(
 
 @pytest.mark.parametrize("block", [48, 33], ids=["within a block", "a token behind its start"])
 def test_repeated_rows_end_where_positions_do(block: int) -> None:
-    layout = StateLayout(2, 4, (1, 1, 4), K, block, kind="replay")
+    layout = StateLayout(HASH.recurrence, K, block, kind="replay")
     manager = HybridStateManager(layout, 1, K, "cpu")
     manager.bind({0: layout.allocate(12, "cpu")}, torch.arange(12, dtype=torch.int32).view(1, 12))
     at = LONGEST - 41

@@ -8,6 +8,7 @@ import sys
 import pytest
 import torch
 from helpers.hash_model import HashRunner
+from helpers.toy_recurrences import HashRule
 
 from hybrid_runtime.device.sync import Waits, wait
 from hybrid_runtime.state import allowed, sync_guard
@@ -79,7 +80,7 @@ def test_explicit_waits_are_counted_when_they_wait() -> None:
 def test_three_hundred_steps_of_the_manager_never_synchronise(in_place: bool) -> None:
     from hybrid_runtime.state import HybridStateManager, StateLayout, StepRows
 
-    layout = StateLayout(64, 4, (4, 8, 16), 3, 32)
+    layout = StateLayout(HashRule(64, (4, 8, 16)).recurrence, 3, 32)
     manager = HybridStateManager(layout, 8, 3, "cuda", in_place=in_place)
     table = torch.arange(8 * 48, dtype=torch.int32, device="cuda").view(8, 48)
     manager.bind({0: layout.allocate(8 * 48, "cuda")}, table)

@@ -9,6 +9,7 @@ import random
 import pytest
 from helpers.hash_request import Row
 from helpers.replay_model import ReplayRunner
+from helpers.toy_recurrences import HASH
 
 from hybrid_runtime.state import StateLayout
 from hybrid_runtime.state.layouts.pending import pending_bounds
@@ -16,21 +17,23 @@ from hybrid_runtime.state.layouts.pending import pending_bounds
 K, BLOCK = 3, 8
 
 
-@pytest.mark.parametrize(("k", "window"), [(3, 3), (3, 16), (3, 30), (3, 32), (3, -1), (15, 8)])
-def test_a_window_that_does_not_hold_a_step_is_refused(k: int, window: int) -> None:
+@pytest.mark.parametrize(
+    ("k", "ring_tokens"), [(3, 3), (3, 16), (3, 30), (3, 32), (3, -1), (15, 8)]
+)
+def test_a_ring_that_does_not_hold_a_step_is_refused(k: int, ring_tokens: int) -> None:
     least = min(k + 1, 15)
     must = rf"it must be 0, {least}\.\.15 or 31"
-    message = rf"window is {window} with num_speculative_tokens={k}; {must}"
+    message = rf"ring_tokens is {ring_tokens} with num_speculative_tokens={k}; {must}"
     with pytest.raises(ValueError, match=message):
-        StateLayout(2, 4, (1, 1, 4), k, 16, kind="replay", window=window)
+        StateLayout(HASH.recurrence, k, 16, kind="replay", ring_tokens=ring_tokens)
     for unused in ("columns", "replay"):
-        StateLayout(2, 4, (1, 1, 4), 0, 16, kind=unused, window=window)  # type: ignore[arg-type]
+        StateLayout(HASH.recurrence, 0, 16, kind=unused, ring_tokens=ring_tokens)  # type: ignore[arg-type]
 
 
 def test_a_state_is_written_when_the_next_tokens_would_not_fit() -> None:
-    """With every guess accepted, after 15 // 4 = 3 steps; with every window that there is."""
-    for window in (0, *range(K + 1, 16), 31):
-        runs = ReplayRunner(num_draft=K, window=window, block_size=BLOCK, columns=40)
+    """With every guess accepted, after 15 // 4 = 3 steps; with every ring that there is."""
+    for ring_tokens in (0, *range(K + 1, 16), 31):
+        runs = ReplayRunner(num_draft=K, ring_tokens=ring_tokens, block_size=BLOCK, columns=40)
         runs.admit(0, list(range(100)))
         runs.retain(0, 0)
         runs.step([(0, 100, [], 1)])
@@ -40,7 +43,7 @@ def test_a_state_is_written_when_the_next_tokens_would_not_fit() -> None:
             runs.step([(0, 1, [1, 2, 3], 4)])
             wrote += [n] if runs.written > before else []
         # The prompt's state is whole, a later one lacks three guesses from the start.
-        first, later = window // 4, max(window - 3, 0) // 4 + 1
+        first, later = ring_tokens // 4, max(ring_tokens - 3, 0) // 4 + 1
         assert wrote == [*range(100 + 4 * first, 200, 4 * later)]
 
 
@@ -57,14 +60,14 @@ def test_the_host_knows_exactly_what_is_written_once_results_are_read() -> None:
 
 
 @pytest.mark.parametrize("depth", [0, 2])
-def test_the_window_changes_no_snapshot(depth: int) -> None:
+def test_the_ring_changes_no_snapshot(depth: int) -> None:
     """Whatever is accepted, retained and released: the same snapshots at the same time, of the same
     bytes, wherever the states in memory stand."""
     rng = random.Random(depth)
-    windows = (0, K + 1, 15, 31)
+    rings = (0, K + 1, 15, 31)
     all_runs = [
-        ReplayRunner(num_draft=K, window=w, block_size=BLOCK, depth=depth, columns=40)
-        for w in windows
+        ReplayRunner(num_draft=K, ring_tokens=w, block_size=BLOCK, depth=depth, columns=40)
+        for w in rings
     ]
     for number in range(12):
         prompt = [rng.randrange(99) for _ in range(rng.randint(1, BLOCK))]
@@ -93,23 +96,27 @@ def test_the_window_changes_no_snapshot(depth: int) -> None:
 # bounds
 
 
-def runner(window: int, depth: int) -> ReplayRunner:
-    return ReplayRunner(num_draft=3, window=window, block_size=BLOCK, max_requests=1, depth=depth)
+def runner(ring_tokens: int, depth: int) -> ReplayRunner:
+    return ReplayRunner(
+        num_draft=3, ring_tokens=ring_tokens, block_size=BLOCK, max_requests=1, depth=depth
+    )
 
 
 def bounds(runs: ReplayRunner) -> tuple[int, int]:
     manager = runs.manager
     queued = manager._in_flight.queued
-    low, high = pending_bounds(manager._slot_table, queued, runs.live, BLOCK, runs.layout.window)
+    low, high = pending_bounds(
+        manager._slot_table, queued, runs.live, BLOCK, runs.layout.ring_tokens
+    )
     return int(low[0]), int(high[0])
 
 
 def lacks(
-    window: int, history: list[tuple[int, int]], drafts: list[int], accepted: tuple[int, ...]
+    ring_tokens: int, history: list[tuple[int, int]], drafts: list[int], accepted: tuple[int, ...]
 ) -> tuple[int, tuple[int, int]]:
     """Tokens that the state lacks after a history whose results are read and queued steps whose
     aren't; and the bounds."""
-    runs = runner(window, depth=len(drafts))
+    runs = runner(ring_tokens, depth=len(drafts))
     runs.admit(0, [1, 2, 3, 4])
     runs.step([(0, 4, [], 1)])
     for count, taken in history:
@@ -122,9 +129,9 @@ def lacks(
     return runs.requests[0].computed - runs.requests[0].written, bounds(runs)
 
 
-@pytest.mark.parametrize("window", [0, 4, 7, 15, 31])
+@pytest.mark.parametrize("ring_tokens", [0, 4, 7, 15, 31])
 @pytest.mark.parametrize("seed", range(2))
-def test_bounds_hold_whatever_is_accepted(window: int, seed: int) -> None:
+def test_bounds_hold_whatever_is_accepted(ring_tokens: int, seed: int) -> None:
     rng = random.Random(seed)
     cases = [([(3, 4)], [3]), ([(2, 1), (1, 2)], [2])]  # 8 is among the last guesses, and next
     for steps in (1, 1, 2):
@@ -136,7 +143,7 @@ def test_bounds_hold_whatever_is_accepted(window: int, seed: int) -> None:
     for history, drafts in cases:
         found, known = set(), set()
         for accepted in itertools.product(*(range(1, count + 2) for count in drafts)):
-            pending, between = lacks(window, history, drafts, accepted)
+            pending, between = lacks(ring_tokens, history, drafts, accepted)
             found.add(pending)
             known.add(between)
         ((low, high),) = known  # the host has not seen what was accepted

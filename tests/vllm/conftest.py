@@ -58,6 +58,7 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
             super().__init__()
             self.num_heads = self.head_dim = self.ssm_state_size = 4
             self.n_groups = self.tp_size = 1
+            self.conv1d = torch.nn.Conv1d(4, 4, 4, groups=4)
             self.A, self.prefix = torch.nn.Parameter(torch.full((4,), -3.0)), prefix
 
         def conv_ssm_forward(self, projected_states: Any, output: Any) -> None: ...

@@ -68,7 +68,11 @@ def test_decide_kernel(phase: int, count: int) -> None:
         decide_reference(entries, count, *rest, B, phase)
         move_reference(states, entries[:count, SLOT], *rest[1][:, :count])
         (ours, *one), (theirs, *other) = sides
-        pairs = [(ours.windows, theirs.windows), (ours.ssm, theirs.ssm), (one[0], other[0])]
+        pairs = [
+            (ours.conv_states, theirs.conv_states),
+            (ours.matrices, theirs.matrices),
+            (one[0], other[0]),
+        ]
         for mine, known in [*pairs, (one[1:], other[1:])]:
             assert all(torch.equal(a, b) for a, b in zip(mine, known, strict=True))
     assert count == 1 or sides[1][3][phase] > 0

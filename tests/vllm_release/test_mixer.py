@@ -9,7 +9,7 @@ from helpers.interpreter import CUDA, elsewhere, kernels, run_in_interpreter
 from helpers.vllm_layers import Layers
 
 from hybrid_runtime.integrations.vllm import versions
-from hybrid_runtime.kernels.mamba2.replay_naive import fold_reference
+from hybrid_runtime.kernels.mamba2.naive import fold_reference
 from hybrid_runtime.kernels.step.vllm_rows import RUNNING, FlushRows
 
 K, SLOTS = 3, 6
@@ -70,11 +70,11 @@ def test_check_mode_of_decode_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     flush = FlushRows.allocate(2, "cpu")
     flush.slot[:] = torch.tensor([0, 5])
     flush.positions.pending[:] = torch.tensor([2, 1])
-    flush.positions.cursor[:] = pair.certain[[0, 5]] % pair.shared.cache.length
+    flush.positions.cursor[:] = pair.certain[[0, 5]] % pair.shared.ring_length
     flush.positions.write_column[:] = RUNNING
     fold_reference(
         pair.caches[1][1],
-        pair.shared.caches[0],
+        pair.shared.records[0],
         pair.shared.A_log[0],
         pair.shared.tables[0],
         *flush,
@@ -117,9 +117,9 @@ def test_a_dummy_run_touches_no_record(named: bool, monkeypatch: pytest.MonkeyPa
     into the block that they name."""
     pair = Layers(K, SLOTS, "float32", False, monkeypatch)
     window, state = pair.caches[1]
-    before = [part.clone() for part in (*pair.shared.cache, state, window)]
+    before = [part.clone() for part in (*pair.shared.rings, state, window)]
     pair.dummy([0, 2 * named, 0])
-    after = (*pair.shared.cache, state)
+    after = (*pair.shared.rings, state)
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=False))
     changed = (window != before[-1]).flatten(1).any(1).nonzero().flatten().tolist()
     assert changed == [2] * named

@@ -64,10 +64,11 @@ class Checker:
         self.found = Found()
         self._mover, self._logger = mover, logger
         states = mover.states
-        memory = {t.untyped_storage().data_ptr(): t for t in (*states.windows, *states.ssm)}
+        parts = (*states.conv_states, *states.matrices)
+        memory = {t.untyped_storage().data_ptr(): t for t in parts}
         self._live = [_bytes(t) for t in memory.values()]
         self._copy = [torch.empty_like(live) for live in self._live]
-        self._windows = [_twin(t, self._live, self._copy) for t in states.windows]
+        self._windows = [_twin(t, self._live, self._copy) for t in states.conv_states]
         moved = [self._moved(address) for address in context.state_base_addrs.tolist()]
         bases = torch.tensor(moved, dtype=torch.int64, device=context.state_base_addrs.device)
         self._context = dataclasses.replace(context, state_base_addrs=bases)
@@ -171,7 +172,7 @@ class Checker:
         row, moves = self._targets(step, phase)
         states = self._mover.states
         if len(row):
-            layers = zip(self._windows, states.windows, states.tables, strict=True)
+            layers = zip(self._windows, states.conv_states, states.tables, strict=True)
             for copy, live, table in layers:
                 blocks = table[row, moves[fields.TARGET]].long()
                 copy[blocks, states.taps :] = live[blocks, states.taps :]

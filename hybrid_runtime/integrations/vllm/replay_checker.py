@@ -61,7 +61,7 @@ class ReplayChecker:
     """
 
     def __init__(self, layers: ReplayLayers, slots: int, logger: Any) -> None:
-        one, device = layers.layers[0], layers.A_log.device
+        one, device = layers.layers[0], layers.rings[0].device
         shape = (one.num_heads // one.tp_size, one.head_dim, one.ssm_state_size)
         self._layers, self._logger, self._logged = layers, logger, 0
         self._columns, self._watched = 1 + layers.drafts, min(WATCHED, slots)

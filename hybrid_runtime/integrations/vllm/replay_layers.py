@@ -20,8 +20,10 @@ from torch import Tensor
 
 from hybrid_runtime.integrations.vllm import versions
 from hybrid_runtime.integrations.vllm.config import say_once
+from hybrid_runtime.kernels.mamba2.records import Records
+from hybrid_runtime.kernels.mamba2.recurrence import mamba2
 from hybrid_runtime.kernels.mamba2.replay_update import replay_update
-from hybrid_runtime.kernels.mamba2.window_cache import WindowCache
+from hybrid_runtime.kernels.replay.ring import ring_length
 from hybrid_runtime.kernels.replay.rows import ReplayRows
 from hybrid_runtime.kernels.step.vllm_rows import StepRows
 
@@ -136,7 +138,7 @@ class ReplayMixer(Base):
             D=self.D,
             dt_bias=self.dt_bias,
             states=states,
-            window_cache=replay.caches[self.replay_index],
+            records=replay.records[self.replay_index],
             rows=ReplayRows(
                 block_table=replay.tables[self.replay_index],
                 slot=step.slot,
@@ -195,8 +197,9 @@ class ReplayLayers:
     dtype: of the records' vectors.
 
     rows: slots, positions and blocks of a step's rows, rewritten before each step.
-    cache: the rings of records, `[layers, slots, ...]`.
-    caches: the ring of each layer.
+    recurrence, params: as a flush takes them.
+    rings: of all layers, by record `[layers, slots, ...]`.
+    records: the ring of each layer.
     tables: the block table of each layer, int32 `[slots, 2]`.
     A_log: float32 `[layers, H]`, the logarithm of vLLM's -A.
     checker: of check mode, else None.
@@ -214,23 +217,24 @@ class ReplayLayers:
     ) -> None:
         one = layers[0]
         heads, groups = one.num_heads // one.tp_size, one.n_groups // one.tp_size
-        shape = (heads, one.head_dim, one.ssm_state_size)
+        width = one.conv1d.weight.shape[-1]
         self.layers, self.drafts = layers, drafts
-        self.cache = WindowCache.allocate(
-            len(layers), slots, drafts, EVERY_STEP, shape, groups, dtype, device
-        )
+        self.recurrence = mamba2(heads, one.head_dim, one.ssm_state_size, groups, width, dtype)
+        self.ring_length = ring_length(drafts, EVERY_STEP)
+        self.rings = self.recurrence.allocate_records(len(layers), slots, self.ring_length, device)
         self.A_log = torch.zeros((len(layers), heads), dtype=torch.float32, device=device)
+        self.params = (self.A_log,)
         # No more cache groups than layers; how many is known when vLLM has made its cache.
         self.rows = _Rows(StepRows.allocate(slots, len(layers), device))
-        self.caches = [self.cache.layer(index) for index in range(len(layers))]
+        self.records = [Records(*self.rings).layer(index) for index in range(len(layers))]
         self.tables = [self.rows.whole.tables[0]] * len(layers)
         for index, layer in enumerate(layers):
             layer.replay, layer.replay_index = self, index
 
     @property
     def bytes(self) -> int:
-        """Memory of the records."""
-        return sum(part.numel() * part.element_size() for part in self.cache)
+        """Memory of the rings."""
+        return sum(ring.nbytes for ring in self.rings)
 
     def take_weights(self) -> None:
         """Set `A_log` from the layers' A, after weights are loaded. A trained A is negative."""

@@ -19,7 +19,6 @@ from hybrid_runtime.integrations.vllm.bounds import Candidates
 from hybrid_runtime.integrations.vllm.config import SWITCH
 from hybrid_runtime.integrations.vllm.mover import Mover, StagedStep, bind
 from hybrid_runtime.integrations.vllm.state import AlignedStates
-from hybrid_runtime.kernels.mamba2.flush import replay_flush
 from hybrid_runtime.kernels.step.state_table import StateTable
 from hybrid_runtime.kernels.step.vllm_decide import PRECOPY, VllmCounts
 from hybrid_runtime.kernels.step.vllm_rows import BlockTables, FlushRows, decide_flush, place_rows
@@ -68,15 +67,16 @@ class ReplayMover(Mover):
             flush,
             self.totals,
             self._bounds.block_size,
-            layers.cache.length,
+            layers.ring_length,
         )
-        replay_flush(
+        layers.recurrence.flush(
             self._flushed,
-            layers.cache,
-            layers.A_log,
+            layers.rings,
+            layers.params,
             self._listed[:count],
             flush.slot,
             flush.positions,
+            None,
         )
         if layers.checker is not None:
             layers.checker.compare_boundaries(flush, count)
@@ -126,7 +126,7 @@ class ReplayStates(AlignedStates):
                 self.num_accepted_tokens_gpu, self.num_accepted_tokens_gpu, num_computed_tokens
             ),
             self.bounds.block_size if self._align_mode else ONE_BLOCK,
-            self.layers.cache.length,
+            self.layers.ring_length,
         )
         self._placed = input_batch
         if self.layers.checker is not None:
@@ -217,14 +217,14 @@ class ReplayStates(AlignedStates):
         bound = bind(
             kv_cache_config, self._groups, context, tables, is_conv_state_dim_first(), drafts
         )
-        # The flush takes records and A_log in the order of the model's layers.
+        # The flush takes records and parameters in the order of the layers of the model.
         names = [n for g in replay_layers.layer_groups(kv_cache_config, self._groups) for n in g]
         order = [names.index(layer.prefix) for layer in layers.layers]
-        windows = [bound.windows[index] for index in order]
-        ssm = [bound.ssm[index] for index in order]
-        flushed = StateTable.build(windows, ssm, layers.tables, bound.taps)
+        conv_states = [bound.conv_states[index] for index in order]
+        matrices = [bound.matrices[index] for index in order]
+        flushed = StateTable.build(conv_states, matrices, layers.tables, bound.taps)
         whole = StateTable.build(
-            windows, ssm, [bound.tables[index] for index in order], bound.taps + drafts
+            conv_states, matrices, [bound.tables[index] for index in order], bound.taps + drafts
         )
         self.bounds.retain(versions.retained(kv_cache_config))
         by_slot, depth = self._slot_tables is not None, self._depth + 1

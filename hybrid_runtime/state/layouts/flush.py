@@ -1,8 +1,8 @@
 """Last snapshots of requests that leave their slots, in the replay layout.
 
-The last tokens of a request may not be in its state yet: their inputs wait in the window cache. A
-boundary among the guesses that the last step accepted is stored by the next one; if none comes, the
-state there is made here.
+The last tokens of a request may not be in its state yet: their records are in the ring. A boundary
+among the drafts that the last step accepted is stored by the next one; if none comes, the state
+there is made here.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ from torch import Tensor
 
 from hybrid_runtime.device.sync import Waits
 from hybrid_runtime.device.transfer import Staging
-from hybrid_runtime.kernels.mamba2.flush import replay_flush
-from hybrid_runtime.kernels.mamba2.window_cache import WindowCache
+from hybrid_runtime.kernels.recurrence import Recurrence
 from hybrid_runtime.kernels.replay.rounding import Rounding
 from hybrid_runtime.kernels.step.advance_replay import ReplayPlace, ReplayPositions
 from hybrid_runtime.kernels.step.state_table import StateTable
@@ -29,13 +28,13 @@ from hybrid_runtime.state.step import Snapshot, Step
 class FlushInputs(NamedTuple):
     """What `flush` reads besides the states, layers in the order of the states that are bound.
 
-    window_cache: of all layers.
-    A_log: `[layers, H]`.
+    records: of all layers and slots, as `StateLayout.allocate_records` makes them.
+    params: `[layers, *]` each, what the recurrence says that it needs of each layer's weights.
     seed: int32 `[slots]`, of each slot's stochastic rounding; None: states are rounded to nearest.
     """
 
-    window_cache: WindowCache
-    A_log: Tensor
+    records: tuple[Tensor, ...]
+    params: tuple[Tensor, ...]
     seed: Tensor | None = None
 
 
@@ -48,6 +47,7 @@ class Flusher:
 
     def __init__(
         self,
+        recurrence: Recurrence,
         table: StateTable,
         source: FlushInputs | None,
         place: ReplayPlace,
@@ -57,13 +57,13 @@ class Flusher:
         device: torch.device,
     ) -> None:
         slots = slot_table.max_requests
-        self._table, self._source = table, source
+        self._recurrence, self._table, self._source = recurrence, table, source
         self._live, self._block_size, self._ring = place.live_column, place.block_size, place.ring
         self._cuts = place.cuts
         self._slot_table = slot_table
         self._slot = torch.arange(slots, dtype=torch.int32, device=device)
         self._read = torch.full_like(self._slot, self._live)
-        # By row: slots. By slot: tokens to fold and their index in the ring, the accepted guesses
+        # By row: slots. By slot: tokens to fold and their index in the ring, the accepted drafts
         # among them, and tokens in the state after them.
         self._staging = Staging(5, slots, depth, device, waits)
 
@@ -135,10 +135,10 @@ class Flusher:
             snapshot_after=offset,
             certain=certain,
         )
-        replay_flush(
+        self._recurrence.flush(
             self._table,
-            source.window_cache,
-            source.A_log,
+            source.records,
+            source.params,
             listed[:count],
             self._slot,
             positions,

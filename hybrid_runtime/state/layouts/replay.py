@@ -65,7 +65,9 @@ class ReplayPolicy:
             return torch.full((size,), value, dtype=torch.int32, device=device)
 
         self.layout, self.columns, self.cuts = layout, 0, cuts
-        self._place = ReplayPlace(layout.block_size, -1, layout.window, layout.ring, cuts)
+        self._place = ReplayPlace(
+            layout.block_size, -1, layout.ring_tokens, layout.ring_length, cuts
+        )
         self.slots = ReplaySlots(*(ints(v, slot_table.max_requests) for v in (-1, -1, 0, 0)))
         self.outputs = out = ReplayPositions(*(ints(value) for value in IDLE))
         self.nowhere = ReplayPositions(*(ints(value) for value in IDLE))
@@ -82,8 +84,8 @@ class ReplayPolicy:
         self.columns = columns
         self._place = self._place._replace(live_column=self._live)
         self._flusher = Flusher(
-            states, flush_inputs, self._place, self._slot_table, self._depth, self._waits,
-            self.slots.computed.device,
+            self.layout.recurrence, states, flush_inputs, self._place, self._slot_table,
+            self._depth, self._waits, self.slots.computed.device,
         )  # fmt: skip
 
     def check_hit(self, computed: int, column: int) -> None:
@@ -199,7 +201,7 @@ class ReplayPolicy:
         self, rows: StepRows, queued: Sequence[Step], outputs: ReplayPositions
     ) -> tuple[align.Ints, align.Ints, align.Ints]:
         low, high = pending_bounds(
-            self._slot_table, queued, self._live, self.layout.block_size, self.layout.window
+            self._slot_table, queued, self._live, self.layout.block_size, self.layout.ring_tokens
         )
         exact = outputs.pending[: len(rows)].cpu().numpy()
         return exact, low[rows.slot], high[rows.slot]
@@ -226,7 +228,7 @@ class ReplayPolicy:
         stored = align.replay_snapshot(table.certain[slot], computed, certain, draft, block, kept)
         writes = align.replay_writes(
             computed - table.written[slot], step.rows.scheduled, draft, stored.extra,
-            table.held[slot] == self._live, self.layout.window,
+            table.held[slot] == self._live, self.layout.ring_tokens,
         )  # fmt: skip
         column = np.where((draft == 0) & kept.keeps(certain), certain // block - 1, self._live)
         outcome = Outcome(stored.boundary, stored.boundary > 0, stored.extra)
