@@ -263,7 +263,7 @@ def left_behind(engine: Engine) -> dict[str, int]:
     for name, table in (("KV blocks", scheduler.kv), ("state blocks", scheduler.state)):
         found[name] = table.pool.size - table.pool.free
     found["slots"] = engine.manager.max_requests - len(scheduler._slots)
-    found["live rows"] = int(engine.manager._slot_table.live.sum())
+    found["live rows"] = int(engine.manager._ledger.live.sum())
     engine.reset_prefix_cache()
     host = engine.prefix_cache.host
     if host is not None:

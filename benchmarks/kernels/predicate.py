@@ -16,7 +16,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "common"))
 import numpy as np
 from record import arguments, host_us, plain, save, show
 
-from hybrid_runtime.state import align
+from hybrid_runtime.state import boundaries
+from hybrid_runtime.state.align import arithmetic
 
 BLOCK, DRAFTS = 4336, 3
 
@@ -39,20 +40,20 @@ def main() -> None:
         computed = rng.integers(100, BLOCK - 100, n).astype(np.int32)
         scheduled = np.full(n, DRAFTS + 1, np.int32)
         draft = np.full(n, DRAFTS, np.int32)
-        retention = align.RetentionRule(BLOCK)
+        retention = boundaries.RetentionRule(BLOCK)
         held = (computed - 1) // BLOCK
 
         def post(
             computed=computed, scheduled=scheduled, draft=draft, retention=retention
         ) -> np.ndarray:
             certain = computed + scheduled - draft
-            return align.postcopy_candidates(certain, certain, draft, retention).nonzero()[0]
+            return arithmetic.postcopy_candidates(certain, certain, draft, retention).nonzero()[0]
 
         def both(
             computed=computed, scheduled=scheduled, held=held, post=post
         ) -> tuple[np.ndarray, np.ndarray]:
-            column = align.running_column(computed + scheduled, BLOCK)
-            moving = align.precopy_candidates(column, column, held, held, None)
+            column = arithmetic.running_column(computed + scheduled, BLOCK)
+            moving = arithmetic.precopy_candidates(column, column, held, held, None)
             return post(), moving.nonzero()[0]
 
         lists = computed.tolist(), scheduled.tolist(), draft.tolist()

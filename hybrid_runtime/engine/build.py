@@ -28,8 +28,8 @@ from hybrid_runtime.specdecode.runner import SpecDecodeRunner
 from hybrid_runtime.specdecode.sequences import Sequences
 from hybrid_runtime.specdecode.shape import most_rows
 from hybrid_runtime.state.layout import StateLayout
-from hybrid_runtime.state.layouts.flush import FlushInputs
 from hybrid_runtime.state.manager import HybridStateManager
+from hybrid_runtime.state.replay.flush import FlushInputs
 
 
 def state_manager(

@@ -1,12 +1,12 @@
 """The state manager: everything about align mode, nothing about models."""
 
 from hybrid_runtime.device.sync import allowed, sync_guard
-from hybrid_runtime.state.align import can_skip_mamba_postprocess
+from hybrid_runtime.state.align.arithmetic import can_skip_mamba_postprocess
 from hybrid_runtime.state.checks import Strategy
 from hybrid_runtime.state.demand import BlockDemand
 from hybrid_runtime.state.layout import StateLayout
-from hybrid_runtime.state.layouts.flush import FlushInputs
 from hybrid_runtime.state.manager import HybridStateManager
+from hybrid_runtime.state.replay.flush import FlushInputs
 from hybrid_runtime.state.rows import StepRows
 from hybrid_runtime.state.stats import Stats
 from hybrid_runtime.state.step import Snapshot, Step, StepPositions

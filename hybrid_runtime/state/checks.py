@@ -12,11 +12,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hybrid_runtime.device.sync import allowed
-from hybrid_runtime.state.align import LONGEST
+from hybrid_runtime.state.boundaries import LONGEST
 from hybrid_runtime.state.layout import StateLayout
-from hybrid_runtime.state.layouts.flush import FlushInputs
+from hybrid_runtime.state.ledger import Ledger
+from hybrid_runtime.state.replay.flush import FlushInputs
 from hybrid_runtime.state.rows import StepRows
-from hybrid_runtime.state.slot_table import SlotTable
 from hybrid_runtime.state.step import Snapshot
 
 Strategy = Literal["blocking", "defer", "always", "auto"]
@@ -199,7 +199,7 @@ def check_resolved(accepted: Any, rows: int) -> NDArray[np.int32]:
 
 def check_snapshots(
     snapshots: Sequence[Snapshot],
-    slot_table: SlotTable,
+    ledger: Ledger,
     last_snapshot: Callable[[int], Snapshot | None],
 ) -> None:
     """Refuse all but what `last_snapshot` gives for slots whose requests still hold them."""
@@ -209,8 +209,8 @@ def check_snapshots(
     for i, snapshot in enumerate(snapshots):
         if not isinstance(snapshot, Snapshot):
             raise ValueError(f"snapshots[{i}] is {snapshot!r}; it must be a Snapshot")
-        slot_table.require_slot(snapshot.slot)
-        if not slot_table.holds(snapshot.slot, snapshot.generation):
+        ledger.require_slot(snapshot.slot)
+        if not ledger.holds(snapshot.slot, snapshot.generation):
             raise ValueError(
                 f"snapshots[{i}] is {snapshot}, whose request has left the slot; it must be "
                 "flushed before its slot is released"
@@ -222,11 +222,11 @@ def check_snapshots(
         seen.add(snapshot.slot)
 
 
-def check_rows(rows: StepRows, slot_table: SlotTable, num_speculative_tokens: int) -> None:
+def check_rows(rows: StepRows, ledger: Ledger, num_speculative_tokens: int) -> None:
     """Refuse rows that no step can have, whatever its slots hold."""
-    n, max_requests = len(rows), slot_table.max_requests
-    if n > slot_table.max_rows:
-        raise ValueError(f"rows has {n} rows; at most max_rows ({slot_table.max_rows}) fit")
+    n, max_requests = len(rows), ledger.max_requests
+    if n > ledger.max_rows:
+        raise ValueError(f"rows has {n} rows; at most max_rows ({ledger.max_rows}) fit")
     if not n:
         return
     # As unsigned integers negative ones are too large, so one comparison finds both.
@@ -279,20 +279,18 @@ class Refusal(NamedTuple):
     must: str
 
 
-def refuse(
-    slot_table: SlotTable, rows: StepRows, known: NDArray[np.int32], *refusals: Refusal
-) -> None:
+def refuse(ledger: Ledger, rows: StepRows, known: NDArray[np.int32], *refusals: Refusal) -> None:
     """Raise for the first refusal with a bad row, padded ones aside; rows whose slots hold no
     request or an unfinished step come first."""
-    gone = ~slot_table.live.take(rows.index, mode="wrap")
-    busy = known[:, SlotTable.OPEN_STEP] >= 0
+    gone = ~ledger.live.take(rows.index, mode="wrap")
+    busy = known[:, Ledger.OPEN_STEP] >= 0
     bad = gone | busy
     for refusal in refusals:
         bad |= refusal.bad
     live = rows.slot >= 0
     if not np.count_nonzero(bad & live if rows.padded else bad):
         return
-    flushed = known[:, SlotTable.OPEN_STEP] == SlotTable.FLUSHED
+    flushed = known[:, Ledger.OPEN_STEP] == Ledger.FLUSHED
     for which, values, name, must in (
         Refusal(gone, rows.slot, "slot", "a slot that has been admitted"),
         Refusal(flushed, rows.slot, "slot", "a slot that was not flushed; release it"),

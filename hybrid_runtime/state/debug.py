@@ -11,21 +11,21 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hybrid_runtime.device.sync import allowed
-from hybrid_runtime.state.align import lost_boundaries, prompt_cut
-from hybrid_runtime.state.layouts.base import LayoutPolicy
+from hybrid_runtime.state.base import LayoutPolicy
+from hybrid_runtime.state.boundaries import lost_boundaries, prompt_cut
+from hybrid_runtime.state.ledger import Ledger
 from hybrid_runtime.state.rows import StepRows
-from hybrid_runtime.state.slot_table import SlotTable
 from hybrid_runtime.state.step import Step
 
 
-def check_accepted(step: Step, num_accepted: Tensor, slot_table: SlotTable) -> None:
+def check_accepted(step: Step, num_accepted: Tensor, ledger: Ledger) -> None:
     """Wait, and raise `ValueError` for a count that the step cannot have, or that ends its request.
 
     num_accepted: int32 `[rows]` or longer, on the device.
     """
     with allowed("debug=True: accepted counts"):
         accepted = num_accepted[: len(step.rows)].cpu().numpy()
-    current = step.current(slot_table.generation, slot_table.live)
+    current = step.current(ledger.generation, ledger.live)
     draft = step.rows.draft
     bad = (accepted < 0) | (accepted > draft + 1) | ((accepted == 0) & (draft > 0))
     for i in np.flatnonzero(bad & current):
@@ -40,7 +40,7 @@ def check_accepted(step: Step, num_accepted: Tensor, slot_table: SlotTable) -> N
 def check_step(
     number: int,
     rows: StepRows,
-    slot_table: SlotTable,
+    ledger: Ledger,
     policy: LayoutPolicy,
     lines: Tensor,
     previous: tuple[Tensor, Tensor],
@@ -66,14 +66,14 @@ def check_step(
         exact = np.where(rows.slot >= 0, computed[rows.slot], 0).astype(np.int64)
         reads, writes = policy.touched(rows, exact, outputs)
         lacks, least, most = policy.lacking(rows, queued, outputs)
-    fewest, largest = _counted(slot_table, queued)
-    rule = slot_table.kept(rows.index)
-    end, block = exact + rows.certain, slot_table.block_size
+    fewest, largest = _counted(ledger, queued)
+    rule = ledger.kept(rows.index)
+    end, block = exact + rows.certain, ledger.block_size
     cut = prompt_cut(exact, end, rows.draft, block, rule) if policy.cuts else 0
     lost = lost_boundaries(exact, end, rule, cut)
     for i in np.flatnonzero(writes[:, 0] >= 0):  # the others do not run
         slot, low, high = int(rows.slot[i]), rows.computed_min[i], rows.computed_max[i]
-        request = f"slot {slot}, generation {slot_table.generation[slot]}, step {number}"
+        request = f"slot {slot}, generation {ledger.generation[slot]}, step {number}"
         if not fewest[slot] <= exact[i] <= largest[slot]:
             raise ValueError(
                 f"manager.computed[{slot}] is {exact[i]} ({request}), which a caller wrote; by the "
@@ -106,14 +106,12 @@ def check_step(
             )
 
 
-def _counted(
-    slot_table: SlotTable, queued: Sequence[Step]
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def _counted(ledger: Ledger, queued: Sequence[Step]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Least and most tokens computed, `[max_requests]`, after the queued steps."""
-    least = slot_table.computed.astype(np.int64)
+    least = ledger.computed.astype(np.int64)
     most = least.copy()
     for step in queued:
-        rows = np.flatnonzero(step.current(slot_table.generation, slot_table.live))
+        rows = np.flatnonzero(step.current(ledger.generation, ledger.live))
         slot = step.rows.slot[rows]
         least[slot] += step.rows.certain[rows]
         most[slot] += step.rows.scheduled[rows]

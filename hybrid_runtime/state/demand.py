@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from hybrid_runtime.state.align import Ints
+from hybrid_runtime.state.boundaries import Ints
 
 
 class BlockDemand(NamedTuple):

@@ -10,10 +10,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hybrid_runtime.device.transfer import Readback
-from hybrid_runtime.state.align import Bools, Ints, prompt_cut
+from hybrid_runtime.state.base import LayoutPolicy, Outcome
+from hybrid_runtime.state.boundaries import Bools, Ints, prompt_cut
 from hybrid_runtime.state.checks import check_resolved
-from hybrid_runtime.state.layouts.base import LayoutPolicy, Outcome
-from hybrid_runtime.state.slot_table import SlotTable
+from hybrid_runtime.state.ledger import Ledger
 from hybrid_runtime.state.step import Snapshot, Step
 
 Book = Callable[[NDArray[np.int32]], None]
@@ -40,17 +40,17 @@ class Foreseen(NamedTuple):
 class InFlightSteps:
     """Steps whose accepted counts the host has not seen yet, oldest first.
 
-    Counts settle in step order, so that `slot_table.computed` is exact when a step's turn comes.
+    Counts settle in step order, so that `ledger.computed` is exact when a step's turn comes.
     """
 
     def __init__(
         self,
-        slot_table: SlotTable,
+        ledger: Ledger,
         readback: Readback | None,
         policy: LayoutPolicy,
         block_size: int,
     ) -> None:
-        self._slot_table = slot_table
+        self._ledger = ledger
         self._readback = readback
         self._policy = policy
         self._block_size = block_size
@@ -68,7 +68,7 @@ class InFlightSteps:
     def next_step(self, slot: int) -> Step | None:
         """The oldest outstanding step that the request in `slot` has a row in."""
         for step in self.queued:
-            own = (step.rows.slot == slot) & (step.generation == self._slot_table.generation[slot])
+            own = (step.rows.slot == slot) & (step.generation == self._ledger.generation[slot])
             if own.any():
                 return step
         return None
@@ -167,22 +167,22 @@ class InFlightSteps:
         """What is known of the oldest step; changes nothing."""
         if not self._open or self._open[0] is not step or not step.ended:
             raise ValueError(f"step is {step.number}; counts must be handed in in step order")
-        slot_table, rows, policy = self._slot_table, step.rows, self._policy
-        current = step.current(slot_table.generation, slot_table.live)
-        computed = np.where(current, slot_table.computed[rows.slot], 0).astype(np.int64)
+        ledger, rows, policy = self._ledger, step.rows, self._policy
+        current = step.current(ledger.generation, ledger.live)
+        computed = np.where(current, ledger.computed[rows.slot], 0).astype(np.int64)
         certain = computed + rows.certain
         inside: list[Snapshot] = []
         if policy.cuts and rows.chunked:
             cut = prompt_cut(computed, certain, rows.draft, self._block_size, step.kept)
             inside = self._snapshots(step, cut, current & (cut > 0))
         outcome = policy.foresee(step, computed, certain, current)
-        return Foreseen(current, slot_table.version, certain, outcome, inside)
+        return Foreseen(current, ledger.version, certain, outcome, inside)
 
     def _book(self, step: Step, foreseen: Foreseen, accepted: NDArray[np.int32]) -> None:
         """Book the counts of the oldest step: exact positions, copies made, snapshots published."""
-        slot_table, rows = self._slot_table, step.rows
+        ledger, rows = self._ledger, step.rows
         current, version, certain, outcome, inside = foreseen
-        if self._open[:1] != [step] or slot_table.version != version:
+        if self._open[:1] != [step] or ledger.version != version:
             raise ValueError(f"step is {step.number}; no other call may come before its counts")
         bad = current & ((accepted < 0) | (accepted > rows.draft + 1))
         if bad.any():
@@ -197,14 +197,14 @@ class InFlightSteps:
         self.rows_copied += len(step.copied)
         step.published = inside + self._snapshots(step, boundary, complete & current)
         for snapshot in step.published:
-            slot_table.stored[snapshot.slot] = snapshot.boundary
+            ledger.stored[snapshot.slot] = snapshot.boundary
         final = certain + np.maximum(accepted, 1) - 1
-        slot_table.computed[rows.slot[current]] = final[current]
+        ledger.computed[rows.slot[current]] = final[current]
         self._open.pop(0)
         self._shed()
         step.accepted = accepted
         for slot in rows.slot[dead]:
-            slot_table.release(int(slot))
+            ledger.release(int(slot))
 
     def _snapshots(self, step: Step, boundary: Ints, stored: Bools) -> list[Snapshot]:
         """At each `boundary`, `[rows]`, that is `stored`."""

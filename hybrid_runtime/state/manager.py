@@ -16,7 +16,9 @@ from hybrid_runtime.device.transfer import Readback, Staging
 from hybrid_runtime.kernels.step import entry as fields
 from hybrid_runtime.kernels.step.block_fill import fill_blocks
 from hybrid_runtime.kernels.step.state_table import StateTable
-from hybrid_runtime.state.align import Ints
+from hybrid_runtime.state.align.columns import ColumnsPolicy
+from hybrid_runtime.state.base import LayoutPolicy
+from hybrid_runtime.state.boundaries import Ints
 from hybrid_runtime.state.checks import (
     Strategy,
     check_blocks,
@@ -32,15 +34,13 @@ from hybrid_runtime.state.debug import check_accepted, check_step
 from hybrid_runtime.state.demand import BlockDemand
 from hybrid_runtime.state.in_flight import InFlightSteps
 from hybrid_runtime.state.layout import StateLayout
-from hybrid_runtime.state.layouts.base import LayoutPolicy
-from hybrid_runtime.state.layouts.columns import ColumnsPolicy
-from hybrid_runtime.state.layouts.flush import FlushInputs
-from hybrid_runtime.state.layouts.pack import StepPlan
-from hybrid_runtime.state.layouts.replay import ReplayPolicy
+from hybrid_runtime.state.ledger import Ledger
+from hybrid_runtime.state.pack import StepPlan
 from hybrid_runtime.state.placement import Placement
+from hybrid_runtime.state.replay.flush import FlushInputs
+from hybrid_runtime.state.replay.live_state import ReplayPolicy
 from hybrid_runtime.state.rows import StepRows
 from hybrid_runtime.state.saved_upload import SavedUpload
-from hybrid_runtime.state.slot_table import SlotTable
 from hybrid_runtime.state.stats import Stats
 from hybrid_runtime.state.step import Snapshot, Step, StepPositions
 
@@ -96,7 +96,7 @@ class HybridStateManager(OneProcess):
         self.readback, self.debug = readback, debug
         self._steps_in_flight = steps_in_flight
         self._waits, self._stats = Waits(), Stats()
-        self._slot_table = table = SlotTable(max_requests, max_rows, layout.block_size)
+        self._ledger = table = Ledger(max_requests, max_rows, layout.block_size)
         depth = steps_in_flight + 2
         # A step takes at most four buffers: its own, and one each where it ended out of turn, lost
         # rows, or had its copies decided on the host; its own must outlive its results.
@@ -176,33 +176,33 @@ class HybridStateManager(OneProcess):
         ahead, since later snapshots go to the others.
         """
         columns = self._policy.columns
-        self._slot_table.check_admission(slot, computed, hit_column, columns)
+        self._ledger.check_admission(slot, computed, hit_column, columns)
         if hit_column is not None:
             self._bound()
             self._policy.check_hit(computed, hit_column)
-        return self._slot_table.admit(slot, computed, hit_column)
+        return self._ledger.admit(slot, computed, hit_column)
 
     def retain(self, slot: int, every: int, positions: tuple[int, ...] = ()) -> None:
         """Keep only snapshots at multiples of `every` tokens (0: none) and at up to 2 positions;
         all are multiples of the block size. Steps begun before keep the rule that they began with.
         """
-        self._slot_table.retain(slot, every, positions)
+        self._ledger.retain(slot, every, positions)
 
     def release(self, slot: int) -> None:
         """Finish, abort or preempt the request in `slot`; results still in flight are dropped."""
-        self._slot_table.release(slot)
+        self._ledger.release(slot)
 
     def reset(self) -> None:
         """Release every slot and forget all steps: what helps after an exception in the middle of
         any call, such as Ctrl-C. The device must have run all that was launched."""
-        self._slot_table.reset()
+        self._ledger.reset()
         self._in_flight.reset()
         self._placement.reset()
 
     def holds(self, slot: int) -> bool:
         """Whether a request lives in `slot`; an abandoned step leaves none in its slots."""
-        self._slot_table.require_slot(slot)
-        return bool(self._slot_table.live[slot])
+        self._ledger.require_slot(slot)
+        return bool(self._ledger.live[slot])
 
     def block_demand(self, rows: StepRows, known: Ints | None = None) -> BlockDemand:
         """Which blocks of states the requests of `rows` must own before the step begins.
@@ -239,7 +239,7 @@ class HybridStateManager(OneProcess):
             step = like.repeated(self._next, rows, placed, plan.candidates)
             self._saved.repeated(step)
             return self._begun(step, plan)
-        check_rows(rows, self._slot_table, self.num_speculative_tokens)
+        check_rows(rows, self._ledger, self.num_speculative_tokens)
         index, packed = self._staging.take()
         plan, lines = self._policy.pack(packed, rows)
         if self.debug:
@@ -250,7 +250,7 @@ class HybridStateManager(OneProcess):
         placed = self._placement.place(self._next, entries, lines, len(rows))
         self._policy.launch_precopy(entries, plan)
         step = Step(
-            self._next, rows, own[:, fields.GENERATION], self._slot_table.kept(rows.index),
+            self._next, rows, own[:, fields.GENERATION], self._ledger.kept(rows.index),
             self._policy.positions, entries, packed, placed, plan.candidates,
         )  # fmt: skip
         if not self.in_place:
@@ -268,10 +268,10 @@ class HybridStateManager(OneProcess):
         self._in_flight.require(step, ended=False)
         check_counts(num_accepted, len(step.rows), self.device)
         if self.debug:
-            check_accepted(step, num_accepted, self._slot_table)
+            check_accepted(step, num_accepted, self._ledger)
         candidates, current = step.candidates, None
         if not self._saved.undisturbed(step):
-            rows = step.current(self._slot_table.generation, self._slot_table.live)
+            rows = step.current(self._ledger.generation, self._ledger.live)
             if np.count_nonzero(rows) < len(rows):
                 candidates, current = candidates[rows[candidates]], rows
         on_host = self.strategy == "blocking" or (self.strategy == "defer" and len(candidates) > 0)
@@ -285,7 +285,7 @@ class HybridStateManager(OneProcess):
             self._in_flight.decide(step, f"{self.strategy}: the host decides on the counts")
         every_row = self.strategy == "always"
         self._policy.launch_postcopy(step, num_accepted, candidates, current, on_host, every_row)
-        self._slot_table.end_step(step.rows, current)
+        self._ledger.end_step(step.rows, current)
         self._placement.ended(step, num_accepted)
         self._count_lost()
 
@@ -293,9 +293,9 @@ class HybridStateManager(OneProcess):
         """Give up a step whose forward pass or drafter failed: its requests are released, because
         their state or guesses may be half written; all others are untouched."""
         self._in_flight.require(step)
-        current = step.current(self._slot_table.generation, self._slot_table.live)
+        current = step.current(self._ledger.generation, self._ledger.live)
         for slot in step.rows.slot[current]:
-            self._slot_table.release(int(slot))
+            self._ledger.release(int(slot))
         self._in_flight.abandon(step)
 
     # -- results ---------------------------------------------------------------------------------
@@ -325,7 +325,7 @@ class HybridStateManager(OneProcess):
         """Snapshots that this step left in retained columns, their bytes ordered before any launch
         that comes later on this stream. Those of rows released meanwhile are left out."""
         self.accepted(step)
-        return [s for s in step.published if self._slot_table.holds(s.slot, s.generation)]
+        return [s for s in step.published if self._ledger.holds(s.slot, s.generation)]
 
     def last_snapshot(self, slot: int) -> Snapshot | None:
         """Of a request that is about to be released, in the replay layout: at a retained boundary
@@ -335,7 +335,7 @@ class HybridStateManager(OneProcess):
         Its bytes are stored by that step, or, if the column is the live one, by `flush`; they
         are for launches that come after both.
         """
-        self._slot_table.require_live(slot)
+        self._ledger.require_live(slot)
         return self._policy.last_snapshot(slot, self._in_flight.next_step(slot))
 
     def flush(self, snapshots: Sequence[Snapshot]) -> None:
@@ -344,7 +344,7 @@ class HybridStateManager(OneProcess):
 
         Raises `ValueError` for one that is not what `last_snapshot` would give now: its request has
         left the slot or has had a step since, it was flushed before, or it was changed."""
-        check_snapshots(snapshots, self._slot_table, self.last_snapshot)
+        check_snapshots(snapshots, self._ledger, self.last_snapshot)
         count = self._policy.flush(snapshots)
         self._stats.rows_flushed += count
         self._stats.flush_launches += count > 0
@@ -376,7 +376,7 @@ class HybridStateManager(OneProcess):
     # -- inside ----------------------------------------------------------------------------------
 
     def _begun(self, step: Step, plan: StepPlan) -> Step:
-        self._slot_table.begin_step(step.rows, plan.held, step.number)
+        self._ledger.begin_step(step.rows, plan.held, step.number)
         self._in_flight.append(step)
         self._next += 1
         self._stats.steps += 1
@@ -396,7 +396,7 @@ class HybridStateManager(OneProcess):
         """Refuse a step if what it would read and write is wrong."""
         previous = self._placement.previous()
         check_step(
-            self._next, rows, self._slot_table, self._policy, lines, previous, self._tables,
+            self._next, rows, self._ledger, self._policy, lines, previous, self._tables,
             self._in_flight.queued,
         )  # fmt: skip
 

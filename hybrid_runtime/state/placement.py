@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from hybrid_runtime.device.transfer import Staging
-from hybrid_runtime.state.layouts.base import LayoutPolicy
-from hybrid_runtime.state.layouts.pack import pack_unfinished
-from hybrid_runtime.state.slot_table import SlotTable
+from hybrid_runtime.state.base import LayoutPolicy
+from hybrid_runtime.state.ledger import Ledger
+from hybrid_runtime.state.pack import pack_unfinished
 from hybrid_runtime.state.stats import Stats
 from hybrid_runtime.state.step import Step
 
@@ -24,15 +24,15 @@ class Placement:
     def __init__(
         self,
         policy: LayoutPolicy,
-        slot_table: SlotTable,
+        ledger: Ledger,
         staging: Staging,
         stats: Stats,
         depth: int,
         device: torch.device,
     ) -> None:
-        self._policy, self._slot_table = policy, slot_table
+        self._policy, self._ledger = policy, ledger
         self._staging, self._stats = staging, stats
-        n = slot_table.max_rows
+        n = ledger.max_rows
         self._placed = [
             torch.full((4, n), -1, dtype=torch.int32, device=device) for _ in range(depth)
         ]
@@ -62,12 +62,12 @@ class Placement:
         if self.pending is None:
             return
         index, packed = self._staging.take()
-        lines = pack_unfinished(packed, self._slot_table, 0)
+        lines = pack_unfinished(packed, self._ledger, 0)
         entries = self._staging.upload(index, lines)
         self._stats.uploads += 1
         # Not into the step's outputs: the runner may still be about to read the youngest step's.
         self._launch(entries, lines, 0, self.pending.placed, self._policy.nowhere)
-        self._slot_table.unfinished[:] = -1
+        self._ledger.unfinished[:] = -1
 
     def previous(self) -> tuple[Tensor, Tensor]:
         """What the pending step placed, and its counts; where there is none, any such tensors."""

@@ -9,15 +9,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hybrid_runtime.kernels.step import entry as fields
-from hybrid_runtime.state import align
-from hybrid_runtime.state.layouts.base import NO_ROWS, LayoutPolicy
-from hybrid_runtime.state.layouts.pack import StepPlan
+from hybrid_runtime.state import boundaries
+from hybrid_runtime.state.base import NO_ROWS, LayoutPolicy
+from hybrid_runtime.state.ledger import Ledger
+from hybrid_runtime.state.pack import StepPlan
 from hybrid_runtime.state.rows import StepRows
-from hybrid_runtime.state.slot_table import SlotTable
 from hybrid_runtime.state.step import Step
 
 
-class Stretch(NamedTuple):
+class RepeatRange(NamedTuple):
     """Counts with which repeated rows stay within the block that each is in, with what they fold
     and what they run, so that nothing can be copied or stored.
 
@@ -28,11 +28,11 @@ class Stretch(NamedTuple):
     length: NDArray[np.uint32]
 
     @classmethod
-    def of(cls, rows: StepRows, block_size: int) -> Stretch:
-        start = align.blocks_below(rows.computed_min, block_size) * block_size
-        first = np.minimum(start + rows.draft, align.LONGEST)
+    def of(cls, rows: StepRows, block_size: int) -> RepeatRange:
+        start = boundaries.blocks_below(rows.computed_min, block_size) * block_size
+        first = np.minimum(start + rows.draft, boundaries.LONGEST)
         room = np.maximum(block_size - rows.draft - rows.scheduled, 0)
-        length = np.minimum(room, align.LONGEST - first)
+        length = np.minimum(room, boundaries.LONGEST - first)
         return cls(first.astype(np.int32), length.astype(np.uint32))
 
     def holds(self, rows: StepRows) -> bool:
@@ -48,11 +48,11 @@ class Stretch(NamedTuple):
 class SavedUpload:
     """The step whose packed lines would be those of the next one too, and its repetitions."""
 
-    def __init__(self, slot_table: SlotTable, policy: LayoutPolicy, block_size: int) -> None:
-        self._slot_table, self._policy, self._block_size = slot_table, policy, block_size
+    def __init__(self, ledger: Ledger, policy: LayoutPolicy, block_size: int) -> None:
+        self._ledger, self._policy, self._block_size = ledger, policy, block_size
         self._last: Step | None = None
         self._version = -1
-        self._stretch: Stretch | None = None
+        self._stretch: RepeatRange | None = None
 
     def keep(self, step: Step, lines: int) -> None:
         """Remember a step that was packed in full, if it can be repeated as it is."""
@@ -66,7 +66,7 @@ class SavedUpload:
             return
         if rows.chunked and np.count_nonzero((rows.certain > 1) & (rows.draft > 0)):
             return
-        self._last, self._version = step, self._slot_table.version
+        self._last, self._version = step, self._ledger.version
 
     def match(self, rows: StepRows, pending: Step | None) -> tuple[Step, StepPlan] | None:
         """The step whose lines serve `rows` as well, and the plan of `rows`; None: they must be
@@ -75,7 +75,7 @@ class SavedUpload:
         pending: the last ended step, whose counts the next launch folds in.
         """
         last = self._last
-        if last is None or pending is not last or self._version != self._slot_table.version:
+        if last is None or pending is not last or self._version != self._ledger.version:
             return None
         if rows.reads_offset is not None or rows.key != last.rows.key:
             return None
@@ -83,19 +83,19 @@ class SavedUpload:
             return last, StepPlan(self._policy.held(rows), NO_ROWS, NO_ROWS)
         # What `check_rows` has not checked with the saved step: the counts.
         high = rows.computed_max.view(np.uint32)  # negative ones are too large as well
-        if np.count_nonzero(high >= align.LONGEST):
+        if np.count_nonzero(high >= boundaries.LONGEST):
             return None
         if not rows.exact_counts and np.count_nonzero(rows.computed_min.view(np.uint32) > high):
             return None
         plan = self._policy.repeat(rows, last.rows, last.kept)
         if plan is None:
             return None
-        self._stretch = Stretch.of(rows, self._block_size)
+        self._stretch = RepeatRange.of(rows, self._block_size)
         return last, plan
 
     def undisturbed(self, step: Step) -> bool:
         """Whether `step` is the last one begun, and all of its requests still hold their slots."""
-        return step is self._last and self._version == self._slot_table.version
+        return step is self._last and self._version == self._ledger.version
 
     def repeated(self, step: Step) -> None:
         """`step` was begun with the saved lines."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hybrid_runtime.kernels.common.varlen import Cuts
 from hybrid_runtime.kernels.step.advance_replay import IDLE, ReplayPositions
-from hybrid_runtime.state.align import RetentionRule, lost_boundaries, prompt_cut
+from hybrid_runtime.state.boundaries import RetentionRule, lost_boundaries, prompt_cut
 from hybrid_runtime.state.rows import StepRows
 
 

@@ -1,7 +1,7 @@
 """Block boundaries: where the state at one belongs, and whether anybody keeps its snapshot.
 
-Each rule once in plain torch and once for kernels; tests tie both to `state.align`, which has them
-for the host.
+Each rule once in plain torch and once for kernels; tests tie both to `state.boundaries`, which has
+them for the host.
 """
 
 from __future__ import annotations

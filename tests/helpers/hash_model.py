@@ -15,8 +15,8 @@ from helpers.toy_recurrences import HashRule
 
 from hybrid_runtime.kernels.conv.spec import ConvLayout
 from hybrid_runtime.state.layout import LayoutKind, StateLayout
-from hybrid_runtime.state.layouts.flush import FlushInputs
 from hybrid_runtime.state.manager import HybridStateManager
+from hybrid_runtime.state.replay.flush import FlushInputs
 from hybrid_runtime.state.rows import StepRows
 from hybrid_runtime.state.step import Snapshot, Step
 

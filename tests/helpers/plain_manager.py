@@ -43,7 +43,7 @@ def started(*slots: int, prompt: int = 5, **options: Any) -> HybridStateManager:
 
 def snapshot(made: HybridStateManager) -> list[Any]:
     """Everything that a refused call must leave as it was."""
-    slot_table, stats = made._slot_table, made.stats()
+    slot_table, stats = made._ledger, made.stats()
     device = [t.clone() for t in (*made._policy.slots, *made._policy.outputs)]
     host: list[NDArray[Any]] = [
         slot_table.live, slot_table.known, slot_table.computed, slot_table.certain,

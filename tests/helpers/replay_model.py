@@ -13,7 +13,7 @@ from helpers.hash_request import PRIME, Kept, Open, Request, prefix_hash
 
 from hybrid_runtime.kernels.step.advance_replay import IDLE
 from hybrid_runtime.state import allowed
-from hybrid_runtime.state.layouts.flush import FlushInputs
+from hybrid_runtime.state.replay.flush import FlushInputs
 from hybrid_runtime.state.step import Snapshot
 
 POISON = -1000
@@ -99,7 +99,7 @@ class ReplayRunner(HashRunner):
     def read_oldest(self) -> list[Snapshot]:
         """What the host knows of states whose results have all been read is what the device has."""
         snapshots = super().read_oldest()
-        table, slots = self.manager._slot_table, self.manager._policy.slots
+        table, slots = self.manager._ledger, self.manager._policy.slots
         for slot, request in self.requests.items():
             if not request.in_flight and table.holds(slot, request.generation):
                 assert table.written[slot] == request.written

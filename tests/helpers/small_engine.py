@@ -148,4 +148,4 @@ def nothing_leaked(runs: Engine) -> None:
     for pool in (runs.scheduler.kv.pool, runs.scheduler.state.pool):
         assert pool.free == pool.size
     assert sorted(runs.scheduler._slots) == list(range(runs.manager.max_requests))
-    assert not runs.manager._slot_table.live.any()
+    assert not runs.manager._ledger.live.any()

@@ -27,8 +27,9 @@ from hybrid_runtime.kernels.step.advance_replay import (
     advance_replay,
     advance_replay_reference,
 )
-from hybrid_runtime.state import align
-from hybrid_runtime.state.align import RetentionRule
+from hybrid_runtime.state import boundaries
+from hybrid_runtime.state.boundaries import RetentionRule
+from hybrid_runtime.state.replay import arithmetic as replay_arithmetic
 
 DEVICE = "cuda" if CUDA else "cpu"
 
@@ -66,9 +67,9 @@ def test_stored_snapshots_and_candidates_by_walking(block: int, most: int) -> No
     computed = before + fold
     certain = computed + s - d
     for kept in rules(block):
-        found = align.replay_snapshot(before, computed, certain, d, block, kept)
-        first = align.first_stored(before, computed + s - d, guesses)
-        may = align.replay_candidates(first, computed, certain, d, guesses, kept)
+        found = replay_arithmetic.replay_snapshot(before, computed, certain, d, block, kept)
+        first = replay_arithmetic.first_stored(before, computed + s - d, guesses)
+        may = replay_arithmetic.replay_candidates(first, computed, certain, d, guesses, kept)
         for i in range(len(before)):
             seen = {*range(before[i] + 1, computed[i] + 1), certain[i]}
             want = [b for b in seen if b % block == 0 and kept.keeps(np.array(b))]
@@ -93,18 +94,20 @@ def test_bounds_rule_out_only_what_no_count_can_reach(
     exact = False
     for before, fold in itertools.product(range(low, low + spread + 1), range(guesses + 1)):
         values = (np.array([v]) for v in (before, before + fold, before + fold + 1, draft))
-        exact |= bool(align.replay_snapshot(*values, block, kept).extra[0])
+        exact |= bool(replay_arithmetic.replay_snapshot(*values, block, kept).extra[0])
     least, most = np.array([low]), np.array([low + spread + guesses])
     drafts, last = np.array([draft]), np.array([guesses])
-    first = align.first_stored(least, least + 1, last)
-    assert align.replay_candidates(first, most, most + 1, drafts, last, kept)[0] == exact
+    first = replay_arithmetic.first_stored(least, least + 1, last)
+    assert (
+        replay_arithmetic.replay_candidates(first, most, most + 1, drafts, last, kept)[0] == exact
+    )
 
 
 @given(st.integers(0, 200), st.integers(1, 12), st.integers(0, 4))
 def test_last_retained_is_the_last_that_is_kept(position: int, block: int, rule: int) -> None:
     kept = rules(block)[rule]
     found = [b for b in range(block, position + 1, block) if kept.keeps(np.array(b))]
-    assert align.last_retained(np.array([position]), kept)[0] == (found[-1] if found else 0)
+    assert boundaries.last_retained(np.array([position]), kept)[0] == (found[-1] if found else 0)
 
 
 @pytest.mark.parametrize("window", [0, 3, 4, 9])
@@ -116,12 +119,12 @@ def test_bounds_on_what_is_pending_are_sound_and_tight(window: int, may: bool, m
         scheduled, found = draft + certain, set[int]()
         for pending, accepted in itertools.product(range(low, low + spread + 1), range(draft + 1)):
             for stores in {must, may}:
-                writes = align.replay_writes(
+                writes = replay_arithmetic.replay_writes(
                     np.array(pending), np.array(scheduled), np.array(draft), np.array(stores),
                     np.array(True), window,
                 )  # fmt: skip
                 found.add(accepted if writes else pending + certain + accepted)
-        least, most = align.pending_after(
+        least, most = replay_arithmetic.pending_after(
             (np.array(low), np.array(low + spread)), np.array(scheduled), np.array(draft),
             np.array(may or draft == 0), np.array(must or draft == 0), window,
         )  # fmt: skip
@@ -229,14 +232,14 @@ def test_kernel_stores_what_align_says(rule: RetentionRule, window: int, cuts: b
         ReplayPlace(block, live, window, ring, cuts),
     )  # fmt: skip
     computed, certain = before + fold, before + fold + s - d
-    stored = align.replay_snapshot(before, computed, certain, d, block, rule)
+    stored = replay_arithmetic.replay_snapshot(before, computed, certain, d, block, rule)
     direct = (stored.boundary == certain) & ~stored.extra
-    cut = align.prompt_cut(computed, certain, d, block, rule) * cuts
+    cut = boundaries.prompt_cut(computed, certain, d, block, rule) * cuts
     assert cut.any() == (cuts and rule != (0, 0, 0))
     assert not (stored.extra & (cut > 0)).any()
     extra, kept = stored.extra | (cut > 0), np.where(cut > 0, cut, stored.boundary)
     pending = computed - written
-    writes = align.replay_writes(pending, s, d, stored.extra, held == live, window)
+    writes = replay_arithmetic.replay_writes(pending, s, d, stored.extra, held == live, window)
     assert writes.any()
     assert not writes[d > 0].all() or not window
     wanted = {

@@ -19,8 +19,9 @@ from hybrid_runtime.kernels.step.boundary import keeps, keeps_reference, load_ru
 from hybrid_runtime.kernels.step.state_copy import postcopy
 from hybrid_runtime.kernels.step.state_table import StateTable
 from hybrid_runtime.kernels.step.vllm_decide import POSTCOPY, PRECOPY, VllmCounts, decide_and_move
-from hybrid_runtime.state import align
-from hybrid_runtime.state.align import RetentionRule
+from hybrid_runtime.state import boundaries
+from hybrid_runtime.state.align import arithmetic
+from hybrid_runtime.state.boundaries import RetentionRule
 
 DEVICE = "cuda" if CUDA else "cpu"
 BLOCK, DRAFTS, COLUMNS = 4, 3, 7
@@ -106,7 +107,7 @@ def pools(slots: int) -> tuple[StateTable, Tensor, Tensor]:
     return StateTable.build([window], [ssm], [table], 3), window, ssm
 
 
-def same_moves(move: align.Move, window: Tensor, ssm: Tensor) -> None:
+def same_moves(move: arithmetic.Move, window: Tensor, ssm: Tensor) -> None:
     """The memory of `pools` after the moves, and no others."""
     slots = len(move.acts)
     _, first_window, first_ssm = pools(slots)
@@ -129,7 +130,7 @@ def test_postcopy_is_aligns() -> None:
     placed = ints(np.stack([certain, column, draft, 0 * draft]))
     states, window, ssm = pools(n)
     postcopy(states, entries, placed, ints(accepted), n, True, BLOCK)
-    move = align.postcopy(certain, draft, accepted, column, BLOCK, RetentionRule(*rule))
+    move = arithmetic.postcopy(certain, draft, accepted, column, BLOCK, RetentionRule(*rule))
     assert move.acts.sum() > 20
     same_moves(move, window, ssm)
 
@@ -141,7 +142,7 @@ def test_vllms_postcopy_is_aligns() -> None:
     counts = VllmCounts(ints(column), ints(accepted), ints(certain + accepted - 1))
     states, window, ssm = pools(n)
     decided(states, entries, counts, n, POSTCOPY)
-    move = align.postcopy(certain, draft, accepted, column, BLOCK, RetentionRule(*rule))
+    move = arithmetic.postcopy(certain, draft, accepted, column, BLOCK, RetentionRule(*rule))
     same_moves(move, window, ssm)
 
 
@@ -183,16 +184,16 @@ def test_a_placed_step_is_aligns(rule: tuple[int, int, int], in_place: bool, cut
         cuts,
     )  # fmt: skip
     end = computed + scheduled
-    column = align.running_column(end, BLOCK)
+    column = arithmetic.running_column(end, BLOCK)
     resets = (draft > 0) & (end % BLOCK == 0) & RetentionRule(*rule).keeps(end)
     wanted = np.stack([end - draft, column, draft, resets])
     assert (placed.cpu().numpy() == wanted).all()
-    move = align.precopy(held, offset, column, reads > 0)
+    move = arithmetic.precopy(held, offset, column, reads > 0)
     acts = move.acts & in_place
     if in_place:
         target = np.where(acts, move.target, -1)
         assert (moves.cpu().numpy() == np.stack([held, offset, target])).all()
-    cut = align.prompt_cut(computed, end - draft, draft, BLOCK, RetentionRule(*rule)) * cuts
+    cut = boundaries.prompt_cut(computed, end - draft, draft, BLOCK, RetentionRule(*rule)) * cuts
     assert cut.any() == (cuts and rule != (0, 0, 0))
     after = np.where(cut > 0, cut - computed, 0)
     read = (
@@ -209,8 +210,8 @@ def test_vllms_running_column_is_aligns() -> None:
     counts = VllmCounts(ints(held), ints(offset + 1), ints(computed))
     states, window, ssm = pools(n)
     moves = decided(states, entries, counts, n, PRECOPY)
-    column = align.running_column(computed + scheduled, BLOCK)
+    column = arithmetic.running_column(computed + scheduled, BLOCK)
     assert (counts.column.cpu().numpy() == column).all()
-    move = align.precopy(held, offset, column, np.ones(n, bool))
+    move = arithmetic.precopy(held, offset, column, np.ones(n, bool))
     assert (moves[fields.TARGET].cpu().numpy() == np.where(move.acts, column, -1)).all()
     same_moves(move, window, ssm)

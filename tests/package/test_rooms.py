@@ -74,6 +74,16 @@ def test_rooms_look_down() -> None:
     assert not wrong, "\n".join(wrong)
 
 
+def test_the_two_state_layouts_know_nothing_of_each_other() -> None:
+    """Runners with columns need nothing of replay, and replay nothing of them."""
+    align, replay = f"{PACKAGE}.state.align", f"{PACKAGE}.state.replay"
+    for mine, theirs in ((align, replay), (replay, align)):
+        own = [name for name in GRAPH if f"{name}.".startswith(f"{mine}.")]
+        assert len(own) > 1
+        found = {(name, other) for name in own for other in GRAPH[name] if other.startswith(theirs)}
+        assert not found
+
+
 @pytest.mark.parametrize("of", ["modules", "kernel rooms"])
 def test_nothing_imports_in_a_circle(of: str) -> None:
     graph = GRAPH

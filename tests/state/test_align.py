@@ -10,8 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybrid_runtime.state import align
-from hybrid_runtime.state.align import RetentionRule
+from hybrid_runtime.state import boundaries
+from hybrid_runtime.state.align import arithmetic
+from hybrid_runtime.state.boundaries import RetentionRule
+from hybrid_runtime.state.replay import arithmetic as replay_arithmetic
 
 NOBODY = RetentionRule(0)
 
@@ -40,10 +42,10 @@ def test_postcopy_is_what_a_prefix_hit_needs(block: int, most: int) -> None:
         return
     for n, s, d in cases(block, most):
         column, held = columns_after(n, s, d, block)
-        assert align.running_column(np.array(n + s), block) == column
+        assert arithmetic.running_column(np.array(n + s), block) == column
         certain = n + s - d
         for a in range(1, d + 2):
-            move = align.postcopy(
+            move = arithmetic.postcopy(
                 np.array(certain),
                 np.array(d),
                 np.array(a),
@@ -77,7 +79,7 @@ def test_predicate_is_sound_and_tight(block: int, most: int) -> None:
     if most >= block:
         return
     n, s, d = cases(block, most).T
-    certain, column = n + s - d, align.running_column(n + s, block)
+    certain, column = n + s - d, arithmetic.running_column(n + s, block)
     for kept in (
         RetentionRule(block),
         RetentionRule(2 * block),
@@ -86,9 +88,9 @@ def test_predicate_is_sound_and_tight(block: int, most: int) -> None:
     ):
         acts = np.zeros(len(n), bool)
         for a in range(1, most + 2):
-            move = align.postcopy(certain, d, np.minimum(a, d + 1), column, block, kept)
+            move = arithmetic.postcopy(certain, d, np.minimum(a, d + 1), column, block, kept)
             acts |= move.acts
-        assert (acts == align.postcopy_candidates(certain, certain, d, kept)).all()
+        assert (acts == arithmetic.postcopy_candidates(certain, certain, d, kept)).all()
 
 
 @given(
@@ -100,11 +102,13 @@ def test_interval_rules_out_only_what_no_count_can_reach(
 ) -> None:
     kept = RetentionRule(*(r * block for r in rule))
     exact = [
-        bool(align.postcopy_candidates(np.array([r]), np.array([r]), np.array([draft]), kept)[0])
+        bool(
+            arithmetic.postcopy_candidates(np.array([r]), np.array([r]), np.array([draft]), kept)[0]
+        )
         for r in range(low, low + spread + 1)
     ]
     bounds = np.array([low]), np.array([low + spread])
-    assert align.postcopy_candidates(*bounds, np.array([draft]), kept)[0] == any(exact)
+    assert arithmetic.postcopy_candidates(*bounds, np.array([draft]), kept)[0] == any(exact)
 
 
 @given(
@@ -118,8 +122,8 @@ def test_next_retained_is_the_first_that_is_kept(
 ) -> None:
     kept = RetentionRule(every * block, *(np.array([p * block]) for p in [*pins, 0, 0][:2]))
     found = [b for b in range(position, 500) if b % block == 0 and kept.keeps(np.array([b]))[0]]
-    assert align.next_retained(np.array([position]), kept)[0] == (
-        found[0] if found else align.NEVER
+    assert boundaries.next_retained(np.array([position]), kept)[0] == (
+        found[0] if found else boundaries.NEVER
     )
 
 
@@ -135,8 +139,8 @@ def test_a_rule_for_all_rows_is_that_of_each(
     for i in range(len(rows)):
         at, one = position[[i]], RetentionRule(*(block * int(r) for r in rules[i]))
         assert one.keeps(at) == each.keeps(position)[i] == each.of(np.array([i])).keeps(at)
-        assert align.next_retained(at, one) == align.next_retained(position, each)[i]
-        assert align.last_retained(at, one) == align.last_retained(position, each)[i]
+        assert boundaries.next_retained(at, one) == boundaries.next_retained(position, each)[i]
+        assert boundaries.last_retained(at, one) == boundaries.last_retained(position, each)[i]
         assert one.of(np.array([0])) == one
         assert not one.keeps(at * 0)
         assert not each.keeps(position * 0)[i]
@@ -147,7 +151,7 @@ def test_division_by_multiplication_is_exact(positions: list[int], block: int) -
     edges = [p // block * block + e for p in positions for e in (-1, 0, 1)]
     values = np.array([v for v in [*positions, *edges] if 0 <= v < 2**31], np.int64)
     for dtype in (np.int32, np.int64):
-        assert (align.blocks_below(values.astype(dtype), block) == values // block).all()
+        assert (boundaries.blocks_below(values.astype(dtype), block) == values // block).all()
 
 
 @pytest.mark.parametrize("block", range(2, 10))
@@ -158,13 +162,13 @@ def test_precopy_finds_the_state_wherever_the_last_step_left_it(block: int) -> N
         held, states = columns_after(n, s, d, block)
         for a, after in itertools.product(range(1, d + 2), range(1, block + 2)):
             final = n + s - d + a - 1
-            column = align.running_column(np.array(final + after), block)
+            column = arithmetic.running_column(np.array(final + after), block)
             for reads in (True, False):
-                move = align.precopy(np.array(held), np.array(a - 1), column, np.array(reads))
+                move = arithmetic.precopy(np.array(held), np.array(a - 1), column, np.array(reads))
                 read = int(move.source) + int(move.offset)
                 assert states[read] == final
                 assert bool(move.acts) == (column != held or (a > 1 and not reads))
-                may = align.precopy_candidates(
+                may = arithmetic.precopy_candidates(
                     *(np.array([c]) for c in (column, column, held, held)),
                     None if reads else np.array([a > 1]),
                 )
@@ -177,12 +181,12 @@ def test_precopy_finds_the_state_wherever_the_last_step_left_it(block: int) -> N
 
 def test_the_running_column_moves_backwards() -> None:
     """n = 6, s = 4 runs in column 1; with one accepted and no drafts, column 0 runs again."""
-    assert align.running_column(np.array([10, 8]), 8).tolist() == [1, 0]
+    assert arithmetic.running_column(np.array([10, 8]), 8).tolist() == [1, 0]
 
 
 def test_a_plain_step_after_drafts_finds_its_state_two_columns_on() -> None:
     """B = 8, n = 1, s = 4, d = 3, a = 3, then s = 1: same column, but the state is in column 2."""
-    move = align.precopy(np.array(0), np.array(2), np.array(0), np.array(False))
+    move = arithmetic.precopy(np.array(0), np.array(2), np.array(0), np.array(False))
     assert (bool(move.acts), int(move.source + move.offset), int(move.target)) == (True, 2, 0)
 
 
@@ -199,16 +203,16 @@ def test_the_duck_typed_front_agrees_with_the_postprocess(
         scheduled_spec_decode_tokens={i: [0] * d for i, _, _, d in batch if d},
     )
     requests = {i: SimpleNamespace(num_computed_tokens=n) for i, n, _, _ in batch}
-    skips = align.can_skip_mamba_postprocess(
+    skips = arithmetic.can_skip_mamba_postprocess(
         output, SimpleNamespace(req_ids=[*requests, "finished"]), requests, block
     )
     acts = False
     for _, n, s, d in batch:
-        certain, column = np.array(n + s - d), align.running_column(np.array(n + s), block)
+        certain, column = np.array(n + s - d), arithmetic.running_column(np.array(n + s), block)
         for a in range(1, d + 2):
             final = n + s - d + a - 1
             acts |= bool(d and final // block * block >= certain)
-            move = align.postcopy(
+            move = arithmetic.postcopy(
                 certain, np.array(d), np.array(a), column, block, RetentionRule(block)
             )
             assert not (move.acts and skips)
@@ -219,14 +223,14 @@ def test_the_duck_typed_front_agrees_with_the_postprocess(
 def test_the_front_refuses_a_bad_block_size(block: int) -> None:
     nothing = SimpleNamespace(num_scheduled_tokens={}, scheduled_spec_decode_tokens={})
     with pytest.raises(ValueError, match=f"mamba_block_size is {block}"):
-        align.can_skip_mamba_postprocess(nothing, SimpleNamespace(req_ids=[]), {}, block)
+        arithmetic.can_skip_mamba_postprocess(nothing, SimpleNamespace(req_ids=[]), {}, block)
 
 
 @given(st.integers(0, 60), st.integers(1, 9), st.integers(0, 20), st.integers(-1, 12))
 def test_columns_held_cover_all_that_may_be_touched(n: int, s: int, spread: int, held: int) -> None:
     block, k = 10, 3
-    low, high = align.running_column(np.array([n + s, n + spread + s]), block)
-    first, last = align.columns_held(np.array(held), low, high, k)
+    low, high = arithmetic.running_column(np.array([n + s, n + spread + s]), block)
+    first, last = arithmetic.columns_held(np.array(held), low, high, k)
     assert first <= max(low - 1, 0)  # the boundary below, where a post-copy may land
     assert held < 0 or first <= held  # what is read
     assert last == high + k
@@ -252,7 +256,7 @@ def test_bounds_on_what_a_state_lacks_are_those_of_all_that_can_happen(
             full = pending + certain + draft > window
             start = 0 if writes or full else pending + certain
             found |= {start + accepted for accepted in range(draft + 1)}
-    least, most = align.pending_after(
+    least, most = replay_arithmetic.pending_after(
         (np.array([low]), np.array([low + spread])), np.array([certain + draft]),
         np.array([draft]), np.array([True in reason]), np.array([False not in reason]), window,
     )  # fmt: skip

@@ -35,7 +35,7 @@ def run(made: HybridStateManager, computed: list[int], s: int, d: int, a: int) -
 
 def known(made: HybridStateManager) -> list[Any]:
     """Everything that a refused step must leave as it was."""
-    policy, table = made._policy, made._slot_table
+    policy, table = made._policy, made._ledger
     device = [t.clone().tolist() for t in (*policy.slots, *policy.outputs)]
     return [*device, table.known.tolist(), table.lines.tolist(), made.stats().steps]
 

@@ -13,7 +13,7 @@ from helpers.toy_recurrences import HASH
 from hypothesis import given, settings
 
 from hybrid_runtime.state import BlockDemand, HybridStateManager, StateLayout, StepRows
-from hybrid_runtime.state.layouts.columns import ColumnsPolicy
+from hybrid_runtime.state.align.columns import ColumnsPolicy
 from hybrid_runtime.state.step import Step
 
 SLOTS, COLUMNS, LONGEST = 3, 48, 100

@@ -38,9 +38,9 @@ def test_a_late_result_cannot_reach_the_slots_next_tenant() -> None:
     made.end_step(following, counts(2, 1))
     assert made.accepted(step).tolist() == [4, 4]
     assert [s.slot for s in made.published(step)] == [1]
-    assert made._slot_table.computed[:2].tolist() == [0, 9]
+    assert made._ledger.computed[:2].tolist() == [0, 9]
     made.accepted(following)
-    assert made._slot_table.computed[:2].tolist() == [3, 11]
+    assert made._ledger.computed[:2].tolist() == [3, 11]
     assert made.computed[:2].tolist() == [0, 9]
 
 
@@ -49,7 +49,7 @@ def test_counts_follow_rows_not_slots() -> None:
     step = made.begin_step(rows(slot=[2, 0]))
     made.end_step(step, counts(1, 3, 99, 99))
     made.accepted(step)
-    assert made._slot_table.computed[:3].tolist() == [8, 5, 6]
+    assert made._ledger.computed[:3].tolist() == [8, 5, 6]
 
 
 def test_a_step_that_has_not_ended_has_no_counts() -> None:
@@ -183,7 +183,7 @@ def test_reset_forgets_requests_and_steps_wherever_they_were() -> None:
         assert torch.equal(getattr(placed, field)[:2], getattr(wanted, field)[:2])
     made.end_step(placed, counts(2, 1))
     assert made.accepted(placed).tolist() == [2, 1]
-    assert made._slot_table.computed[:2].tolist() == [7, 6]
+    assert made._ledger.computed[:2].tolist() == [7, 6]
 
 
 def test_zero_accepted_with_drafts_kills_the_row_and_no_other() -> None:

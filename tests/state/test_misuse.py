@@ -131,7 +131,7 @@ def rows_without_request(w: World) -> None:
 
 def rows_of_an_open_step(w: World) -> None:
     busy = {int(s) for step in w.open for s in step.rows.slot} & set(w.live)
-    same = [s for s in busy if w.made._slot_table.known[s, w.made._slot_table.OPEN_STEP] >= 0]
+    same = [s for s in busy if w.made._ledger.known[s, w.made._ledger.OPEN_STEP] >= 0]
     if same:
         w.begin(**fields([w.rng.choice(same)]))
 
@@ -242,7 +242,7 @@ def a_rule_that_cannot_be(w: World) -> None:
 
 def a_snapshot_of_the_past(w: World) -> None:
     slot = w.rng.randrange(SLOTS)
-    generation = int(w.made._slot_table.generation[slot])
+    generation = int(w.made._ledger.generation[slot])
     past = generation - 1 if slot in w.live else generation
     stale = Snapshot(slot, past, w.rng.randrange(1, 6) * BLOCK, COLUMNS - 1)
     with refused(r"snapshots\[0\] is"):
@@ -252,8 +252,8 @@ def a_snapshot_of_the_past(w: World) -> None:
 def a_snapshot_that_never_was(w: World) -> None:
     if w.live:
         slot = w.rng.choice(w.live)
-        generation = int(w.made._slot_table.generation[slot])
-        computed = int(w.made._slot_table.computed[slot])
+        generation = int(w.made._ledger.generation[slot])
+        computed = int(w.made._ledger.computed[slot])
         invented = Snapshot(slot, generation, computed + w.rng.randrange(1, 30), COLUMNS - 1)
         known = w.made.last_snapshot(slot)
         changed = [] if known is None else [known._replace(boundary=known.boundary + 1)]

@@ -13,7 +13,7 @@ from hybrid_runtime.kernels.conv.spec import ConvLayout
 from hybrid_runtime.kernels.mamba2.records import Records
 from hybrid_runtime.kernels.mamba2.recurrence import mamba2
 from hybrid_runtime.state import HybridStateManager, StateLayout, StepRows
-from hybrid_runtime.state.layouts.flush import FlushInputs
+from hybrid_runtime.state.replay.flush import FlushInputs
 
 K, SLOTS, COLUMNS, BLOCK = 3, 4, 6, 8
 LIVE = COLUMNS - 1

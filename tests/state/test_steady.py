@@ -14,8 +14,8 @@ from helpers.replay_model import RUNNERS
 from helpers.toy_recurrences import HASH
 
 from hybrid_runtime.state import HybridStateManager, StateLayout, StepRows
-from hybrid_runtime.state.align import LONGEST, RetentionRule
-from hybrid_runtime.state.saved_upload import Stretch
+from hybrid_runtime.state.boundaries import LONGEST, RetentionRule
+from hybrid_runtime.state.saved_upload import RepeatRange
 
 SLOTS, K = 3, 3
 layouts = pytest.mark.parametrize("kind", sorted(RUNNERS))
@@ -169,7 +169,7 @@ def test_far_from_boundaries_one_comparison_says_that_nothing_is_due(
         return StepRows(np.zeros(1, np.int32), low, high, [draft + 1], [draft])
 
     for start in range(16, 64, 3):
-        stretch = Stretch.of(of(start), block)
+        stretch = RepeatRange.of(of(start), block)
         held = [n for n in range(100) if stretch.holds(of(n))]
         assert held == [
             n

@@ -12,7 +12,7 @@ from helpers.replay_model import ReplayRunner
 from helpers.toy_recurrences import HASH
 
 from hybrid_runtime.state import StateLayout
-from hybrid_runtime.state.layouts.pending import pending_bounds
+from hybrid_runtime.state.replay.pending import pending_bounds
 
 K, BLOCK = 3, 8
 
@@ -105,9 +105,7 @@ def runner(ring_tokens: int, depth: int) -> ReplayRunner:
 def bounds(runs: ReplayRunner) -> tuple[int, int]:
     manager = runs.manager
     queued = manager._in_flight.queued
-    low, high = pending_bounds(
-        manager._slot_table, queued, runs.live, BLOCK, runs.layout.ring_tokens
-    )
+    low, high = pending_bounds(manager._ledger, queued, runs.live, BLOCK, runs.layout.ring_tokens)
     return int(low[0]), int(high[0])
 
 

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from hybrid_runtime.state import align
+from hybrid_runtime.state import boundaries
+from hybrid_runtime.state.align import arithmetic
 
 Rows = NDArray[np.intp]
 
@@ -95,16 +96,16 @@ class Bounds:
         end_low = np.maximum(known_low, computed - unsettled) + scheduled
         end_high = computed + scheduled
         certain_low = end_low - draft
-        column_low = align.running_column(end_low, self.block_size)
-        column_high = align.running_column(end_high, self.block_size)
-        precopy = align.precopy_candidates(column_low, column_high, held_min, held_max, None)
+        column_low = arithmetic.running_column(end_low, self.block_size)
+        column_high = arithmetic.running_column(end_high, self.block_size)
+        precopy = arithmetic.precopy_candidates(column_low, column_high, held_min, held_max, None)
         # Without a state there is nothing to copy, but the device must set the running column.
         precopy |= held_max < 0
         kept, first = self._retention(prompt, certain_low)
         if kept is None:
             postcopy = np.zeros(len(slot), bool)
         else:
-            postcopy = align.postcopy_candidates(certain_low, end_high - draft, draft, kept)
+            postcopy = arithmetic.postcopy_candidates(certain_low, end_high - draft, draft, kept)
         if self._any_lost:
             lost = self.lost[slot]
             precopy |= lost
@@ -118,12 +119,12 @@ class Bounds:
 
     def _retention(
         self, prompt: NDArray[Any], certain: NDArray[Any]
-    ) -> tuple[align.RetentionRule | None, NDArray[np.int32]]:
+    ) -> tuple[boundaries.RetentionRule | None, NDArray[np.int32]]:
         """The rule for this step's rows (None: nothing is kept), and `Candidates.first`."""
         if self.retained is None or (prompt < certain).all():
-            return align.RetentionRule(self.every) if self.every else None, _NO_POSITIONS
+            return boundaries.RetentionRule(self.every) if self.every else None, _NO_POSITIONS
         first = np.where(prompt % self.block_size == 0, prompt, 0).astype(np.int32)
-        return align.RetentionRule(self.every, first), first
+        return boundaries.RetentionRule(self.every, first), first
 
     def distrust(self, slots: NDArray[Any]) -> None:
         """The bounds of these slots no longer hold."""

@@ -19,21 +19,22 @@ from hybrid_runtime.kernels.step.advance_replay import (
     advance_replay,
 )
 from hybrid_runtime.kernels.step.state_table import StateTable
-from hybrid_runtime.state import align
+from hybrid_runtime.state import boundaries
+from hybrid_runtime.state.base import NO_ROWS, Ints2D, Outcome
 from hybrid_runtime.state.checks import Refusal, refuse
 from hybrid_runtime.state.demand import BlockDemand
 from hybrid_runtime.state.layout import StateLayout
-from hybrid_runtime.state.layouts.base import NO_ROWS, Ints2D, Outcome
-from hybrid_runtime.state.layouts.flush import Flusher, FlushInputs
-from hybrid_runtime.state.layouts.pack import (
+from hybrid_runtime.state.ledger import Ledger, StateColumns
+from hybrid_runtime.state.pack import (
     StepPlan,
     pack_rows,
     pack_unfinished,
     unfiled_column,
 )
-from hybrid_runtime.state.layouts.pending import pending_bounds
+from hybrid_runtime.state.replay import arithmetic
+from hybrid_runtime.state.replay.flush import Flusher, FlushInputs
+from hybrid_runtime.state.replay.pending import pending_bounds
 from hybrid_runtime.state.rows import StepRows
-from hybrid_runtime.state.slot_table import Held, SlotTable
 from hybrid_runtime.state.step import Snapshot, Step, StepPositions
 
 
@@ -55,25 +56,25 @@ class ReplayPolicy:
     def __init__(
         self,
         layout: StateLayout,
-        slot_table: SlotTable,
+        ledger: Ledger,
         device: torch.device,
         waits: Waits,
         depth: int,
         cuts: bool,
     ) -> None:
-        def ints(value: int, size: int = slot_table.max_rows) -> Tensor:
+        def ints(value: int, size: int = ledger.max_rows) -> Tensor:
             return torch.full((size,), value, dtype=torch.int32, device=device)
 
         self.layout, self.columns, self.cuts = layout, 0, cuts
         self._place = ReplayPlace(
             layout.block_size, -1, layout.ring_tokens, layout.ring_length, cuts
         )
-        self.slots = ReplaySlots(*(ints(v, slot_table.max_requests) for v in (-1, -1, 0, 0)))
+        self.slots = ReplaySlots(*(ints(v, ledger.max_requests) for v in (-1, -1, 0, 0)))
         self.outputs = out = ReplayPositions(*(ints(value) for value in IDLE))
         self.nowhere = ReplayPositions(*(ints(value) for value in IDLE))
         inside = Cuts(out.snapshot_after, out.snapshot_column) if cuts else None
         self.positions = StepPositions(out.read_column, out.offset, out.write_column, out, inside)
-        self._slot_table, self._waits, self._depth = slot_table, waits, depth
+        self._ledger, self._waits, self._depth = ledger, waits, depth
         self._flusher: Flusher | None = None
 
     @property
@@ -84,7 +85,7 @@ class ReplayPolicy:
         self.columns = columns
         self._place = self._place._replace(live_column=self._live)
         self._flusher = Flusher(
-            self.layout.recurrence, states, flush_inputs, self._place, self._slot_table,
+            self.layout.recurrence, states, flush_inputs, self._place, self._ledger,
             self._depth, self._waits, self.slots.computed.device,
         )  # fmt: skip
 
@@ -98,40 +99,42 @@ class ReplayPolicy:
                 f"({self._live}) or below {passed}, because later snapshots go to those between"
             )
 
-    def block_demand(self, rows: StepRows, known: align.Ints | None) -> BlockDemand:
+    def block_demand(self, rows: StepRows, known: boundaries.Ints | None) -> BlockDemand:
         """The snapshots that a row may write or read; the live column comes besides. All that the
         bounds leave open may be written: exact ones leave a single boundary, and one at a cut."""
-        booked = self._slot_table.known.take(rows.index, axis=0, mode="wrap")
+        booked = self._ledger.known.take(rows.index, axis=0, mode="wrap")
         low = self._first_stored(rows, booked)
-        fresh, last = self._span(low, rows.certain_max, self._slot_table.kept(rows.index))
-        held_min, held_max = booked[:, SlotTable.HELD_MIN], booked[:, SlotTable.HELD_MAX]
+        fresh, last = self._span(low, rows.certain_max, self._ledger.kept(rows.index))
+        held_min, held_max = booked[:, Ledger.HELD_MIN], booked[:, Ledger.HELD_MAX]
         held = (held_max >= 0) & (held_max < self._live)
         first = np.where(held & ((last < 0) | (held_min < fresh)), held_min, fresh)
         kept = np.where(held & (held_max > last), held_max, last)
         if known is not None:
             unfiled = unfiled_column(known, self.layout)
             first = np.where(kept < 0, unfiled, np.minimum(first, unfiled))
-            kept = np.maximum(kept, align.blocks_below(rows.computed_max, self.layout.block_size))
+            kept = np.maximum(
+                kept, boundaries.blocks_below(rows.computed_max, self.layout.block_size)
+            )
         if rows.padded:
             live = rows.slot >= 0
             first, fresh = first * live, fresh * live
             last, kept = np.where(live, last, -1), np.where(live, kept, -1)
         return BlockDemand(first, fresh, last, kept)
 
-    def held(self, rows: StepRows) -> Held:
+    def held(self, rows: StepRows) -> StateColumns:
         certain = rows.certain_min
         if np.count_nonzero(rows.draft) == len(rows):
-            return Held(-1, -1, certain)
-        first, last = self._span(certain, rows.certain_max, self._slot_table.kept(rows.index))
+            return StateColumns(-1, -1, certain)
+        first, last = self._span(certain, rows.certain_max, self._ledger.kept(rows.index))
         direct = (rows.draft == 0) & (last >= 0)
-        return Held(np.where(direct, first, -1), np.where(direct, last, -1), certain)
+        return StateColumns(np.where(direct, first, -1), np.where(direct, last, -1), certain)
 
     def pack(self, packed: NDArray[np.int32], rows: StepRows) -> tuple[StepPlan, int]:
-        known = pack_rows(packed, self._slot_table, rows)
-        last_draft, low = known[:, SlotTable.LAST_DRAFT], self._first_stored(rows, known)
-        high, kept = rows.certain_max, self._slot_table.kept(rows.index)
+        known = pack_rows(packed, self._ledger, rows)
+        last_draft, low = known[:, Ledger.LAST_DRAFT], self._first_stored(rows, known)
+        high, kept = rows.certain_max, self._ledger.kept(rows.index)
         refuse(
-            self._slot_table,
+            self._ledger,
             rows,
             known,
             Refusal(
@@ -147,21 +150,23 @@ class ReplayPolicy:
                 f"below any retained boundary that {self._live} snapshot columns do not reach",
             ),
         )
-        may_store = align.replay_candidates(
+        may_store = arithmetic.replay_candidates(
             low, rows.computed_max, high, rows.draft, last_draft, kept
         )
         if rows.padded:
             may_store &= rows.slot >= 0
         plan = StepPlan(self.held(rows), may_store.nonzero()[0], NO_ROWS)
-        return plan, pack_unfinished(packed, self._slot_table, len(rows))
+        return plan, pack_unfinished(packed, self._ledger, len(rows))
 
-    def repeat(self, rows: StepRows, last: StepRows, kept: align.RetentionRule) -> StepPlan | None:
+    def repeat(
+        self, rows: StepRows, last: StepRows, kept: boundaries.RetentionRule
+    ) -> StepPlan | None:
         high = rows.certain_max
         before = np.maximum(last.certain_min, rows.computed_min - rows.draft)
-        low = self._lowest(rows, align.first_stored(before, rows.certain_min, rows.draft))
+        low = self._lowest(rows, arithmetic.first_stored(before, rows.certain_min, rows.draft))
         if np.count_nonzero(self._far(low, high, kept)):
             return None
-        may_store = align.replay_candidates(
+        may_store = arithmetic.replay_candidates(
             low, rows.computed_max, high, rows.draft, rows.draft, kept
         )
         return StepPlan(self.held(rows), may_store.nonzero()[0], NO_ROWS)
@@ -190,7 +195,7 @@ class ReplayPolicy:
         )
 
     def touched(
-        self, rows: StepRows, computed: align.Ints, outputs: ReplayPositions
+        self, rows: StepRows, computed: boundaries.Ints, outputs: ReplayPositions
     ) -> tuple[Ints2D, Ints2D]:
         n = len(rows)
         reads = outputs.read_column[:n, None]
@@ -199,9 +204,9 @@ class ReplayPolicy:
 
     def lacking(
         self, rows: StepRows, queued: Sequence[Step], outputs: ReplayPositions
-    ) -> tuple[align.Ints, align.Ints, align.Ints]:
+    ) -> tuple[boundaries.Ints, boundaries.Ints, boundaries.Ints]:
         low, high = pending_bounds(
-            self._slot_table, queued, self._live, self.layout.block_size, self.layout.ring_tokens
+            self._ledger, queued, self._live, self.layout.block_size, self.layout.ring_tokens
         )
         exact = outputs.pending[: len(rows)].cpu().numpy()
         return exact, low[rows.slot], high[rows.slot]
@@ -221,12 +226,18 @@ class ReplayPolicy:
         """Nothing: the next steps fold what was accepted."""
 
     def foresee(
-        self, step: Step, computed: align.Ints, certain: align.Ints, current: align.Bools
+        self,
+        step: Step,
+        computed: boundaries.Ints,
+        certain: boundaries.Ints,
+        current: boundaries.Bools,
     ) -> Callable[[NDArray[np.int32]], Outcome]:
-        table, slot, draft = self._slot_table, step.rows.slot, step.rows.draft
+        table, slot, draft = self._ledger, step.rows.slot, step.rows.draft
         kept, block = step.kept, self.layout.block_size
-        stored = align.replay_snapshot(table.certain[slot], computed, certain, draft, block, kept)
-        writes = align.replay_writes(
+        stored = arithmetic.replay_snapshot(
+            table.certain[slot], computed, certain, draft, block, kept
+        )
+        writes = arithmetic.replay_writes(
             computed - table.written[slot], step.rows.scheduled, draft, stored.extra,
             table.held[slot] == self._live, self.layout.ring_tokens,
         )  # fmt: skip
@@ -252,34 +263,36 @@ class ReplayPolicy:
         if self._flusher is not None:
             self._flusher.prepare()
 
-    def _first_stored(self, rows: StepRows, known: NDArray[np.int32]) -> align.Ints:
-        last_draft = known[:, SlotTable.LAST_DRAFT]
-        before = np.maximum(known[:, SlotTable.CERTAIN], rows.computed_min - last_draft)
-        low = align.first_stored(before, rows.certain_min, last_draft)
+    def _first_stored(self, rows: StepRows, known: NDArray[np.int32]) -> boundaries.Ints:
+        last_draft = known[:, Ledger.LAST_DRAFT]
+        before = np.maximum(known[:, Ledger.CERTAIN], rows.computed_min - last_draft)
+        low = arithmetic.first_stored(before, rows.certain_min, last_draft)
         return self._lowest(rows, low)
 
-    def _lowest(self, rows: StepRows, low: align.Ints) -> align.Ints:
+    def _lowest(self, rows: StepRows, low: boundaries.Ints) -> boundaries.Ints:
         """Least boundary that a step may store, from that of rows that are not cut."""
         if not (self.cuts and rows.chunked):
             return low
         block = self.layout.block_size
         before = np.maximum(rows.certain_min - 1, 0)
-        inside = np.maximum(align.blocks_below(before, block) * block, rows.computed_min + 1)
-        lowest: align.Ints = np.where(rows.draft == 0, np.minimum(low, inside), low)
+        inside = np.maximum(boundaries.blocks_below(before, block) * block, rows.computed_min + 1)
+        lowest: boundaries.Ints = np.where(rows.draft == 0, np.minimum(low, inside), low)
         return lowest
 
     def _span(
-        self, low: align.Ints, high: align.Ints, kept: align.RetentionRule
-    ) -> tuple[align.Ints, align.Ints]:
+        self, low: boundaries.Ints, high: boundaries.Ints, kept: boundaries.RetentionRule
+    ) -> tuple[boundaries.Ints, boundaries.Ints]:
         """First and last column of the retained boundaries in `low .. high`; 0, -1: none."""
-        first, last = align.next_retained(low, kept), align.last_retained(high, kept)
+        first, last = boundaries.next_retained(low, kept), boundaries.last_retained(high, kept)
         some, block = first <= high, self.layout.block_size
         return np.where(some, first // block - 1, 0), np.where(some, last // block - 1, -1)
 
-    def _far(self, low: align.Ints, high: align.Ints, kept: align.RetentionRule) -> align.Bools:
+    def _far(
+        self, low: boundaries.Ints, high: boundaries.Ints, kept: boundaries.RetentionRule
+    ) -> boundaries.Bools:
         """Rows that may store a snapshot for which there is no column."""
         most = self.columns * self.layout.block_size
         far = high >= most
         if not np.count_nonzero(far):
             return far
-        return align.next_retained(np.maximum(low, most), kept) <= high
+        return boundaries.next_retained(np.maximum(low, most), kept) <= high

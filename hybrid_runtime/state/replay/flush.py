@@ -20,8 +20,9 @@ from hybrid_runtime.kernels.recurrence import Recurrence
 from hybrid_runtime.kernels.replay.rounding import Rounding
 from hybrid_runtime.kernels.step.advance_replay import ReplayPlace, ReplayPositions
 from hybrid_runtime.kernels.step.state_table import StateTable
-from hybrid_runtime.state import align
-from hybrid_runtime.state.slot_table import SlotTable
+from hybrid_runtime.state import boundaries
+from hybrid_runtime.state.ledger import Ledger
+from hybrid_runtime.state.replay import arithmetic
 from hybrid_runtime.state.step import Snapshot, Step
 
 
@@ -51,16 +52,16 @@ class Flusher:
         table: StateTable,
         source: FlushInputs | None,
         place: ReplayPlace,
-        slot_table: SlotTable,
+        ledger: Ledger,
         depth: int,
         waits: Waits,
         device: torch.device,
     ) -> None:
-        slots = slot_table.max_requests
+        slots = ledger.max_requests
         self._recurrence, self._table, self._source = recurrence, table, source
         self._live, self._block_size, self._ring = place.live_column, place.block_size, place.ring
         self._cuts = place.cuts
-        self._slot_table = slot_table
+        self._ledger = ledger
         self._slot = torch.arange(slots, dtype=torch.int32, device=device)
         self._read = torch.full_like(self._slot, self._live)
         # By row: slots. By slot: tokens to fold and their index in the ring, the accepted drafts
@@ -73,28 +74,28 @@ class Flusher:
 
         step: the oldest outstanding one that has a row of the request; None: there is none.
         """
-        slot_table, at = self._slot_table, np.array([slot])
-        before, computed = slot_table.certain[at], slot_table.computed[at]
+        ledger, at = self._ledger, np.array([slot])
+        before, computed = ledger.certain[at], ledger.computed[at]
         certain, draft = computed, computed * 0
-        kept = slot_table.kept(at)
+        kept = ledger.kept(at)
         if step is not None:
             row = np.flatnonzero(step.rows.slot == slot)
             draft = step.rows.draft[row]
             certain = computed + step.rows.scheduled[row] - draft
             kept = step.kept.of(row)  # what has been retained since, the step doesn't store
-        stored = align.replay_snapshot(before, computed, certain, draft, self._block_size, kept)
+        stored = arithmetic.replay_snapshot(
+            before, computed, certain, draft, self._block_size, kept
+        )
         boundary = int(stored.boundary[0])
         if self._cuts and not boundary:
-            cut = align.prompt_cut(computed, certain, draft, self._block_size, kept)
+            cut = boundaries.prompt_cut(computed, certain, draft, self._block_size, kept)
             boundary = int(cut[0])
         column = self._live if step is None else boundary // self._block_size - 1
         possible = self._source is not None if step is None else step.ended
         if boundary <= before[0] or not possible:
-            boundary = int(slot_table.stored[slot])
+            boundary = int(ledger.stored[slot])
             column = boundary // self._block_size - 1
-        return (
-            Snapshot(slot, int(slot_table.generation[slot]), boundary, column) if boundary else None
-        )
+        return Snapshot(slot, int(ledger.generation[slot]), boundary, column) if boundary else None
 
     def prepare(self) -> None:
         """Compile what `fold` launches, with a row that touches nothing."""
@@ -109,7 +110,7 @@ class Flusher:
         rows = [s for s in snapshots if s.column == self._live]
         if not rows or self._source is None:
             return 0
-        table = self._slot_table
+        table = self._ledger
         index, packed = self._staging.take()
         for i, snapshot in enumerate(rows):
             packed[0, i] = slot = snapshot.slot

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from hybrid_runtime.state import align
-from hybrid_runtime.state.slot_table import SlotTable
+from hybrid_runtime.state import boundaries
+from hybrid_runtime.state.ledger import Ledger
+from hybrid_runtime.state.replay import arithmetic
 from hybrid_runtime.state.step import Step
 
 _Known = NDArray[np.int64]
@@ -17,8 +18,8 @@ state lacks; and 1 if it lies elsewhere than in the live column."""
 
 
 def pending_bounds(
-    table: SlotTable, queued: Sequence[Step], live: int, block_size: int, window: int
-) -> tuple[align.Ints, align.Ints]:
+    table: Ledger, queued: Sequence[Step], live: int, block_size: int, window: int
+) -> tuple[boundaries.Ints, boundaries.Ints]:
     """Least and most tokens, `[max_requests]`, that the state of each slot may lack after the
     queued steps, whatever they accept; from the exact counts of those before.
 
@@ -43,18 +44,18 @@ def _after(
     kept = step.kept.of(rows)
     (least, last_least, pending_least, _), (most, last_most, pending_most, _) = low, high
     certain_least, certain_most = least + scheduled - draft, most + scheduled - draft
-    first = align.first_stored(last_least, certain_least, most - last_most)
-    may_store = align.next_retained(first, kept) <= certain_most
-    stored = align.replay_snapshot(last_least, least, certain_least, draft, block_size, kept)
+    first = arithmetic.first_stored(last_least, certain_least, most - last_most)
+    may_store = boundaries.next_retained(first, kept) <= certain_most
+    stored = arithmetic.replay_snapshot(last_least, least, certain_least, draft, block_size, kept)
     # Where only the last acceptance is open, the least one must reach the boundary.
     reached = np.where(least == most, stored.extra, kept.keeps(last_least + scheduled - draft))
     must_store = (last_least == last_most) & reached
     plain = draft == 0
-    pending = align.pending_after(
+    pending = arithmetic.pending_after(
         (pending_least, pending_most), scheduled, draft, plain | (high[3] > 0) | may_store,
         plain | (low[3] > 0) | must_store, window,
     )  # fmt: skip
-    moves = plain & (align.next_retained(certain_least, kept) <= certain_most)
+    moves = plain & (boundaries.next_retained(certain_least, kept) <= certain_most)
     surely = plain & (certain_least == certain_most) & kept.keeps(certain_least)
     return (
         np.array([certain_least, certain_least, pending[0], surely], np.int64),

@@ -8,13 +8,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hybrid_runtime.kernels.step import entry as fields
-from hybrid_runtime.state.align import LONGEST, NEVER, RetentionRule
+from hybrid_runtime.state.boundaries import LONGEST, NEVER, RetentionRule
 from hybrid_runtime.state.rows import StepRows
 
 NONE = -1
 
 
-class Held(NamedTuple):
+class StateColumns(NamedTuple):
     """Where a begun step leaves its states, `[rows]` or one value for all.
 
     column_min, column_max: bounds on the column.
@@ -26,7 +26,7 @@ class Held(NamedTuple):
     certain: NDArray[Any] | int
 
 
-class SlotTable:
+class Ledger:
     """Arrays by slot, `[max_requests]` where nothing else is said.
 
     max_rows: most rows of a step. block_size: in tokens.
@@ -141,7 +141,7 @@ class SlotTable:
         lines = self.lines.take(slot, axis=0, mode="wrap")
         return RetentionRule(*lines[:, fields.EVERY : fields.SECOND + 1].T)
 
-    def begin_step(self, rows: StepRows, held: Held, number: int) -> None:
+    def begin_step(self, rows: StepRows, held: StateColumns, number: int) -> None:
         """Book a begun step, whose launch folds in the counts of all steps that have ended."""
         self.unfinished[:] = NONE
         known = held.column_min, held.column_max, rows.draft, number, held.certain

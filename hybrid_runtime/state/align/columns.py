@@ -16,14 +16,15 @@ from hybrid_runtime.kernels.step import entry as fields
 from hybrid_runtime.kernels.step.advance_columns import IDLE, Positions, SlotState, advance
 from hybrid_runtime.kernels.step.state_copy import compile_moves, postcopy, precopy
 from hybrid_runtime.kernels.step.state_table import StateTable
-from hybrid_runtime.state import align
+from hybrid_runtime.state import boundaries
+from hybrid_runtime.state.align import arithmetic
+from hybrid_runtime.state.base import NO_ROWS, Ints2D, Outcome
 from hybrid_runtime.state.demand import BlockDemand
 from hybrid_runtime.state.layout import StateLayout
-from hybrid_runtime.state.layouts.base import NO_ROWS, Ints2D, Outcome
-from hybrid_runtime.state.layouts.flush import FlushInputs
-from hybrid_runtime.state.layouts.pack import StepPlan, pack_step, unfiled_column
+from hybrid_runtime.state.ledger import Ledger, StateColumns
+from hybrid_runtime.state.pack import StepPlan, pack_step, unfiled_column
+from hybrid_runtime.state.replay.flush import FlushInputs
 from hybrid_runtime.state.rows import StepRows
-from hybrid_runtime.state.slot_table import Held, SlotTable
 from hybrid_runtime.state.stats import Stats
 from hybrid_runtime.state.step import Snapshot, Step, StepPositions
 
@@ -34,14 +35,14 @@ class ColumnsPolicy:
     def __init__(
         self,
         layout: StateLayout,
-        slot_table: SlotTable,
+        ledger: Ledger,
         device: torch.device,
         in_place: bool,
         cuts: bool,
         staging: Staging,
         stats: Stats,
     ) -> None:
-        slots, n = slot_table.max_requests, slot_table.max_rows
+        slots, n = ledger.max_requests, ledger.max_rows
 
         def ints(*shape: int) -> Tensor:
             return torch.full(shape, -1, dtype=torch.int32, device=device)
@@ -54,28 +55,28 @@ class ColumnsPolicy:
         inside = Cuts(after, column) if cuts else None
         self.positions = StepPositions(read, offset, write, cuts=inside)
         self._moves = ints(3, n)
-        self._slot_table, self._staging, self._stats = slot_table, staging, stats
+        self._ledger, self._staging, self._stats = ledger, staging, stats
         self._states: StateTable | None = None
-        self._bounds: tuple[StepRows, align.Ints, align.Ints] | None = None
+        self._bounds: tuple[StepRows, boundaries.Ints, boundaries.Ints] | None = None
 
     def bind(self, states: StateTable, columns: int, flush_inputs: FlushInputs | None) -> None:
         self._states, self.columns = states, columns
         if states.addresses.is_cuda:
-            most = self._slot_table.max_rows
+            most = self._ledger.max_rows
             compile_moves(states, most, self.layout.block_size, self.in_place)
 
     def check_hit(self, computed: int, column: int) -> None:
         """Any column will do: a row reads its state before it writes."""
 
-    def block_demand(self, rows: StepRows, known: align.Ints | None) -> BlockDemand:
+    def block_demand(self, rows: StepRows, known: boundaries.Ints | None) -> BlockDemand:
         """A row may write the column below its running one (a snapshot's), the running one,
         and one per guess. A row that runs through several blocks at once reads the column that it
         ran in last, and those between stay empty."""
         low, high = self._columns(rows)
-        booked = self._slot_table.known.take(rows.index, axis=0, mode="wrap")
-        first, last = align.columns_held(booked[:, SlotTable.HELD_MIN], low, high, rows.draft)
+        booked = self._ledger.known.take(rows.index, axis=0, mode="wrap")
+        first, last = arithmetic.columns_held(booked[:, Ledger.HELD_MIN], low, high, rows.draft)
         fresh = np.maximum(low - 1, 0)
-        read = booked[:, SlotTable.HELD_MAX] + booked[:, SlotTable.LAST_DRAFT]
+        read = booked[:, Ledger.HELD_MAX] + booked[:, Ledger.LAST_DRAFT]
         kept = np.maximum(last, read)
         if known is not None:
             first = np.minimum(first, unfiled_column(known, self.layout))
@@ -86,18 +87,20 @@ class ColumnsPolicy:
         return BlockDemand(first, fresh, last, kept)
 
     def pack(self, packed: NDArray[np.int32], rows: StepRows) -> tuple[StepPlan, int]:
-        return pack_step(packed, self._slot_table, rows, self.layout, self.columns, self.in_place)
+        return pack_step(packed, self._ledger, rows, self.layout, self.columns, self.in_place)
 
-    def held(self, rows: StepRows) -> Held:
-        return Held(*self._columns(rows), 0)
+    def held(self, rows: StepRows) -> StateColumns:
+        return StateColumns(*self._columns(rows), 0)
 
-    def repeat(self, rows: StepRows, last: StepRows, kept: align.RetentionRule) -> StepPlan | None:
+    def repeat(
+        self, rows: StepRows, last: StepRows, kept: boundaries.RetentionRule
+    ) -> StepPlan | None:
         end_max = rows.computed_max + rows.scheduled
         most = (self.columns - self.layout.num_speculative_tokens) * self.layout.block_size
         if np.count_nonzero(end_max > most):
             return None
         low, high = rows.certain_min, rows.certain_max
-        if np.count_nonzero(align.postcopy_candidates(low, high, rows.draft, kept)):
+        if np.count_nonzero(arithmetic.postcopy_candidates(low, high, rows.draft, kept)):
             return None
         return StepPlan(self.held(rows), NO_ROWS, NO_ROWS)
 
@@ -128,7 +131,7 @@ class ColumnsPolicy:
         )
 
     def touched(
-        self, rows: StepRows, computed: align.Ints, outputs: Positions
+        self, rows: StepRows, computed: boundaries.Ints, outputs: Positions
     ) -> tuple[Ints2D, Ints2D]:
         """In-place rows that move read where the move reads. Written are the running column, one
         per guess, and where a snapshot may be copied to."""
@@ -142,9 +145,9 @@ class ColumnsPolicy:
         writes = np.where(
             (write[:, None] >= 0) & (guess <= rows.draft[:, None]), write[:, None] + guess, -1
         )
-        kept = self._slot_table.kept(rows.index)
+        kept = self._ledger.kept(rows.index)
         certain = computed + rows.scheduled - rows.draft
-        boundary = align.next_retained(certain, kept)
+        boundary = boundaries.next_retained(certain, kept)
         copies = (write >= 0) & (rows.draft > 0) & (boundary <= certain + rows.draft)
         copied = np.where(copies, boundary // block - 1, -1)
         reads = np.stack([read, np.where(read >= 0, read + offset, -1)], 1)
@@ -152,7 +155,7 @@ class ColumnsPolicy:
 
     def lacking(
         self, rows: StepRows, queued: Sequence[Step], outputs: Any
-    ) -> tuple[align.Ints, align.Ints, align.Ints]:
+    ) -> tuple[boundaries.Ints, boundaries.Ints, boundaries.Ints]:
         """Nothing: each state holds all of its tokens."""
         nothing = np.zeros(len(rows), np.int64)
         return nothing, nothing, nothing
@@ -186,13 +189,17 @@ class ColumnsPolicy:
         self._stats.copy_launches += 1
 
     def foresee(
-        self, step: Step, computed: align.Ints, certain: align.Ints, current: align.Bools
+        self,
+        step: Step,
+        computed: boundaries.Ints,
+        certain: boundaries.Ints,
+        current: boundaries.Bools,
     ) -> Callable[[NDArray[np.int32]], Outcome]:
         draft, kept, block = step.rows.draft, step.kept, self.layout.block_size
-        column = align.running_column(computed + step.rows.scheduled, block)
+        column = arithmetic.running_column(computed + step.rows.scheduled, block)
 
         def outcome(accepted: NDArray[np.int32]) -> Outcome:
-            move = align.postcopy(certain, draft, accepted, column, block, kept)
+            move = arithmetic.postcopy(certain, draft, accepted, column, block, kept)
             boundary = (certain + np.maximum(accepted, 1) - 1) // block * block
             return Outcome(boundary, (boundary >= certain) & kept.keeps(boundary), move.acts)
 
@@ -207,13 +214,13 @@ class ColumnsPolicy:
     def compile_flush(self) -> None:
         """Nothing is flushed: each step stores its own snapshots."""
 
-    def _columns(self, rows: StepRows) -> tuple[align.Ints, align.Ints]:
+    def _columns(self, rows: StepRows) -> tuple[boundaries.Ints, boundaries.Ints]:
         """Bounds on the running column of each row; kept for the rows asked for last."""
         if self._bounds is None or self._bounds[0] is not rows:
             block = self.layout.block_size
-            low = high = align.running_column(rows.computed_min + rows.scheduled, block)
+            low = high = arithmetic.running_column(rows.computed_min + rows.scheduled, block)
             if not rows.exact_counts:
-                high = align.running_column(rows.computed_max + rows.scheduled, block)
+                high = arithmetic.running_column(rows.computed_max + rows.scheduled, block)
             self._bounds = rows, low, high
         return self._bounds[1:]
 

@@ -10,12 +10,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hybrid_runtime.kernels.step.state_table import StateTable
-from hybrid_runtime.state import align
+from hybrid_runtime.state import boundaries
 from hybrid_runtime.state.demand import BlockDemand
-from hybrid_runtime.state.layouts.flush import FlushInputs
-from hybrid_runtime.state.layouts.pack import StepPlan
+from hybrid_runtime.state.ledger import StateColumns
+from hybrid_runtime.state.pack import StepPlan
+from hybrid_runtime.state.replay.flush import FlushInputs
 from hybrid_runtime.state.rows import StepRows
-from hybrid_runtime.state.slot_table import Held
 from hybrid_runtime.state.step import Snapshot, Step, StepPositions
 
 NO_ROWS: NDArray[np.intp] = np.empty(0, np.intp)
@@ -30,9 +30,9 @@ class Outcome(NamedTuple):
     copied: that took a copy of a state, unless the row is dead.
     """
 
-    boundary: align.Ints
-    complete: align.Bools
-    copied: align.Bools
+    boundary: boundaries.Ints
+    complete: boundaries.Bools
+    copied: boundaries.Bools
 
 
 class LayoutPolicy(Protocol):
@@ -69,7 +69,7 @@ class LayoutPolicy(Protocol):
         """Refuse a request of `computed` tokens whose state lies in `column`, if one of its steps
         might have to write that column while it reads it."""
 
-    def block_demand(self, rows: StepRows, known: align.Ints | None) -> BlockDemand:
+    def block_demand(self, rows: StepRows, known: boundaries.Ints | None) -> BlockDemand:
         """See `HybridStateManager.block_demand`."""
 
     def pack(self, packed: NDArray[np.int32], rows: StepRows) -> tuple[StepPlan, int]:
@@ -78,10 +78,12 @@ class LayoutPolicy(Protocol):
         Raises `ValueError` for rows that contradict their slots; only `packed` has changed then.
         """
 
-    def held(self, rows: StepRows) -> Held:
+    def held(self, rows: StepRows) -> StateColumns:
         """Where a step of `rows` leaves its states."""
 
-    def repeat(self, rows: StepRows, last: StepRows, kept: align.RetentionRule) -> StepPlan | None:
+    def repeat(
+        self, rows: StepRows, last: StepRows, kept: boundaries.RetentionRule
+    ) -> StepPlan | None:
         """The plan of `rows`, which differ from those of the last step, `last`, in their counts
         only; None if other lines must be packed for them, or they must be refused."""
 
@@ -103,7 +105,9 @@ class LayoutPolicy(Protocol):
         placed, slots, outputs: written; `slots` and `outputs` as the policy has them.
         """
 
-    def touched(self, rows: StepRows, computed: align.Ints, outputs: Any) -> tuple[Ints2D, Ints2D]:
+    def touched(
+        self, rows: StepRows, computed: boundaries.Ints, outputs: Any
+    ) -> tuple[Ints2D, Ints2D]:
         """Columns that a placed step reads and those that it may write, `[rows, ..]`; -1: none.
 
         computed: exact tokens computed before it. outputs: what the launch that places it wrote.
@@ -111,7 +115,7 @@ class LayoutPolicy(Protocol):
 
     def lacking(
         self, rows: StepRows, queued: Sequence[Step], outputs: Any
-    ) -> tuple[align.Ints, align.Ints, align.Ints]:
+    ) -> tuple[boundaries.Ints, boundaries.Ints, boundaries.Ints]:
         """Tokens that the states which a placed step reads lack, `[rows]`: exactly, and the least
         and most that the host knows of.
 
@@ -140,7 +144,11 @@ class LayoutPolicy(Protocol):
         """
 
     def foresee(
-        self, step: Step, computed: align.Ints, certain: align.Ints, current: align.Bools
+        self,
+        step: Step,
+        computed: boundaries.Ints,
+        certain: boundaries.Ints,
+        current: boundaries.Bools,
     ) -> Callable[[NDArray[np.int32]], Outcome]:
         """What the step leaves, as far as that needs no accepted counts; the call that takes them
         and books. Meaningless in rows that are not `current`.

@@ -1,0 +1,111 @@
+"""Block boundaries on NumPy arrays: which are retained, and which of them a row passes.
+
+Words as in docs/how-it-works.md: before a step `computed` (n) tokens are final; the step runs
+`scheduled` (s) tokens of which the last `draft` (d) are drafts; `certain` R = n + s - d tokens are
+in the state whatever the sampler says; `accepted` (a, 1..d+1) counts the tokens it emitted.
+All arguments broadcast; block sizes and positions are in tokens, columns index a block table.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ints = NDArray[np.integer[Any]]
+Bools = NDArray[np.bool_]
+
+NEVER = np.iinfo(np.int32).max
+"""Position that no sequence reaches: what `next_retained` answers when nothing is retained."""
+LONGEST = 2**30
+"""Positions, lengths and periods lie below it, so that the sum of two fits int32."""
+
+
+class RetentionRule(NamedTuple):
+    """Boundaries whose snapshot somebody keeps: multiples of `every` (0 = none), and two positions.
+
+    Each `[rows]` in tokens, or one int for all rows, which is cheaper; a position of 0 stands for
+    "no such position".
+    """
+
+    every: Ints | int
+    first: Ints | int = 0
+    second: Ints | int = 0
+
+    def keeps(self, boundary: Ints) -> Bools:
+        """Whether the snapshot at each `boundary` (tokens, > 0) is kept."""
+        every, *pins = self
+        if isinstance(every, int) and every > 0:
+            kept = boundary % every == 0
+        else:
+            kept = np.greater(every, 0) & (boundary % np.maximum(every, 1) == 0)
+        for pin in pins:
+            if not isinstance(pin, int) or pin:
+                kept = kept | (boundary == pin)
+        return kept & (boundary > 0)
+
+    def of(self, rows: NDArray[np.intp]) -> RetentionRule:
+        """Those of some of the rows."""
+        return RetentionRule(*(p if isinstance(p, int) else p[rows] for p in self))
+
+
+def blocks_below(position: Ints, block_size: int) -> Ints:
+    """position // block_size for 0 <= position < 2**31, by a multiplication.
+
+    NumPy's integer division takes several nanoseconds an element, which at a thousand rows is most
+    of what a step may cost. Exact: the inverse is a little too large, so that no multiple falls
+    below its quotient, and the product by less than 1 / block_size, so that nothing else rises.
+    """
+    inverse = (1 + 2.0**-40) / block_size
+    blocks: Ints = (position * inverse).astype(np.int64)
+    return blocks
+
+
+def next_retained(position: Ints, retention: RetentionRule) -> Ints:
+    """First retained boundary at or after `position` (tokens, >= 1); `NEVER`: there is none."""
+    every, *pins = retention
+    if isinstance(every, int) and every > 0:
+        found = blocks_below(position + (every - 1), every) * every
+    else:
+        step = np.maximum(every, 1)
+        found = np.where(np.greater(every, 0), (position + step - 1) // step * step, NEVER)
+    for pin in pins:
+        if not isinstance(pin, int) or pin:
+            found = np.minimum(found, np.where((pin > 0) & (pin >= position), pin, NEVER))
+    return found
+
+
+def last_retained(position: Ints, retention: RetentionRule) -> Ints:
+    """Last retained boundary at or before `position` (tokens, >= 0); 0: there is none."""
+    every, *pins = retention
+    if isinstance(every, int) and every > 0:
+        found = blocks_below(position, every) * every
+    else:
+        step = np.maximum(every, 1)
+        found = np.where(np.greater(every, 0), position // step * step, 0)
+    for pin in pins:
+        if not isinstance(pin, int) or pin:
+            found = np.maximum(found, np.where(np.less_equal(pin, position), pin, 0))
+    return found
+
+
+def prompt_cut(
+    computed: Ints, certain: Ints, draft: Ints, block_size: int, retention: RetentionRule
+) -> Ints:
+    """The boundary strictly inside a row without guesses at which it leaves a snapshot, if the
+    runner's kernels can do that: the last one there, if it is retained; 0: there is none."""
+    inside = blocks_below(np.maximum(certain - 1, 0), block_size) * block_size
+    return np.where((draft == 0) & (inside > computed) & retention.keeps(inside), inside, 0)
+
+
+def lost_boundaries(
+    computed: Ints, certain: Ints, retention: RetentionRule, cut: Ints | int
+) -> Ints:
+    """The last retained boundary that a row passes on its way from `computed` to `certain` tokens
+    without ending on one, so that no snapshot of it can exist; 0: there is none.
+
+    cut: `prompt_cut`, for the one that the row leaves a snapshot of; 0: it leaves none.
+    """
+    last = last_retained(np.where(np.greater(cut, 0), cut - 1, certain), retention)
+    return np.where((last > computed) & (last < certain), last, 0)

@@ -1,0 +1,109 @@
+"""What a step of the replay layout writes, and what it stores, on NumPy arrays.
+
+Words and shapes as in `state.boundaries`.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from hybrid_runtime.state.boundaries import Bools, Ints, RetentionRule, next_retained
+
+
+class Stored(NamedTuple):
+    """Snapshots of one step, `[rows]`: the boundary in tokens (0 = none), how many tokens it lies
+    behind those computed before the step (negative: before their end), and whether it costs a write
+    beside the state's."""
+
+    boundary: Ints
+    after: Ints
+    extra: Bools
+
+
+def replay_snapshot(
+    last_certain: Ints,
+    computed: Ints,
+    certain: Ints,
+    draft: Ints,
+    block_size: int,
+    retention: RetentionRule,
+) -> Stored:
+    """What a step of the replay layout leaves behind, from exact counts.
+
+    `last_certain` tokens were certain in the last step, `computed` are now, the guesses that were
+    accepted besides, and the step goes on to `certain`: a retained boundary in (last_certain,
+    computed] is stored on the way, one at `certain` at the end, without guesses as the state
+    itself. Others between `computed` and `certain` are not stored. There is at most one, because
+    there are fewer guesses than tokens in a block, and a step that follows guesses runs one certain
+    token.
+    """
+    passed = (last_certain // block_size + 1) * block_size
+    passes = (passed <= computed) & retention.keeps(passed)
+    ends = retention.keeps(certain)
+    boundary = np.where(passes, passed, np.where(ends, certain, 0))
+    return Stored(
+        boundary, np.where(boundary > 0, boundary - computed, 0), passes | (ends & (draft > 0))
+    )
+
+
+def replay_writes(
+    pending: Ints, scheduled: Ints, draft: Ints, stores: Bools, live: Bools, window: int
+) -> Bools:
+    """Whether a step of the replay layout writes its states, from exact counts.
+
+    pending: tokens computed before it that the state lacks.
+    stores: it stores a snapshot beside the state (`Stored.extra`).
+    live: the state lies in the live column.
+    window: most tokens that a state may lack.
+    """
+    writes: Bools = (draft == 0) | stores | ~live | (pending + scheduled > window)
+    return writes
+
+
+def pending_after(
+    pending: tuple[Ints, Ints],
+    scheduled: Ints,
+    draft: Ints,
+    may_write: Bools,
+    must_write: Bools,
+    window: int,
+) -> tuple[Ints, Ints]:
+    """Bounds on the tokens that a state may lack after a step, whatever is accepted, from those
+    before it; sound, and tight if every count between the given bounds is possible.
+
+    may_write, must_write: for another reason than that the tokens would not fit.
+    """
+    low, high = pending
+    room = window - scheduled
+    may = may_write | (high > room)
+    may_not = ~must_write & (low <= room)
+    return (
+        np.where(may, 0, low + scheduled - draft),
+        np.where(may_not, np.minimum(high, room) + scheduled, draft),
+    )
+
+
+def first_stored(last_certain_min: Ints, certain_min: Ints, last_draft: Ints) -> Ints:
+    """Least boundary that a step may store: guesses of the last step may lie before its own tokens.
+    The greatest is `certain_max`."""
+    return np.where(last_draft > 0, last_certain_min + 1, certain_min)
+
+
+def replay_candidates(
+    first: Ints,
+    computed_max: Ints,
+    certain_max: Ints,
+    draft: Ints,
+    last_draft: Ints,
+    retention: RetentionRule,
+) -> Bools:
+    """Rows for which `replay_snapshot` may find an extra write, from bounds and `first_stored`.
+
+    Exact when the counts are; a row without guesses ends on a boundary at no extra cost.
+    """
+    last = np.where(draft > 0, certain_max, computed_max)
+    reachable: Bools = next_retained(first, retention) <= last
+    reachable &= (draft > 0) | (last_draft > 0)
+    return reachable
