@@ -169,7 +169,7 @@ class SpecDecodeRunner:
         """What a step emitted, `[rows, K + 2]`: up to K + 1 tokens (tail -1) and their count, 0
         where the row is in the middle of its prompt. Waits if it must, for that `reason`."""
         n = len(step.rows)
-        settle = None if self.manager.readback else self.manager.foresee(step)
+        settle = None if self.manager.readback else self.manager.prepare_settle(step)
         values = self._results.read(step.number, reason)
         if len(values):
             emitted = values.reshape(n, -1)

@@ -178,4 +178,7 @@ def pad_rows(rows: StepRows, shape: StepShape, to: StepShape) -> StepRows:
     out[:, first:behind] = [[-1], [0], [0], [to.row_tokens], [0]]
     out[:, behind:] = fields[:, first:]
     slot, low, high, scheduled, draft = out
-    return StepRows(slot, low, low if rows.exact_counts else high, scheduled, draft)
+    decodes = None
+    if rows.decodes is not None:
+        decodes = np.insert(rows.decodes, first, [True] * (behind - first))
+    return StepRows(slot, low, low if rows.exact_counts else high, scheduled, draft, decodes)

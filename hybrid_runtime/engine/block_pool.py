@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hybrid_runtime.engine.device_tables import FREE, DeviceTables
-from hybrid_runtime.state.demand import BlockDemand
+from hybrid_runtime.state.placement import BlockDemand
 
 Ints = NDArray[Any]
 

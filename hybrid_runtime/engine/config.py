@@ -114,7 +114,7 @@ class EngineConfig:
 
     state_layout: LayoutKind = "replay"
     """What a request holds: one state, into which later steps fold what was accepted ("replay"), or
-    one for every draft ("columns"). Without drafts: "columns"."""
+    one for every draft ("columns")."""
 
     ring_tokens: int | None = None
     """Replay layout: tokens whose records are kept before a state is written, K + 1 to 15, or 31;
@@ -211,7 +211,7 @@ class EngineConfig:
             recurrence,
             self.num_draft,
             block_size,
-            kind=self.state_layout if self.num_draft else "columns",
+            kind=self.state_layout,
             ring_tokens=default_ring_tokens(self.num_draft)
             if self.ring_tokens is None
             else self.ring_tokens,
@@ -220,7 +220,7 @@ class EngineConfig:
             raise ValueError(
                 f"stochastic_rounding is True with ssm_dtype={layout.matrix_dtype} and "
                 f"state_layout={layout.kind!r}; it must be False unless states are float16 or "
-                "bfloat16 in the replay layout, which needs drafts"
+                "bfloat16 in the replay layout"
             )
         if isinstance(self.retention, int) and self.retention % layout.block_size:
             raise ValueError(

@@ -15,8 +15,8 @@ from hybrid_runtime.engine.ledger import Ints, Ledger
 from hybrid_runtime.engine.prefix_cache import PrefixCache
 from hybrid_runtime.engine.request import Hit, Request
 from hybrid_runtime.specdecode.shape import PROMPT_ROWS, StepShape
-from hybrid_runtime.state.demand import BlockDemand
 from hybrid_runtime.state.manager import HybridStateManager
+from hybrid_runtime.state.placement import BlockDemand
 from hybrid_runtime.state.rows import StepRows
 from hybrid_runtime.state.step import Snapshot
 
@@ -302,6 +302,7 @@ class Scheduler:
             high.astype(np.int32) if np.count_nonzero(low != high) else bound,
             scheduled.astype(np.int32),
             draft,
+            np.arange(len(slots)) < num_decoding,
         )
         # What `block_demand` takes: tokens computed as of the last results. In a prompt no drafts
         # have been accepted, so that everything up to there has been filed.

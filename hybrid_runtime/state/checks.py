@@ -11,7 +11,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from hybrid_runtime.device.sync import allowed
 from hybrid_runtime.state.boundaries import LONGEST
 from hybrid_runtime.state.layout import StateLayout
 from hybrid_runtime.state.ledger import Ledger
@@ -166,22 +165,6 @@ def check_counts(counts: Tensor, rows: int, device: torch.device) -> None:
     if isinstance(counts, Tensor):
         got = f"{counts.dtype} {tuple(counts.shape)} on {counts.device}"
     raise ValueError(f"num_accepted is {got}; it must be contiguous int32 [>= {rows}] on {device}")
-
-
-def check_blocks(blocks: Tensor, count: int, device: torch.device, values: bool) -> None:
-    """Refuse what is no contiguous row of integers on the manager's device, or, with `values`, no
-    row of blocks below `count`; on a GPU that waits."""
-    fits = isinstance(blocks, Tensor) and blocks.dtype in (torch.int32, torch.int64)
-    if not (fits and blocks.dim() == 1 and blocks.is_contiguous()):
-        tensor = isinstance(blocks, Tensor)
-        got = f"{blocks.dtype} {tuple(blocks.shape)}" if tensor else f"a {type(blocks).__name__}"
-        raise ValueError(f"blocks is {got}; it must be contiguous int32 or int64 [n]")
-    _check_device("blocks", blocks, device)
-    if values:
-        with allowed("debug=True: block numbers"):
-            bad = blocks[(blocks < 0) | (blocks >= count)].tolist()
-        if bad:
-            raise ValueError(f"blocks holds {bad[0]}; each must be in 0..{count - 1}")
 
 
 def check_resolved(accepted: Any, rows: int) -> NDArray[np.int32]:

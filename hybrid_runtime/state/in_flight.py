@@ -10,17 +10,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hybrid_runtime.device.transfer import Readback
-from hybrid_runtime.state.base import LayoutPolicy, Outcome
 from hybrid_runtime.state.boundaries import Bools, Ints, prompt_cut
 from hybrid_runtime.state.checks import check_resolved
 from hybrid_runtime.state.ledger import Ledger
+from hybrid_runtime.state.placement import LayoutPolicy, Outcome
 from hybrid_runtime.state.step import Snapshot, Step
 
 Book = Callable[[NDArray[np.int32]], None]
 """Takes the accepted counts of one step, int32 `[rows]`."""
 
 
-class Foreseen(NamedTuple):
+class Prepared(NamedTuple):
     """What is known of the oldest step before its counts are.
 
     current: bool `[rows]`, whose requests still hold their slots.
@@ -49,11 +49,12 @@ class InFlightSteps:
         readback: Readback | None,
         policy: LayoutPolicy,
         block_size: int,
+        cuts: bool,
     ) -> None:
         self._ledger = ledger
         self._readback = readback
         self._policy = policy
-        self._block_size = block_size
+        self._block_size, self._cuts = block_size, cuts
         self._open: list[Step] = []
         self.rows_copied = 0
 
@@ -139,7 +140,7 @@ class InFlightSteps:
             step.ended = False
             raise
 
-    def foresee(self, step: Step) -> Book:
+    def prepare_settle(self, step: Step) -> Book:
         """All of settling `step` that needs no counts; what settles it by counts that the runner
         fetched itself."""
         if self._readback is not None:
@@ -147,8 +148,8 @@ class InFlightSteps:
         if self.has_settled(step):
             return lambda accepted: None  # abandoned, or resolved before
         self.require(step)
-        foreseen, rows = self._foresee(step), len(step.rows)
-        return lambda accepted: self._book(step, foreseen, check_resolved(accepted, rows))
+        prepared, rows = self._prepare(step), len(step.rows)
+        return lambda accepted: self._book(step, prepared, check_resolved(accepted, rows))
 
     def settle_until(self, step: Step, reason: str) -> None:
         """Settle everything up to `step`, waiting if it must."""
@@ -160,10 +161,10 @@ class InFlightSteps:
                 raise ValueError(
                     f"step {oldest.number} has not ended; results settle in step order"
                 )
-            foreseen = self._foresee(oldest)
-            self._book(oldest, foreseen, self._readback.read(oldest.number, reason))
+            prepared = self._prepare(oldest)
+            self._book(oldest, prepared, self._readback.read(oldest.number, reason))
 
-    def _foresee(self, step: Step) -> Foreseen:
+    def _prepare(self, step: Step) -> Prepared:
         """What is known of the oldest step; changes nothing."""
         if not self._open or self._open[0] is not step or not step.ended:
             raise ValueError(f"step is {step.number}; counts must be handed in in step order")
@@ -172,16 +173,16 @@ class InFlightSteps:
         computed = np.where(current, ledger.computed[rows.slot], 0).astype(np.int64)
         certain = computed + rows.certain
         inside: list[Snapshot] = []
-        if policy.cuts and rows.chunked:
+        if self._cuts and rows.chunked:
             cut = prompt_cut(computed, certain, rows.draft, self._block_size, step.kept)
             inside = self._snapshots(step, cut, current & (cut > 0))
-        outcome = policy.foresee(step, computed, certain, current)
-        return Foreseen(current, ledger.version, certain, outcome, inside)
+        outcome = policy.prepare_settle(step, computed, certain, current)
+        return Prepared(current, ledger.version, certain, outcome, inside)
 
-    def _book(self, step: Step, foreseen: Foreseen, accepted: NDArray[np.int32]) -> None:
+    def _book(self, step: Step, prepared: Prepared, accepted: NDArray[np.int32]) -> None:
         """Book the counts of the oldest step: exact positions, copies made, snapshots published."""
         ledger, rows = self._ledger, step.rows
-        current, version, certain, outcome, inside = foreseen
+        current, version, certain, outcome, inside = prepared
         if self._open[:1] != [step] or ledger.version != version:
             raise ValueError(f"step is {step.number}; no other call may come before its counts")
         bad = current & ((accepted < 0) | (accepted > rows.draft + 1))

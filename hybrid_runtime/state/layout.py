@@ -62,7 +62,7 @@ class StateLayout:
         last tokens in a ring; the columns below hold snapshots.
     ring_tokens: replay layout: tokens whose records are kept before a state is written, K + 1 to
         15, or 31, which is better with more than 7 drafts (`default_ring_tokens`); 0: every step
-        writes. Without drafts every step does.
+        writes.
     """
 
     recurrence: Recurrence
@@ -86,7 +86,7 @@ class StateLayout:
             )
         least = min(self.num_speculative_tokens + 1, SHORT_RING_TOKENS)
         known = (0, *range(least, SHORT_RING_TOKENS + 1), LONG_RING_TOKENS)
-        if self.replays and least > 1 and self.ring_tokens not in known:
+        if self.replays and self.ring_tokens not in known:
             raise ValueError(
                 f"ring_tokens is {self.ring_tokens} with num_speculative_tokens="
                 f"{self.num_speculative_tokens}; it must be 0, {least}..{SHORT_RING_TOKENS} or "
@@ -122,9 +122,8 @@ class StateLayout:
 
     @property
     def ring_length(self) -> int:
-        """Tokens of a slot's ring. Without drafts nothing is ever kept."""
-        k = self.num_speculative_tokens
-        return ring_length(k, self.ring_tokens if k else 0)
+        """Tokens of a slot's ring."""
+        return ring_length(self.num_speculative_tokens, self.ring_tokens)
 
     @property
     def record_bytes(self) -> int:

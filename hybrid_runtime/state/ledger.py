@@ -1,4 +1,4 @@
-"""Host-side book of slots: who lives where, and what is known of each without asking the device."""
+"""The host's ledger of slots: who lives where, and what is known without asking the device."""
 
 from __future__ import annotations
 
@@ -18,12 +18,14 @@ class StateColumns(NamedTuple):
     """Where a begun step leaves its states, `[rows]` or one value for all.
 
     column_min, column_max: bounds on the column.
-    certain: at least so many tokens are in them whatever is accepted.
+    certain: at least so many tokens are in them whatever is accepted (replay).
+    decoded: the row was one that decodes, so the state may lack tokens of the ring (replay).
     """
 
     column_min: NDArray[Any] | int
     column_max: NDArray[Any] | int
-    certain: NDArray[Any] | int
+    certain: NDArray[Any] | int = 0
+    decoded: NDArray[Any] | int = 0
 
 
 class Ledger:
@@ -41,20 +43,20 @@ class Ledger:
         scattered once a step; the last line means nothing. HELD_MIN, HELD_MAX: bounds on the column
         that the last begun step ran in, -1 if there was none; in the replay layout that of the
         boundary at which the step may have left its state, -1 if the state is in the live column.
-        LAST_DRAFT: the step's guesses. OPEN_STEP: its number while it has not ended, -1 if it has,
-        FLUSHED if the slot's state was overwritten by its last snapshot. CERTAIN: at least so many
-        tokens are certain after it.
+        LAST_DRAFT: the step's drafts. OPEN_STEP: its number while it has not ended, -1 if it has,
+        FLUSHED if the slot's state was overwritten by its last snapshot. CERTAIN, DECODED: as of
+        `StateColumns`.
     live: a request lives in the slot.
     computed: exact tokens computed after the last settled step.
-    certain: those of them that are no guesses of that step, exactly (replay).
+    certain: those of them that are no drafts of that step, exactly (replay).
     written: tokens in the state in memory after it, exactly (replay).
     held: column of that state after it, exactly (replay).
     stored: tokens in the last snapshot of a settled step, 0 if there is none.
     version: changes with every admission, release and change of retention.
     """
 
-    HELD_MIN, HELD_MAX, LAST_DRAFT, OPEN_STEP, CERTAIN = range(5)
-    KNOWN_FIELDS = 5
+    HELD_MIN, HELD_MAX, LAST_DRAFT, OPEN_STEP, CERTAIN, DECODED = range(6)
+    KNOWN_FIELDS = 6
     FLUSHED = NEVER
 
     def __init__(self, max_requests: int, max_rows: int, block_size: int) -> None:
@@ -62,7 +64,7 @@ class Ledger:
         self.lines = np.zeros((max_requests + 1, fields.ENTRY_FIELDS), np.int32)
         self.lines[:-1, fields.SLOT] = np.arange(max_requests)
         self.lines[-1, fields.SLOT] = NONE
-        self.lines[:, fields.READS_OFFSET] = 1
+        self.lines[:, fields.DECODES] = 1
         self.generation = self.lines[:, fields.GENERATION]
         self.unfinished = self.lines[:, fields.PREVIOUS]
         self.known = np.empty((max_requests + 1, self.KNOWN_FIELDS), np.int32)
@@ -109,7 +111,7 @@ class Ledger:
         """Let a request live in a free slot; the slot's generation."""
         held = NONE if column is None else column
         self.live[slot] = True
-        self.known[slot] = held, held, 0, NONE, computed
+        self.known[slot] = held, held, 0, NONE, computed, 0
         self.computed[slot] = self.certain[slot] = self.written[slot] = computed
         self.held[slot] = held
         self.stored[slot] = 0
@@ -141,10 +143,10 @@ class Ledger:
         lines = self.lines.take(slot, axis=0, mode="wrap")
         return RetentionRule(*lines[:, fields.EVERY : fields.SECOND + 1].T)
 
-    def begin_step(self, rows: StepRows, held: StateColumns, number: int) -> None:
+    def begin_step(self, rows: StepRows, left: StateColumns, number: int) -> None:
         """Book a begun step, whose launch folds in the counts of all steps that have ended."""
         self.unfinished[:] = NONE
-        known = held.column_min, held.column_max, rows.draft, number, held.certain
+        known = left.column_min, left.column_max, rows.draft, number, left.certain, left.decoded
         for column, values in zip(self._known, known, strict=True):
             column[rows.index] = values
         if self._admitted:

@@ -1,4 +1,4 @@
-"""HybridStateManager: keeps Mamba state right under align-mode prefix caching and speculation."""
+"""HybridStateManager: keeps states right under prefix caching and speculation."""
 
 from __future__ import annotations
 
@@ -14,14 +14,11 @@ from hybrid_runtime.device.process import OneProcess
 from hybrid_runtime.device.sync import Waits, allowed
 from hybrid_runtime.device.transfer import Readback, Staging
 from hybrid_runtime.kernels.step import entry as fields
-from hybrid_runtime.kernels.step.block_fill import fill_blocks
 from hybrid_runtime.kernels.step.state_table import StateTable
 from hybrid_runtime.state.align.columns import ColumnsPolicy
-from hybrid_runtime.state.base import LayoutPolicy
 from hybrid_runtime.state.boundaries import Ints
 from hybrid_runtime.state.checks import (
     Strategy,
-    check_blocks,
     check_counts,
     check_flush_inputs,
     check_options,
@@ -31,16 +28,13 @@ from hybrid_runtime.state.checks import (
     check_tables,
 )
 from hybrid_runtime.state.debug import check_accepted, check_step
-from hybrid_runtime.state.demand import BlockDemand
 from hybrid_runtime.state.in_flight import InFlightSteps
 from hybrid_runtime.state.layout import StateLayout
 from hybrid_runtime.state.ledger import Ledger
-from hybrid_runtime.state.pack import StepPlan
-from hybrid_runtime.state.placement import Placement
+from hybrid_runtime.state.placement import BlockDemand, Placement, SavedUpload, StepPlan
 from hybrid_runtime.state.replay.flush import FlushInputs
 from hybrid_runtime.state.replay.live_state import ReplayPolicy
 from hybrid_runtime.state.rows import StepRows
-from hybrid_runtime.state.saved_upload import SavedUpload
 from hybrid_runtime.state.stats import Stats
 from hybrid_runtime.state.step import Snapshot, Step, StepPositions
 
@@ -50,7 +44,7 @@ class HybridStateManager(OneProcess):
 
     layout: of the states.
     max_requests: slots.
-    num_speculative_tokens: most guesses of a step, as in `layout`.
+    num_speculative_tokens: most drafts of a step, as in `layout`.
     strategy: "blocking" waits for the accepted counts in each step and decides on the host; "defer"
         does so only when a block boundary may be crossed; "always" lets a kernel decide for all
         rows; "auto" launches that kernel for the rows that may cross one and for no others. In the
@@ -64,7 +58,7 @@ class HybridStateManager(OneProcess):
     debug: `begin_step` waits for the device and checks each step against its exact counts and the
         block tables, see `debug.check_step`; for a runner that is being written.
     prompt_cuts: the runner's prompt kernels also store the states that `StepPositions.cuts` names,
-        as those of this package do, and run every row without guesses of two tokens or more. Such
+        as those of this package do, and run every row without drafts of two tokens or more. Such
         a row may then pass one retained boundary, and end up to a block behind it. False: a row
         leaves a snapshot only where it ends.
     max_rows: most rows of a step, padded ones among them. None: as many as there are slots.
@@ -93,31 +87,31 @@ class HybridStateManager(OneProcess):
         self.num_speculative_tokens = num_speculative_tokens
         self.device = device = torch.device(device)
         self.strategy, self.in_place = strategy, in_place
-        self.readback, self.debug = readback, debug
+        self.prompt_cuts, self.readback, self.debug = prompt_cuts, readback, debug
         self._steps_in_flight = steps_in_flight
         self._waits, self._stats = Waits(), Stats()
-        self._ledger = table = Ledger(max_requests, max_rows, layout.block_size)
+        self._ledger = ledger = Ledger(max_requests, max_rows, layout.block_size)
         depth = steps_in_flight + 2
         # A step takes at most four buffers: its own, and one each where it ended out of turn, lost
         # rows, or had its copies decided on the host; its own must outlive its results.
         self._staging = Staging(
             max_requests + max_rows, fields.ENTRY_FIELDS, 4 * depth, device, self._waits
         )
-        self._policy: LayoutPolicy = (
-            ReplayPolicy(layout, table, device, self._waits, depth, prompt_cuts)
+        self._policy = (
+            ReplayPolicy(layout, ledger, device, self._waits, depth, prompt_cuts)
             if layout.replays
             else ColumnsPolicy(
-                layout, table, device, in_place, prompt_cuts, self._staging, self._stats
+                layout, ledger, device, in_place, prompt_cuts, self._staging, self._stats
             )
         )
         with torch.inference_mode():  # outside of which nobody writes such a tensor in place
             self._computed: Tensor = from_dlpack(self._policy.slots.computed)
-        self._saved = SavedUpload(table, self._policy, layout.block_size)
+        self._saved = SavedUpload(ledger, self._policy, layout.block_size)
         counts = Readback(max_rows, steps_in_flight + 1, device, self._waits)
         self._in_flight = InFlightSteps(
-            table, counts if readback else None, self._policy, layout.block_size
+            ledger, counts if readback else None, self._policy, layout.block_size, prompt_cuts
         )
-        self._placement = Placement(self._policy, table, self._staging, self._stats, depth, device)
+        self._placement = Placement(self._policy, ledger, self._staging, self._stats, depth, device)
         self._next = 0
         self._chunked: list[Step] = []
         self._states: StateTable | None = None
@@ -163,7 +157,11 @@ class HybridStateManager(OneProcess):
         own = [tables[0 if groups is None else groups[layer]] for layer in states]
         self._states = self.layout.state_table(states.values(), own)
         self._tables = tables
-        self._policy.bind(self._states, min(t.shape[1] for t in tables), flush_inputs)
+        columns = min(t.shape[1] for t in tables)
+        if isinstance(self._policy, ReplayPolicy):
+            self._policy.bind(self._states, columns, flush_inputs)
+        else:
+            self._policy.bind(self._states, columns)
 
     # -- requests --------------------------------------------------------------------------------
 
@@ -179,7 +177,8 @@ class HybridStateManager(OneProcess):
         self._ledger.check_admission(slot, computed, hit_column, columns)
         if hit_column is not None:
             self._bound()
-            self._policy.check_hit(computed, hit_column)
+            if isinstance(self._policy, ReplayPolicy):
+                self._policy.check_hit(computed, hit_column)
         return self._ledger.admit(slot, computed, hit_column)
 
     def retain(self, slot: int, every: int, positions: tuple[int, ...] = ()) -> None:
@@ -248,7 +247,8 @@ class HybridStateManager(OneProcess):
         entries = self._staging.upload(index, lines)
         self._stats.uploads += 1
         placed = self._placement.place(self._next, entries, lines, len(rows))
-        self._policy.launch_precopy(entries, plan)
+        if isinstance(self._policy, ColumnsPolicy) and len(plan.moving):
+            self._policy.precopy(entries, len(plan.moving))
         step = Step(
             self._next, rows, own[:, fields.GENERATION], self._ledger.kept(rows.index),
             self._policy.positions, entries, packed, placed, plan.candidates,
@@ -283,8 +283,9 @@ class HybridStateManager(OneProcess):
         step.ended = True
         if on_host:
             self._in_flight.decide(step, f"{self.strategy}: the host decides on the counts")
-        every_row = self.strategy == "always"
-        self._policy.launch_postcopy(step, num_accepted, candidates, current, on_host, every_row)
+        if isinstance(self._policy, ColumnsPolicy):
+            every_row = self.strategy == "always"
+            self._policy.postcopy(step, num_accepted, candidates, current, on_host, every_row)
         self._ledger.end_step(step.rows, current)
         self._placement.ended(step, num_accepted)
         self._count_lost()
@@ -314,12 +315,12 @@ class HybridStateManager(OneProcess):
 
         accepted: integers `[rows]` or more. Raises `ValueError` unless `readback=False`.
         """
-        self.foresee(step)(accepted)
+        self.prepare_settle(step)(accepted)
 
-    def foresee(self, step: Step) -> Callable[[NDArray[np.int32]], None]:
+    def prepare_settle(self, step: Step) -> Callable[[NDArray[np.int32]], None]:
         """What `resolve` needs no counts for, to be done before a wait for them; the call that
         takes them, with no other call of the manager in between."""
-        return self._in_flight.foresee(step)
+        return self._in_flight.prepare_settle(step)
 
     def published(self, step: Step) -> list[Snapshot]:
         """Snapshots that this step left in retained columns, their bytes ordered before any launch
@@ -336,6 +337,8 @@ class HybridStateManager(OneProcess):
         are for launches that come after both.
         """
         self._ledger.require_live(slot)
+        if not isinstance(self._policy, ReplayPolicy):
+            return None
         return self._policy.last_snapshot(slot, self._in_flight.next_step(slot))
 
     def flush(self, snapshots: Sequence[Snapshot]) -> None:
@@ -345,24 +348,16 @@ class HybridStateManager(OneProcess):
         Raises `ValueError` for one that is not what `last_snapshot` would give now: its request has
         left the slot or has had a step since, it was flushed before, or it was changed."""
         check_snapshots(snapshots, self._ledger, self.last_snapshot)
+        if not isinstance(self._policy, ReplayPolicy):
+            return
         count = self._policy.flush(snapshots)
         self._stats.rows_flushed += count
         self._stats.flush_launches += count > 0
 
     def compile_flush(self) -> None:
         """Compile now what `flush` would compile when it is first needed."""
-        self._policy.compile_flush()
-
-    def fill(self, blocks: Tensor, value: float = 0.0) -> None:
-        """Set whole blocks (int `[n]`, device) to one value, in all layers. Nothing needs it: no
-        kernel reads what was not written. Freed blocks full of NaN show a reader that does.
-
-        Raises `ValueError` for blocks that there are not; on a GPU only with `debug`.
-        """
-        states = self._bound()
-        count = min(map(len, states.conv_states))
-        check_blocks(blocks, count, self.device, self.debug or self.device.type == "cpu")
-        fill_blocks(states, blocks, value)
+        if isinstance(self._policy, ReplayPolicy):
+            self._policy.compile_flush()
 
     def stats(self) -> Stats:
         """Counters so far."""
@@ -376,7 +371,7 @@ class HybridStateManager(OneProcess):
     # -- inside ----------------------------------------------------------------------------------
 
     def _begun(self, step: Step, plan: StepPlan) -> Step:
-        self._ledger.begin_step(step.rows, plan.held, step.number)
+        self._ledger.begin_step(step.rows, plan.columns, step.number)
         self._in_flight.append(step)
         self._next += 1
         self._stats.steps += 1
@@ -388,7 +383,7 @@ class HybridStateManager(OneProcess):
 
     def _count_lost(self) -> None:
         """Count boundaries that chunks have lost; their forward pass need not wait for it."""
-        block, cuts = self.layout.block_size, self._policy.cuts
+        block, cuts = self.layout.block_size, self.prompt_cuts
         self._stats.lost_boundaries += sum(s.count_lost(block, cuts) for s in self._chunked)
         self._chunked.clear()
 
@@ -396,8 +391,8 @@ class HybridStateManager(OneProcess):
         """Refuse a step if what it would read and write is wrong."""
         previous = self._placement.previous()
         check_step(
-            self._next, rows, self._ledger, self._policy, lines, previous, self._tables,
-            self._in_flight.queued,
+            self._next, rows, self._ledger, self._policy, self.prompt_cuts, lines, previous,
+            self._tables, self._in_flight.queued,
         )  # fmt: skip
 
     def _bound(self) -> StateTable:

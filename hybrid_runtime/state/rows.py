@@ -21,14 +21,17 @@ class StepRows:
 
     slot: row of the persistent batch, -1 for a padded row or one whose step is to be discarded.
     computed_min, computed_max: bounds on the tokens computed before the step; equal when exact.
-    scheduled: tokens run, of which the last `draft` are guesses.
-    reads_offset: whether the kernel that will run the row can read its state at an offset within
-    the running column (plain-decode and prefill kernels of other engines often cannot); only
-    in-place runners need to say so. None: all can.
+    scheduled: tokens run, of which the last `draft` are drafts.
+    decodes: bool `[rows]`, whether the kernel that will run the row can go on from a state that
+        stands elsewhere than at the row's start. Replay: the update kernel can, which folds what is
+        pending and records the row's tokens; prompt kernels cannot. None: rows with drafts do so,
+        the others write their state. Columns: only in-place runners need to say so, whether the
+        kernel reads a state at an offset within the running column (plain-decode and prefill
+        kernels of other engines often cannot). None: all can.
 
     Derived once, because a step asks for them many times:
 
-    certain: scheduled tokens that are no guesses.
+    certain: scheduled tokens that are no drafts.
     certain_min, certain_max: bounds on the tokens computed once these have run.
     index: `slot` as NumPy indexes fastest.
     key: equal for rows that differ in nothing but their counts.
@@ -41,7 +44,7 @@ class StepRows:
     computed_max: NDArray[np.int32]
     scheduled: NDArray[np.int32]
     draft: NDArray[np.int32]
-    reads_offset: NDArray[np.bool_] | None = None
+    decodes: NDArray[np.bool_] | None = None
     certain: NDArray[np.int32] = field(init=False, repr=False)
     certain_min: NDArray[np.int32] = field(init=False, repr=False)
     certain_max: NDArray[np.int32] = field(init=False, repr=False)
@@ -61,6 +64,10 @@ class StepRows:
         # Bytes cannot change, and are the fastest copy.
         key = slot.tobytes() + scheduled.tobytes() + draft.tobytes()
         copies = np.frombuffer(key, INT32)
+        if self.decodes is not None:
+            decodes = _own_flags(self.decodes, slot)
+            put(self, "decodes", decodes)
+            key += decodes.tobytes()
         slot, scheduled, draft = copies[:n], copies[n : 2 * n], copies[2 * n :]
         low = np.frombuffer(low.tobytes(), INT32)
         high = low if both else np.frombuffer(high.tobytes(), INT32)
@@ -78,16 +85,19 @@ class StepRows:
         put(self, "index", index)
         put(self, "padded", np.count_nonzero(slot < 0) > 0)
         put(self, "chunked", np.count_nonzero(certain > 1) > 0)
-        if self.reads_offset is not None:
-            put(self, "reads_offset", _own_flags(self.reads_offset, slot))
 
     @classmethod
     def exact(
-        cls, slot: ArrayLike, computed: ArrayLike, scheduled: ArrayLike, draft: ArrayLike
+        cls,
+        slot: ArrayLike,
+        computed: ArrayLike,
+        scheduled: ArrayLike,
+        draft: ArrayLike,
+        decodes: ArrayLike | None = None,
     ) -> StepRows:
         """Rows whose computed counts are known exactly (nothing in flight)."""
         make: Any = cls
-        rows: StepRows = make(slot, computed, computed, scheduled, draft)
+        rows: StepRows = make(slot, computed, computed, scheduled, draft, decodes)
         return rows
 
     def __len__(self) -> int:
@@ -128,7 +138,7 @@ def _own_flags(value: Any, slot: NDArray[np.int32]) -> NDArray[np.bool_]:
     flags = np.array(value)
     if (flags.dtype != np.bool_ and flags.size) or flags.shape != slot.shape:
         raise ValueError(
-            f"rows.reads_offset is {flags.dtype} and has shape {flags.shape}; "
+            f"rows.decodes is {flags.dtype} and has shape {flags.shape}; "
             f"it must be bool [{len(slot)}] like rows.slot"
         )
     flags.setflags(write=False)

@@ -30,11 +30,11 @@ from hybrid_runtime.kernels.step.entry import (
     CERTAIN,
     COLUMN,
     DEAD,
+    DECODES,
     DRAFT,
     ENTRY_FIELDS,
     OFFSET,
     PLACED_DRAFT,
-    READS_OFFSET,
     RESETS,
     SCHEDULED,
     SLOT,
@@ -104,7 +104,7 @@ def advance_reference(
         moves: int32 `[3, rows]`, written if `in_place`: the pre-copies.
         block_size: tokens of a block.
         in_place: states are updated in the running column, and have to be moved there first.
-        cuts: rows without guesses leave a snapshot inside, see `cut_reference`.
+        cuts: rows without drafts leave a snapshot inside, see `cut_reference`.
     """
     for out, idle in zip(positions, IDLE, strict=True):
         out.fill_(idle)
@@ -122,7 +122,7 @@ def advance_reference(
     runs = valid & (line[:, SCHEDULED] > 0) & (held != DEAD)
     column = torch.where(runs, running_column_reference(end, block_size), -1)
     resets = (draft > 0) & (end % block_size == 0) & keeps_reference(end, line)
-    moved = runs & (held >= 0) & ((held != column) | ((offset > 0) & (line[:, READS_OFFSET] == 0)))
+    moved = runs & (held >= 0) & ((held != column) | ((offset > 0) & (line[:, DECODES] == 0)))
     moved &= in_place
     read = torch.where(moved, column, torch.where(runs, held, -1))
     read_offset = torch.where(moved, 0, torch.where(runs, offset, -1))
@@ -192,8 +192,8 @@ def _advance_kernel(
     is_row = i_line < num_rows
     inside = i_line < max_rows
     if IN_PLACE:
-        reads_offset = tl.load(p_entry + READS_OFFSET, mask=here, other=0) > 0
-        moved = runs & (held >= 0) & ((held != column) | ((offset > 0) & (reads_offset == 0)))
+        decodes = tl.load(p_entry + DECODES, mask=here, other=0) > 0
+        moved = runs & (held >= 0) & ((held != column) | ((offset > 0) & (decodes == 0)))
         tl.store(moves + SOURCE * moves_stride + i_line, held, mask=is_row)
         tl.store(moves + OFFSET * moves_stride + i_line, offset, mask=is_row)
         target = tl.where(moved & is_row, column, -1)

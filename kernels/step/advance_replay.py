@@ -2,7 +2,7 @@
 
 A request has one live state, in the last column of its block table, and snapshots in the columns
 below. The state is written only now and then: the inputs of the tokens that it does not hold yet
-are in the window cache, and every step folds them in on reading.
+are in the ring of records, and every step that decodes folds them in on reading.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from hybrid_runtime.kernels.step.entry import (
     CERTAIN,
     COLUMN,
     DEAD,
+    DECODES,
     DRAFT,
     ENTRY_FIELDS,
     PLACED_DRAFT,
@@ -43,14 +44,14 @@ class ReplayPlace(NamedTuple):
 
     block_size: tokens of a block; retained boundaries are multiples of it.
     live_column: column of the live states.
-    window: most tokens (W) that a state may lack; 0: every step writes.
-    ring: tokens of a slot's ring in the window cache (L).
-    cuts: rows without guesses leave a snapshot inside, see `cut_reference`.
+    ring_tokens: most tokens (W) that a state may lack; 0: every step writes.
+    ring: tokens of a slot's ring of records (L).
+    cuts: rows without drafts leave a snapshot inside, see `cut_reference`.
     """
 
     block_size: int
     live_column: int
-    window: int
+    ring_tokens: int
     ring: int
     cuts: bool
 
@@ -60,7 +61,7 @@ class ReplaySlots(NamedTuple):
 
     computed: tokens computed before the step begun last (n).
     held: column of the state, -1 = none (zero state); `DEAD`.
-    fold: accepted guesses of the step before that (a - 1), so n - fold were certain after it.
+    fold: accepted drafts of the step before that (a - 1), so n - fold were certain after it.
     written: tokens in the state after the step begun last (b).
     """
 
@@ -74,19 +75,19 @@ class ReplayPositions(NamedTuple):
     """What a step does to the state of each row, int32 `[rows]`; columns are -1 and all else is 0
     in rows that don't run.
 
-    The row has s tokens of which d are guesses, n tokens were computed before it, b of them are in
+    The row has s tokens of which d are drafts, n tokens were computed before it, b of them are in
     the state.
 
     read_column: column of the state that is read; -1 = zero state, nothing is read, nothing is
         pending.
-    offset: accepted guesses of the row's last step (a - 1): where in the old convolution window
+    offset: accepted drafts of the row's last step (a - 1): where in the old convolution window
         the inputs start.
-    pending: tokens of the window cache that are folded in on reading, n - b.
+    pending: tokens of the ring that are folded in on reading, n - b.
     cursor: index in the ring of the first of them, b % L. The row's own token i goes to
         `(cursor + pending + i) % L`.
     write_column: column that gets the convolution's window in every step, and the state if
         `writes`; -1 = padded row. Usually `read_column`; another one after a prefix hit.
-    writes: 1: the state after R = n + s - d tokens is stored, and the inputs of the d guesses. 0:
+    writes: 1: the state after R = n + s - d tokens is stored, and the inputs of the d drafts. 0:
         the state stays as it is in `read_column`, which is `write_column`, and the inputs of all s
         tokens are stored.
     snapshot_column: column that also gets the state and window after `n + snapshot_after` tokens;
@@ -137,9 +138,10 @@ def advance_replay_reference(
         place: of all steps.
 
     A retained boundary in (n - fold, n], at R or at a cut goes to its own column: as a snapshot,
-    or, at R in a row without guesses, as the state itself. A row writes its state if it has no
-    guesses, if it stores a snapshot, if the state is not in the live column, or if its tokens would
-    not fit the window: then the state holds R tokens, else as many as before.
+    or, at R in a row without drafts, as the state itself. A row writes its state if it does not
+    decode, which must find nothing pending, if it stores a snapshot or ends on one, if the state is
+    not in the live column, or if its tokens would not fit the ring: then the state holds R tokens,
+    else as many as before.
     """
     for out, idle in zip(positions, IDLE, strict=True):
         out.fill_(idle)
@@ -163,8 +165,8 @@ def advance_replay_reference(
     stores = passes | (inside > 0) | (ends & (draft > 0))
     write = torch.where(ends & (draft == 0), certain // block_size - 1, place.live_column)
     pending = torch.where(held >= 0, computed - written, 0)
-    full = computed - written + scheduled > place.window
-    writes = (draft == 0) | stores | (held != place.live_column) | full
+    full = computed - written + scheduled > place.ring_tokens
+    writes = (line[:, DECODES] == 0) | stores | ends | (held != place.live_column) | full
 
     after = computed, held, fold, torch.where(runs & writes, certain, written)
     for field, value in zip(slots, after, strict=True):
@@ -191,7 +193,7 @@ def advance_replay_reference(
 @triton.jit(
     do_not_specialize=[
         "num_entries", "num_rows", "previous_stride", "placed_stride", "max_rows", "live_column",
-        "window", "ring",
+        "ring_tokens", "ring",
     ],
     do_not_specialize_on_alignment=["accepted"],
 )  # fmt: skip
@@ -219,7 +221,7 @@ def _advance_replay_kernel(
     certain_tokens,
     max_rows,
     live_column,
-    window,
+    ring_tokens,
     ring,
     BLOCK_SIZE: tl.constexpr,
     CUTS: tl.constexpr,
@@ -254,8 +256,9 @@ def _advance_replay_kernel(
         stores |= at > 0
     write = tl.where(ends & (draft == 0), certain // BLOCK_SIZE - 1, live_column)
     write = tl.where(runs, write, -1)
-    full = computed - written + scheduled > window
-    writes = (draft == 0) | stores | (held != live_column) | full
+    full = computed - written + scheduled > ring_tokens
+    decodes = tl.load(p_entry + DECODES, mask=here, other=0)
+    writes = (decodes == 0) | stores | ends | (held != live_column) | full
 
     tl.store(slot_computed + slot, computed, mask=valid)
     tl.store(slot_held + slot, held, mask=valid)
@@ -318,7 +321,7 @@ def advance_replay(
         *positions,
         max_rows,
         place.live_column,
-        place.window,
+        place.ring_tokens,
         place.ring,
     )
     _launch(grid, arguments, (place.block_size, place.cuts))

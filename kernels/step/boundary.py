@@ -44,7 +44,7 @@ def keeps(boundary, every, first, second):
 def cut_reference(
     computed: Tensor, certain: Tensor, draft: Tensor, line: Tensor, block_size: int
 ) -> Tensor:
-    """The boundary strictly inside a row without guesses at which it leaves a snapshot, int
+    """The boundary strictly inside a row without drafts at which it leaves a snapshot, int
     `[rows]` in tokens, 0 = none: the last one there, if it is kept.
 
     computed, certain: int `[rows]`, tokens in the state before and after the row's certain ones.

@@ -18,7 +18,7 @@ SLOT = Constant(0)
 SCHEDULED = Constant(1)
 """Tokens that the row runs; 0 finishes the slot's previous step without placing a row."""
 DRAFT = Constant(2)
-"""How many of them, at the end, are guesses."""
+"""How many of them, at the end, are drafts."""
 PREVIOUS = Constant(3)
 """Row of the slot in the previous step, -1 = it took no part or has been finished."""
 ADMIT = Constant(4)
@@ -27,8 +27,9 @@ ADMIT_COMPUTED = Constant(5)
 """Its computed tokens."""
 ADMIT_COLUMN = Constant(6)
 """Column that holds their state, -1 = none (zero state)."""
-READS_OFFSET = Constant(7)
-"""1 = the row's kernel can read its state at an offset."""
+DECODES = Constant(7)
+"""1 = the row's kernel can go on from a state that stands elsewhere than at the row's start: at an
+offset (columns layout), or with tokens pending, and it records the row's own (replay layout)."""
 EVERY = Constant(8)
 """Retained are boundaries at multiples of so many tokens, 0 = none,"""
 FIRST = Constant(9)
@@ -47,9 +48,9 @@ CERTAIN = Constant(0)
 COLUMN = Constant(1)
 """Row of `placed`: running column (replay layout: write column), -1 = the row does not run."""
 PLACED_DRAFT = Constant(2)
-"""Row of `placed`: guesses."""
+"""Row of `placed`: drafts."""
 RESETS = Constant(3)
-"""Row of `placed`: 1 = when all guesses are accepted, the post-copy moves the state to offset 0 of
+"""Row of `placed`: 1 = when all drafts are accepted, the post-copy moves the state to offset 0 of
 the running column. Not used in the replay layout."""
 
 SOURCE = Constant(0)

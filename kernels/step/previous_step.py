@@ -1,7 +1,7 @@
 """What a slot's previous step left behind, now that its accepted count is known.
 
 Both layouts keep three exact counts per slot: `computed`, tokens; `held`, the column of the state
-(-1 = none, zero state; `DEAD`); and `ahead`, how many of the accepted guesses the state of that
+(-1 = none, zero state; `DEAD`); and `ahead`, how many of the accepted drafts the state of that
 column does not hold yet: an offset to read at (columns layout), inputs to fold (replay layout).
 """
 
@@ -45,7 +45,7 @@ def finish_reference(
     computed, held, ahead: int32 `[slots]`, as they were before the previous step.
     previous: int32 `[4, rows]`, `placed` of the previous step.
     accepted: int32 `[rows]` of it; a = 0 counts as 1, or makes a row with drafts `DEAD`.
-    resets_offset: the columns layout's rule: `ahead` is 0 after a step that accepts all guesses
+    resets_offset: the columns layout's rule: `ahead` is 0 after a step that accepts all drafts
         and whose RESETS is set.
     """
     slot = line[:, SLOT].clamp(min=0)
@@ -94,14 +94,14 @@ def finish(
     finishes = row >= 0
     certain = tl.load(previous + CERTAIN * previous_stride + row, mask=finishes, other=0)
     column = tl.load(previous + COLUMN * previous_stride + row, mask=finishes, other=-1)
-    guessed = tl.load(previous + PLACED_DRAFT * previous_stride + row, mask=finishes, other=0)
-    count = tl.minimum(tl.load(accepted + row, mask=finishes, other=1), guessed + 1)
+    draft = tl.load(previous + PLACED_DRAFT * previous_stride + row, mask=finishes, other=0)
+    count = tl.minimum(tl.load(accepted + row, mask=finishes, other=1), draft + 1)
     emitted = tl.maximum(count, 1)
-    dead = ((count <= 0) & (guessed > 0)) | (column < 0)
+    dead = ((count <= 0) & (draft > 0)) | (column < 0)
     after = emitted - 1
     if RESETS_OFFSET:
         resets = tl.load(previous + RESETS * previous_stride + row, mask=finishes, other=0)
-        after = tl.where((resets > 0) & (emitted == guessed + 1), 0, after)
+        after = tl.where((resets > 0) & (emitted == draft + 1), 0, after)
     computed = tl.where(finishes, certain + emitted - 1, computed)
     held = tl.where(finishes, tl.where(dead, DEAD, column), held)
     ahead = tl.where(finishes, after, ahead)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hybrid_runtime.device.sync import Waits
 from hybrid_runtime.engine.block_pool import BlockPool, BlockTable
 from hybrid_runtime.engine.device_tables import FREE, DeviceTables
-from hybrid_runtime.state.demand import BlockDemand
+from hybrid_runtime.state.placement import BlockDemand
 
 SLOTS, COLUMNS = 3, 7
 LAST = COLUMNS - 2  # the one behind it may be owned throughout, and is in no demand

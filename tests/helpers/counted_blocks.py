@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import torch
-
 from hybrid_runtime.state.manager import HybridStateManager
 
 
@@ -15,16 +13,16 @@ class CountedBlocks:
     """
 
     def __init__(self, manager: HybridStateManager, count: int) -> None:
-        self._manager = manager
+        assert manager._states is not None
+        self._states = manager._states
         self.free = list(range(count - 1, -1, -1))
         self.users = [0] * count
-        self._ids = torch.arange(count, device=manager.device)
-        manager.fill(self._ids, float("nan"))
+        self.fill(slice(None), float("nan"))
 
     def new(self) -> int:
         """A block for its first owner."""
         block = self.free.pop()
-        self._manager.fill(self._ids[block : block + 1], 0.0)
+        self.fill(block, 0.0)
         self.users[block] = 1
         return block
 
@@ -37,4 +35,9 @@ class CountedBlocks:
         self.users[block] -= 1
         if not self.users[block]:
             self.free.append(block)
-            self._manager.fill(self._ids[block : block + 1], float("nan"))
+            self.fill(block, float("nan"))
+
+    def fill(self, blocks: int | slice, value: float) -> None:
+        """Set whole blocks to one value, in all layers."""
+        for part in (*self._states.windows, *self._states.ssm):
+            part[blocks] = value

@@ -51,13 +51,14 @@ class HashRunner:
         num_blocks: int | None = None,
         own_all: bool = False,
         debug: bool = True,
+        says_decodes: bool = False,
     ) -> None:
         self.rule = HashRule(channels, ssm_shape, conv_dtype, ssm_dtype, conv_layout)
         self.layout = StateLayout(
             self.rule.recurrence, num_draft, block_size, self.kind, ring_tokens
         )
         self.depth, self.num_draft, self.device, self.debug = depth, num_draft, device, debug
-        self.own_all, self.prompt_cuts = own_all, prompt_cuts
+        self.own_all, self.prompt_cuts, self.says_decodes = own_all, prompt_cuts, says_decodes
         self.cuts = 0
         self.manager = HybridStateManager(
             self.layout, max_requests, num_draft, device,
@@ -206,7 +207,7 @@ class HashRunner:
     def begin(
         self,
         plan: list[Row],
-        reads_offset: list[bool] | None = None,
+        decodes: list[bool] | None = None,
         slack: list[tuple[int, int]] | None = None,
     ) -> Open:
         """slack: by how much each row's bounds are lower and higher than the host could tell."""
@@ -224,7 +225,9 @@ class HashRunner:
             [len(drafts) for _, _, drafts, _ in plan],
         ]
         arrays = [np.array(field, np.int32) for field in fields]
-        flags = None if reads_offset is None else np.array(reads_offset, bool)
+        if self.says_decodes:
+            decodes = [self.decodes(row) for row in plan]
+        flags = None if decodes is None else np.array(decodes, bool)
         rows = StepRows(*arrays, flags)
         for array in arrays:  # which this runner uses again
             array.fill(-77)
@@ -255,6 +258,14 @@ class HashRunner:
         self.outstanding.append(opened)
         return opened
 
+    def decodes(self, row: Row) -> bool:
+        """Drafts, or the last token that there is."""
+        slot, certain, drafts, _ = row
+        if slot < 0:
+            return False
+        request = self.requests[slot]
+        return bool(drafts) or (certain == 1 and request.computed + 1 == len(request.tokens))
+
     def _may_leave(self, request: Request, certain: int, most: int) -> set[int]:
         """Boundaries whose snapshots may come of a step that computes `certain..most` tokens."""
         reached = range(request.computed + certain, request.computed + most + 1)
@@ -283,7 +294,7 @@ class HashRunner:
                 assert (places[0][i], places[2][i]) == (-1, -1)
                 assert cuts is None or [*inside[:, i]] == [0, -1]
             elif self.requests.get(request.slot) is request:
-                if step.rows.reads_offset is not None and not step.rows.reads_offset[i]:
+                if step.rows.decodes is not None and not step.rows.decodes[i]:
                     assert places[1][i] == 0
                 self._forward(request, certain, drafts, *(p[i] for p in places))
                 if cuts is not None:

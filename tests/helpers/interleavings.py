@@ -45,6 +45,7 @@ class Interleavings(RuleBasedStateMachine):
         conv_layout=st.sampled_from(["SD", "DS"]),
         groups=st.integers(1, 3),
         own_all=st.booleans(),
+        says_decodes=st.booleans(),
         in_turn=st.booleans(),
         dtypes=st.sampled_from([(torch.float32, torch.float16), (torch.bfloat16, torch.float32)]),
     )
@@ -54,6 +55,7 @@ class Interleavings(RuleBasedStateMachine):
         options |= {"conv_dtype": dtypes[0], "ssm_dtype": dtypes[1], "block_size": BLOCK}
         options |= {"max_requests": SLOTS, "layers": options["groups"], "columns": COLUMNS}
         options["in_place"] &= self.kind == "columns" and not options["prompt_cuts"]
+        options["says_decodes"] &= self.kind == "replay"
         runner = RUNNERS[self.kind]
         self.runners = [
             runner(strategy=s, debug=s == "auto", **options)
@@ -180,10 +182,10 @@ class Interleavings(RuleBasedStateMachine):
             self.read_one()
         slots = [s for s in slots if s < 0 or s in self.idle()]
         plan = [self._row(data, slot) for slot in slots]
-        reads_offset = None
+        decodes = None
         if self.one.manager.in_place and data.draw(st.booleans()):
-            reads_offset = [data.draw(st.booleans()) for _ in plan]
-        self.all(lambda runner: runner.begin(plan, reads_offset))
+            decodes = [data.draw(st.booleans()) for _ in plan]
+        self.all(lambda runner: runner.begin(plan, decodes))
         for runner in self.runners:
             self._sound_and_tight(runner, runner.outstanding[-1])
 

@@ -11,7 +11,7 @@ import torch
 from helpers.hash_model import HashRunner
 from helpers.hash_request import PRIME, Kept, Open, Request, prefix_hash
 
-from hybrid_runtime.kernels.step.advance_replay import IDLE
+from hybrid_runtime.kernels.step.advance_replay import IDLE, ReplaySlots
 from hybrid_runtime.state import allowed
 from hybrid_runtime.state.replay.flush import FlushInputs
 from hybrid_runtime.state.step import Snapshot
@@ -100,6 +100,7 @@ class ReplayRunner(HashRunner):
         """What the host knows of states whose results have all been read is what the device has."""
         snapshots = super().read_oldest()
         table, slots = self.manager._ledger, self.manager._policy.slots
+        assert isinstance(slots, ReplaySlots)
         for slot, request in self.requests.items():
             if not request.in_flight and table.holds(slot, request.generation):
                 assert table.written[slot] == request.written
@@ -137,7 +138,9 @@ class ReplayRunner(HashRunner):
                 assert rows[i] == idle
             elif self.requests.get(request.slot) is request:
                 _, certain, drafts, _ = opened.plan[i]
-                self._verify(request, certain, drafts, opened.snapshots[i], *rows[i])
+                flags = step.rows.decodes
+                decodes = bool(drafts) if flags is None else bool(flags[i])
+                self._verify(request, certain, drafts, decodes, opened.snapshots[i], *rows[i])
         assert all(row == idle for row in rows[len(opened.plan) :])
         opened.ran = True
 
@@ -146,6 +149,7 @@ class ReplayRunner(HashRunner):
         request: Request,
         certain: int,
         drafts: list[int],
+        decodes: bool,
         snapshots: set[int],
         read: int,
         offset: int,
@@ -174,7 +178,8 @@ class ReplayRunner(HashRunner):
         assert [after] == ([b - n for b in stored] or [0])
         assert kept < 0 or -offset < after <= 0 or after == (cut - n if cut else certain)
         full = pending + certain + len(drafts) > self.layout.ring_tokens
-        assert writes == (not drafts or read != self.live or kept >= 0 or full)
+        assert writes == (not decodes or direct or read != self.live or kept >= 0 or full)
+        assert decodes or not pending or self.manager.layout.num_speculative_tokens
         self.copies += kept >= 0
         self.direct += direct
         self.written += writes

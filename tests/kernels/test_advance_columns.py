@@ -55,7 +55,7 @@ def entries_of(
     named = lines[:rows, fields.SLOT] = np.where(rng.random(rows) < 0.1, -1, slots)
     lines[:rows, fields.DRAFT] = draft = rng.integers(0, DRAFTS + 1, rows)
     lines[:rows, fields.SCHEDULED] = draft + rng.integers(1, 2 + BLOCK, rows)
-    lines[:rows, fields.READS_OFFSET] = rng.integers(0, 2, rows)
+    lines[:rows, fields.DECODES] = rng.integers(0, 2, rows)
     lines[:rows, fields.EVERY : fields.SECOND + 1] = np.array(RULES)[rng.integers(0, 4, rows)]
     lines[:, fields.PREVIOUS] = -1
     for i, slot in enumerate(named):

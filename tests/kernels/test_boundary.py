@@ -154,7 +154,7 @@ def decided(states: StateTable, entries: Tensor, counts: VllmCounts, n: int, pha
 
 
 def begun_steps() -> tuple[np.ndarray, ...]:
-    """computed, held, offset, scheduled, draft, reads_offset of every small step that begins."""
+    """computed, held, offset, scheduled, draft, decodes of every small step that begins."""
     steps = [
         (n, held, offset, s, d, reads)
         for n in range(1, 2 * BLOCK + 1)
@@ -173,7 +173,7 @@ def test_a_placed_step_is_aligns(rule: tuple[int, int, int], in_place: bool, cut
     computed, held, offset, scheduled, draft, reads = begun_steps()
     n = len(computed)
     entries = lines(
-        n, SCHEDULED=scheduled, DRAFT=draft, READS_OFFSET=reads,
+        n, SCHEDULED=scheduled, DRAFT=draft, DECODES=reads,
         EVERY=np.full(n, rule[0]), FIRST=np.full(n, rule[1]), SECOND=np.full(n, rule[2]),
     )  # fmt: skip
     slots = SlotState(ints(computed), ints(held), ints(offset))

@@ -33,7 +33,6 @@ from hybrid_runtime.kernels.moe import align_block_size, fused_moe, topk
 from hybrid_runtime.kernels.sampling import argmax
 from hybrid_runtime.kernels.step import (
     advance_columns,
-    block_fill,
     move_rows,
     state_copy,
     vllm_decide,
@@ -50,10 +49,6 @@ MOVE: dict[str, Any] = {
 }  # fmt: skip
 DECIDE: dict[str, Any] = {"BLOCK_SIZE": 4336, "ROWS": 16, "TILING": COPY, "REPLAYS": False}
 PLACE: dict[str, Any] = {"BLOCK_SIZE": 4336, "BY_SLOT": False, "GROUPS": 6, "ROWS": 128}
-FILL: dict[str, Any] = {
-    "conv_type": tl.bfloat16, "matrix_type": tl.float16, "CONV_STATE": 600, "MATRIX": 8192,
-    "CONV_TILES": 1, "MATRIX_TILES": 2, "TILE": 4096,
-}  # fmt: skip
 ADVANCE: dict[str, Any] = {"BLOCK_SIZE": 4336, "IN_PLACE": False, "CUTS": True}
 CONV: dict[str, Any] = {
     "CHANNELS": 10240, "TAPS": 4, "TOKENS": 4, "TILE": 256, "weight_tap": 1, "bias_channel": 1,
@@ -87,8 +82,6 @@ KERNELS = [
     (vllm_rows._place_rows_kernel, PLACE),
     (vllm_rows._place_rows_kernel, PLACE | {"BY_SLOT": True}),
     (vllm_rows._decide_flush_kernel, {"BLOCK_SIZE": 4336, "ROWS": 128}),
-    (block_fill._fill_kernel, FILL),
-    (block_fill._fill_kernel, FILL | {"conv_type": tl.float32, "matrix_type": tl.float32}),
     (pooling._pooling_kernel, POOL),
     (conv1d_update._conv1d_update_kernel, CONV | NO_SNAPSHOT),
     (

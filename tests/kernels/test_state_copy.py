@@ -11,7 +11,6 @@ from helpers.hash_model import HashRunner
 from helpers.interpreter import CUDA, elsewhere, kernels, run_in_interpreter
 
 from hybrid_runtime.kernels.step import entry as fields
-from hybrid_runtime.kernels.step.block_fill import fill_blocks, fill_blocks_reference
 from hybrid_runtime.kernels.step.state_copy import (
     postcopy,
     postcopy_reference,
@@ -176,23 +175,6 @@ def test_precopy_with_every_offset_and_every_distance(shape: Shape) -> None:
             same(mine, theirs)
 
 
-@kernels
-@pytest.mark.parametrize(
-    "shape", [BASE, Shape(layout="DS", ssm=torch.float16), Shape(pad=7)], ids=str
-)
-@pytest.mark.parametrize("value", [0.0, float("nan")])
-def test_fill_blocks(shape: Shape, value: float) -> None:
-    mine, theirs = Pools(shape, 0), Pools(shape, 0)
-    blocks = torch.tensor([3, 0, 7], device=DEVICE)
-    fill_blocks(mine.table, blocks, value)
-    fill_blocks_reference(theirs.table, blocks, value)
-    # Not by bytes: one NaN is as good as another.
-    ours = (*mine.conv_states, *mine.matrices)
-    for a, b in zip(ours, (*theirs.conv_states, *theirs.matrices), strict=True):
-        assert torch.equal(a.isnan(), b.isnan())
-        assert torch.equal(a.nan_to_num(), b.nan_to_num())
-
-
 RUNS: list[dict[str, Any]] = [
     {},
     {"in_place": True},
@@ -245,6 +227,4 @@ def test_block_strides_beyond_32_bits() -> None:
     precopy(states, entries, moves, 1)
     assert torch.equal(ssm[2], want)
     assert torch.equal(conv_states[2, :3], inputs)
-    fill_blocks(states, torch.tensor([3], device="cuda"), 0.0)
-    assert not ssm[3].any()
     assert ssm[2].any()

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from hybrid_runtime.state import boundaries
 from hybrid_runtime.state.align import arithmetic
 from hybrid_runtime.state.boundaries import RetentionRule
-from hybrid_runtime.state.replay import arithmetic as replay_arithmetic
 
 NOBODY = RetentionRule(0)
 
@@ -235,29 +234,3 @@ def test_columns_held_cover_all_that_may_be_touched(n: int, s: int, spread: int,
     assert held < 0 or first <= held  # what is read
     assert last == high + k
     assert first >= 0
-
-
-@given(
-    low=st.integers(0, 31),
-    spread=st.integers(0, 8),
-    certain=st.integers(1, 4),
-    draft=st.integers(0, 4),
-    window=st.sampled_from([0, 4, 15, 31]),
-    reason=st.sampled_from([(False,), (True,), (False, True)]),
-)
-def test_bounds_on_what_a_state_lacks_are_those_of_all_that_can_happen(
-    low: int, spread: int, certain: int, draft: int, window: int, reason: tuple[bool, ...]
-) -> None:
-    """Of each count between the bounds before a step, whether or not it writes for another reason,
-    and whatever is accepted."""
-    found = set()
-    for pending in range(low, low + spread + 1):
-        for writes in reason:
-            full = pending + certain + draft > window
-            start = 0 if writes or full else pending + certain
-            found |= {start + accepted for accepted in range(draft + 1)}
-    least, most = replay_arithmetic.pending_after(
-        (np.array([low]), np.array([low + spread])), np.array([certain + draft]),
-        np.array([draft]), np.array([True in reason]), np.array([False not in reason]), window,
-    )  # fmt: skip
-    assert (int(least[0]), int(most[0])) == (min(found), max(found))

@@ -144,7 +144,7 @@ def test_bad_fields_are_named_where_they_are_given(name: str, value: Any, messag
 @pytest.mark.parametrize("flags", [[True], [1, 0], [[True, False]]])
 def test_bad_flags_are_named(flags: Any) -> None:
     fields: Any = [0, 1], [5, 5], [5, 5], [4, 4], [3, 3], flags
-    with pytest.raises(ValueError, match=r"rows\.reads_offset is .*must be bool \[2\]"):
+    with pytest.raises(ValueError, match=r"rows\.decodes is .*must be bool \[2\]"):
         StepRows(*fields)
 
 
@@ -356,11 +356,11 @@ def test_counts_that_a_runner_fetched_are_checked(bad: Any) -> None:
 
 
 @layouts
-def test_what_is_foreseen_changes_nothing_and_holds_until_another_call(kind: Any) -> None:
+def test_what_is_prepared_changes_nothing_and_holds_until_another_call(kind: Any) -> None:
     made = started(0, 1, prompt=8, layout=replace(LAYOUT, kind=kind), readback=False)
     step, ones = made._in_flight._open[0], np.ones(2, np.int32)
     before = snapshot(made)
-    settle = made.foresee(step)
+    settle = made.prepare_settle(step)
     with pytest.raises(ValueError, match=r"num_accepted\[1\] is 2"):
         settle(np.array([1, 2], np.int32))
     assert snapshot(made) == before
@@ -369,12 +369,12 @@ def test_what_is_foreseen_changes_nothing_and_holds_until_another_call(kind: Any
     with pytest.raises(ValueError, match=r"step is 0; no other call"):
         settle(ones)
     assert snapshot(made) == before
-    settle = made.foresee(step)
+    settle = made.prepare_settle(step)
     settle(ones)
     assert made.published(step) == [Snapshot(1, 0, 8, 0)]
     with pytest.raises(ValueError, match=r"step is 0; no other call"):
         settle(ones)
-    made.foresee(step)(ones)  # it has settled: nothing happens
+    made.prepare_settle(step)(ones)  # it has settled: nothing happens
 
 
 @pytest.mark.parametrize("strategy", ["blocking", "defer", "always", "auto"])

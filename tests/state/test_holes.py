@@ -75,7 +75,7 @@ def test_a_row_that_left_takes_no_copy_from_those_that_stay(strategy: str) -> No
     runs.release(0)
     runs.admit(0, [9] * 6)
     for column, block in runs.requests[0].blocks[0].items():
-        runs.manager.fill(torch.tensor([block]), column)
+        runs.pool.fill(block, column)
     before = contents(runs, 0)
     runs.end(opened)
     (snapshot,) = runs.read_oldest()  # and checks its bytes

@@ -260,8 +260,7 @@ def test_what_a_block_held_before_does_not_matter(garbage: float, in_place: bool
     class Careless(HashRunner):
         def _new(self, request: Any, group: int, column: int) -> None:
             super()._new(request, group, column)
-            block = torch.tensor([request.blocks[group][column]])
-            self.manager.fill(block, garbage)
+            self.pool.fill(request.blocks[group][column], garbage)
 
     runs = Careless(in_place=in_place)
     runs.admit(0, list(range(30)))

@@ -10,7 +10,6 @@ import torch
 from helpers.hash_model import HashRunner
 from helpers.plain_manager import (
     BLOCK,
-    COLUMNS,
     SLOTS,
     K,
     counts,
@@ -260,7 +259,7 @@ def test_nan_in_one_request_stays_there() -> None:
         runs.admit(slot, [1, 2, 3])
     runs.step([(0, 3, [], 1), (1, 3, [], 1)])
     for block in runs.requests[0].blocks[0].values():
-        runs.manager.fill(torch.tensor([block]), float("nan"))
+        runs.pool.fill(block, float("nan"))
     for _ in range(20):
         runs.step([(1, 1, [4, 5, 6], 4)])  # the harness checks every state it reads
 
@@ -323,17 +322,3 @@ def test_counts_of_a_settled_step_are_not_taken_by_another_manager() -> None:
     other.accepted(step)
     with pytest.raises(ValueError, match=r"^step is 1, which another manager began"):
         made.resolve(step, np.array([2, 2]))
-
-
-@pytest.mark.parametrize("bad", [[0], None, torch.zeros(1), torch.zeros(1, 1).int()])
-def test_blocks_to_fill_are_a_row_of_integers(bad: Any) -> None:
-    with pytest.raises(ValueError, match=r"^blocks is"):
-        manager().fill(bad)
-
-
-@pytest.mark.parametrize("bad", [-1, SLOTS * COLUMNS])
-def test_blocks_that_there_are_not_are_refused(bad: int) -> None:
-    with pytest.raises(
-        ValueError, match=rf"^blocks holds {bad}; each must be in 0..{SLOTS * COLUMNS - 1}"
-    ):
-        manager().fill(torch.tensor([0, bad]))

@@ -267,16 +267,6 @@ def another_binding(w: World) -> None:
         w.made.bind(w.runner.states, w.runner.tables)
 
 
-def blocks_that_there_are_not(w: World) -> None:
-    """A range is checked where that costs no wait: on the CPU, or with `debug`."""
-    ids = torch.arange(3, device=w.made.device)
-    bad: list[Any] = [ids.float(), ids[:, None], ids[::2], ids.to("meta"), [0], 0, None]
-    if w.made.debug or w.made.device.type == "cpu":
-        bad += [ids - 1, ids + len(w.runner.states[0][0])]
-    with refused("blocks "):
-        w.made.fill(w.rng.choice(bad))
-
-
 def a_demand_of_nonsense(w: World) -> None:
     """Answers nonsense, or refuses; changes nothing."""
     known: Any = w.rng.choice([None, np.zeros(1, np.int32), [1, 2, 3], [1.0, 2.0], 1])
@@ -293,7 +283,7 @@ MISUSES = (
     rows_of_an_open_step, rows_changed_in_flight, counts_of_no_kind, an_end_too_many,
     a_step_of_nobody, results_too_early, results_of_ones_own, a_failure_too_late,
     an_admission_too_many, a_slot_of_nobody, a_rule_that_cannot_be, a_snapshot_of_the_past,
-    a_snapshot_that_never_was, another_binding, blocks_that_there_are_not, a_demand_of_nonsense,
+    a_snapshot_that_never_was, another_binding, a_demand_of_nonsense,
 )  # fmt: skip
 
 

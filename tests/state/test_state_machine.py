@@ -36,6 +36,7 @@ class Histories(RuleBasedStateMachine):
         ring_tokens=st.sampled_from([0, 5, 15, 31]),
         in_place=st.booleans(),
         depth=st.integers(0, 2),
+        says_decodes=st.booleans(),
         conv_layout=st.sampled_from(["SD", "DS"]),
         groups=st.integers(1, 3),
         dtypes=st.sampled_from([(torch.float32, torch.float32), (torch.bfloat16, torch.float16)]),
@@ -43,6 +44,7 @@ class Histories(RuleBasedStateMachine):
     def start(self, dtypes: tuple[torch.dtype, torch.dtype], **options: Any) -> None:
         options |= {"conv_dtype": dtypes[0], "ssm_dtype": dtypes[1], "block_size": BLOCK}
         options["in_place"] &= self.kind == "columns"
+        options["says_decodes"] &= self.kind == "replay"
         self.runners = [
             RUNNERS[self.kind](
                 strategy=s,

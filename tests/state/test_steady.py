@@ -184,8 +184,8 @@ def test_far_from_boundaries_one_comparison_says_that_nothing_is_due(
             plan = policy.repeat(of(n, more), of(0), kept)
             assert plan is not None
             assert not len(plan.candidates)
-            assert [np.asarray(v).tolist() for v in plan.held[:2]] == [
-                np.asarray(v).tolist() for v in policy.held(of(n))[:2]
+            assert [np.asarray(v).tolist() for v in plan.columns[:2]] == [
+                np.asarray(v).tolist() for v in policy.state_columns(of(n))[:2]
             ]
 
 

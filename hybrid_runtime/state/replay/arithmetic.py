@@ -32,11 +32,11 @@ def replay_snapshot(
 ) -> Stored:
     """What a step of the replay layout leaves behind, from exact counts.
 
-    `last_certain` tokens were certain in the last step, `computed` are now, the guesses that were
+    `last_certain` tokens were certain in the last step, `computed` are now, the drafts that were
     accepted besides, and the step goes on to `certain`: a retained boundary in (last_certain,
-    computed] is stored on the way, one at `certain` at the end, without guesses as the state
+    computed] is stored on the way, one at `certain` at the end, without drafts as the state
     itself. Others between `computed` and `certain` are not stored. There is at most one, because
-    there are fewer guesses than tokens in a block, and a step that follows guesses runs one certain
+    there are fewer drafts than tokens in a block, and a step that follows drafts runs one certain
     token.
     """
     passed = (last_certain // block_size + 1) * block_size
@@ -49,44 +49,22 @@ def replay_snapshot(
 
 
 def replay_writes(
-    pending: Ints, scheduled: Ints, draft: Ints, stores: Bools, live: Bools, window: int
+    pending: Ints, scheduled: Ints, decodes: Bools, stores: Bools, live: Bools, ring_tokens: int
 ) -> Bools:
     """Whether a step of the replay layout writes its states, from exact counts.
 
     pending: tokens computed before it that the state lacks.
-    stores: it stores a snapshot beside the state (`Stored.extra`).
+    decodes: it can fold these and record its own; it writes in any case if not.
+    stores: it stores a snapshot, beside the state or as that.
     live: the state lies in the live column.
-    window: most tokens that a state may lack.
+    ring_tokens: most tokens that may be pending.
     """
-    writes: Bools = (draft == 0) | stores | ~live | (pending + scheduled > window)
+    writes: Bools = ~decodes | stores | ~live | (pending + scheduled > ring_tokens)
     return writes
 
 
-def pending_after(
-    pending: tuple[Ints, Ints],
-    scheduled: Ints,
-    draft: Ints,
-    may_write: Bools,
-    must_write: Bools,
-    window: int,
-) -> tuple[Ints, Ints]:
-    """Bounds on the tokens that a state may lack after a step, whatever is accepted, from those
-    before it; sound, and tight if every count between the given bounds is possible.
-
-    may_write, must_write: for another reason than that the tokens would not fit.
-    """
-    low, high = pending
-    room = window - scheduled
-    may = may_write | (high > room)
-    may_not = ~must_write & (low <= room)
-    return (
-        np.where(may, 0, low + scheduled - draft),
-        np.where(may_not, np.minimum(high, room) + scheduled, draft),
-    )
-
-
 def first_stored(last_certain_min: Ints, certain_min: Ints, last_draft: Ints) -> Ints:
-    """Least boundary that a step may store: guesses of the last step may lie before its own tokens.
+    """Least boundary that a step may store: drafts of the last step may lie before its own tokens.
     The greatest is `certain_max`."""
     return np.where(last_draft > 0, last_certain_min + 1, certain_min)
 
@@ -101,7 +79,7 @@ def replay_candidates(
 ) -> Bools:
     """Rows for which `replay_snapshot` may find an extra write, from bounds and `first_stored`.
 
-    Exact when the counts are; a row without guesses ends on a boundary at no extra cost.
+    Exact when the counts are; a row without drafts ends on a boundary at no extra cost.
     """
     last = np.where(draft > 0, certain_max, computed_max)
     reachable: Bools = next_retained(first, retention) <= last

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from hybrid_runtime.device.sync import Waits
 from hybrid_runtime.kernels.common.varlen import Cuts
+from hybrid_runtime.kernels.step import entry as fields
 from hybrid_runtime.kernels.step.advance_replay import (
     IDLE,
     ReplayPlace,
@@ -19,13 +20,21 @@ from hybrid_runtime.kernels.step.advance_replay import (
     advance_replay,
 )
 from hybrid_runtime.kernels.step.state_table import StateTable
-from hybrid_runtime.state import boundaries
-from hybrid_runtime.state.base import NO_ROWS, Ints2D, Outcome
+from hybrid_runtime.state.boundaries import (
+    Bools,
+    Ints,
+    RetentionRule,
+    blocks_below,
+    last_retained,
+    next_retained,
+)
 from hybrid_runtime.state.checks import Refusal, refuse
-from hybrid_runtime.state.demand import BlockDemand
 from hybrid_runtime.state.layout import StateLayout
 from hybrid_runtime.state.ledger import Ledger, StateColumns
-from hybrid_runtime.state.pack import (
+from hybrid_runtime.state.placement import (
+    BlockDemand,
+    Ints2D,
+    Outcome,
     StepPlan,
     pack_rows,
     pack_unfinished,
@@ -33,21 +42,21 @@ from hybrid_runtime.state.pack import (
 )
 from hybrid_runtime.state.replay import arithmetic
 from hybrid_runtime.state.replay.flush import Flusher, FlushInputs
-from hybrid_runtime.state.replay.pending import pending_bounds
 from hybrid_runtime.state.rows import StepRows
 from hybrid_runtime.state.step import Snapshot, Step, StepPositions
 
 
 class ReplayPolicy:
-    """`LayoutPolicy` by which the forward pass itself folds, stores and writes. Besides it there
-    are only the launch that places a step (`advance`) and, for requests that end, `Flusher`'s.
+    """The forward pass itself folds, stores and writes. Besides it there are only the launch that
+    places a step (`advance`) and, for requests that end, `Flusher`'s.
 
     The last column of a block table is the live one and always owned; the others hold snapshots. A
     row starts from the state that its steps have written last: in the live column, or in a
-    boundary's if that step ended on a retained one without guesses. What it lacks is folded in from
-    the window cache, and it is written again when the step's tokens would not fit there or a
-    snapshot is stored. No row can write what another one reads, because a snapshot's column is
-    written once.
+    boundary's if that step ended on a retained one without drafts. What it lacks is folded in from
+    the ring of records, and it is written again when the step's tokens would not fit there or a
+    snapshot is stored. Rows that do not decode (`StepRows.decodes`) can neither fold nor record:
+    they find nothing pending and write in every step. No row can write what another one reads,
+    because a snapshot's column is written once.
 
     Which boundaries a step may store depends on the counts of the last one only, not on when the
     state was written.
@@ -65,7 +74,7 @@ class ReplayPolicy:
         def ints(value: int, size: int = ledger.max_rows) -> Tensor:
             return torch.full((size,), value, dtype=torch.int32, device=device)
 
-        self.layout, self.columns, self.cuts = layout, 0, cuts
+        self.layout, self.columns, self._cuts = layout, 0, cuts
         self._place = ReplayPlace(
             layout.block_size, -1, layout.ring_tokens, layout.ring_length, cuts
         )
@@ -99,7 +108,7 @@ class ReplayPolicy:
                 f"({self._live}) or below {passed}, because later snapshots go to those between"
             )
 
-    def block_demand(self, rows: StepRows, known: boundaries.Ints | None) -> BlockDemand:
+    def block_demand(self, rows: StepRows, known: Ints | None) -> BlockDemand:
         """The snapshots that a row may write or read; the live column comes besides. All that the
         bounds leave open may be written: exact ones leave a single boundary, and one at a cut."""
         booked = self._ledger.known.take(rows.index, axis=0, mode="wrap")
@@ -110,38 +119,55 @@ class ReplayPolicy:
         first = np.where(held & ((last < 0) | (held_min < fresh)), held_min, fresh)
         kept = np.where(held & (held_max > last), held_max, last)
         if known is not None:
-            unfiled = unfiled_column(known, self.layout)
+            k, block = self.layout.num_speculative_tokens, self.layout.block_size
+            unfiled = unfiled_column(known, k, block)
             first = np.where(kept < 0, unfiled, np.minimum(first, unfiled))
-            kept = np.maximum(
-                kept, boundaries.blocks_below(rows.computed_max, self.layout.block_size)
-            )
+            kept = np.maximum(kept, blocks_below(rows.computed_max, block))
         if rows.padded:
             live = rows.slot >= 0
             first, fresh = first * live, fresh * live
             last, kept = np.where(live, last, -1), np.where(live, kept, -1)
         return BlockDemand(first, fresh, last, kept)
 
-    def held(self, rows: StepRows) -> StateColumns:
-        certain = rows.certain_min
+    def state_columns(self, rows: StepRows) -> StateColumns:
+        certain, decodes = rows.certain_min, decoding(rows)
         if np.count_nonzero(rows.draft) == len(rows):
-            return StateColumns(-1, -1, certain)
+            return StateColumns(-1, -1, certain, decodes)
         first, last = self._span(certain, rows.certain_max, self._ledger.kept(rows.index))
         direct = (rows.draft == 0) & (last >= 0)
-        return StateColumns(np.where(direct, first, -1), np.where(direct, last, -1), certain)
+        low, high = np.where(direct, first, -1), np.where(direct, last, -1)
+        return StateColumns(low, high, certain, decodes)
 
     def pack(self, packed: NDArray[np.int32], rows: StepRows) -> tuple[StepPlan, int]:
         known = pack_rows(packed, self._ledger, rows)
+        packed[: len(rows), fields.DECODES] = decodes = decoding(rows)
         last_draft, low = known[:, Ledger.LAST_DRAFT], self._first_stored(rows, known)
         high, kept = rows.certain_max, self._ledger.kept(rows.index)
+        after_decode = known[:, Ledger.DECODED] > 0
+        # Not said of a row, it means only that the row writes; then one token may fold.
+        scans = np.zeros(len(rows), bool) if rows.decodes is None else ~decodes
         refuse(
             self._ledger,
             rows,
             known,
+            Refusal(scans & (rows.draft > 0), decodes, "decodes", "True in a row with drafts"),
             Refusal(
-                (last_draft > 0) & (rows.certain > 1),
+                decodes & (rows.draft == 0) & (rows.certain > 1),
                 rows.scheduled,
                 "scheduled",
-                "draft + 1 in a row whose last step had drafts, which only such a step can fold",
+                "1 in a row that decodes without drafts",
+            ),
+            Refusal(
+                scans & after_decode,
+                decodes,
+                "decodes",
+                "True in a row whose last step decoded, whose records only such a row can fold",
+            ),
+            Refusal(
+                after_decode & (rows.certain > 1),
+                rows.scheduled,
+                "scheduled",
+                "draft + 1 in a row whose last step decoded, which only such a step can fold",
             ),
             Refusal(
                 self._far(low, high, kept),
@@ -155,12 +181,10 @@ class ReplayPolicy:
         )
         if rows.padded:
             may_store &= rows.slot >= 0
-        plan = StepPlan(self.held(rows), may_store.nonzero()[0], NO_ROWS)
+        plan = StepPlan(self.state_columns(rows), may_store.nonzero()[0])
         return plan, pack_unfinished(packed, self._ledger, len(rows))
 
-    def repeat(
-        self, rows: StepRows, last: StepRows, kept: boundaries.RetentionRule
-    ) -> StepPlan | None:
+    def repeat(self, rows: StepRows, last: StepRows, kept: RetentionRule) -> StepPlan | None:
         high = rows.certain_max
         before = np.maximum(last.certain_min, rows.computed_min - rows.draft)
         low = self._lowest(rows, arithmetic.first_stored(before, rows.certain_min, rows.draft))
@@ -169,7 +193,7 @@ class ReplayPolicy:
         may_store = arithmetic.replay_candidates(
             low, rows.computed_max, high, rows.draft, rows.draft, kept
         )
-        return StepPlan(self.held(rows), may_store.nonzero()[0], NO_ROWS)
+        return StepPlan(self.state_columns(rows), may_store.nonzero()[0])
 
     def advance(
         self,
@@ -195,42 +219,19 @@ class ReplayPolicy:
         )
 
     def touched(
-        self, rows: StepRows, computed: boundaries.Ints, outputs: ReplayPositions
+        self, rows: StepRows, computed: Ints, outputs: ReplayPositions
     ) -> tuple[Ints2D, Ints2D]:
         n = len(rows)
         reads = outputs.read_column[:n, None]
         writes = torch.stack([outputs.write_column, outputs.snapshot_column], 1)[:n]
         return reads.cpu().numpy().astype(np.int64), writes.cpu().numpy().astype(np.int64)
 
-    def lacking(
-        self, rows: StepRows, queued: Sequence[Step], outputs: ReplayPositions
-    ) -> tuple[boundaries.Ints, boundaries.Ints, boundaries.Ints]:
-        low, high = pending_bounds(
-            self._ledger, queued, self._live, self.layout.block_size, self.layout.ring_tokens
-        )
-        exact = outputs.pending[: len(rows)].cpu().numpy()
-        return exact, low[rows.slot], high[rows.slot]
-
-    def launch_precopy(self, entries: Tensor, plan: StepPlan) -> None:
-        """Nothing: kernels take separate read and write columns."""
-
-    def launch_postcopy(
+    def prepare_settle(
         self,
         step: Step,
-        accepted: Tensor,
-        candidates: NDArray[np.intp],
-        current: NDArray[np.bool_] | None,
-        decided: bool,
-        every_row: bool,
-    ) -> None:
-        """Nothing: the next steps fold what was accepted."""
-
-    def foresee(
-        self,
-        step: Step,
-        computed: boundaries.Ints,
-        certain: boundaries.Ints,
-        current: boundaries.Bools,
+        computed: Ints,
+        certain: Ints,
+        current: Bools,
     ) -> Callable[[NDArray[np.int32]], Outcome]:
         table, slot, draft = self._ledger, step.rows.slot, step.rows.draft
         kept, block = step.kept, self.layout.block_size
@@ -238,8 +239,8 @@ class ReplayPolicy:
             table.certain[slot], computed, certain, draft, block, kept
         )
         writes = arithmetic.replay_writes(
-            computed - table.written[slot], step.rows.scheduled, draft, stored.extra,
-            table.held[slot] == self._live, self.layout.ring_tokens,
+            computed - table.written[slot], step.rows.scheduled, decoding(step.rows),
+            stored.boundary > 0, table.held[slot] == self._live, self.layout.ring_tokens,
         )  # fmt: skip
         column = np.where((draft == 0) & kept.keeps(certain), certain // block - 1, self._live)
         outcome = Outcome(stored.boundary, stored.boundary > 0, stored.extra)
@@ -263,36 +264,37 @@ class ReplayPolicy:
         if self._flusher is not None:
             self._flusher.prepare()
 
-    def _first_stored(self, rows: StepRows, known: NDArray[np.int32]) -> boundaries.Ints:
+    def _first_stored(self, rows: StepRows, known: NDArray[np.int32]) -> Ints:
         last_draft = known[:, Ledger.LAST_DRAFT]
         before = np.maximum(known[:, Ledger.CERTAIN], rows.computed_min - last_draft)
         low = arithmetic.first_stored(before, rows.certain_min, last_draft)
         return self._lowest(rows, low)
 
-    def _lowest(self, rows: StepRows, low: boundaries.Ints) -> boundaries.Ints:
+    def _lowest(self, rows: StepRows, low: Ints) -> Ints:
         """Least boundary that a step may store, from that of rows that are not cut."""
-        if not (self.cuts and rows.chunked):
+        if not (self._cuts and rows.chunked):
             return low
         block = self.layout.block_size
         before = np.maximum(rows.certain_min - 1, 0)
-        inside = np.maximum(boundaries.blocks_below(before, block) * block, rows.computed_min + 1)
-        lowest: boundaries.Ints = np.where(rows.draft == 0, np.minimum(low, inside), low)
+        inside = np.maximum(blocks_below(before, block) * block, rows.computed_min + 1)
+        lowest: Ints = np.where(rows.draft == 0, np.minimum(low, inside), low)
         return lowest
 
-    def _span(
-        self, low: boundaries.Ints, high: boundaries.Ints, kept: boundaries.RetentionRule
-    ) -> tuple[boundaries.Ints, boundaries.Ints]:
+    def _span(self, low: Ints, high: Ints, kept: RetentionRule) -> tuple[Ints, Ints]:
         """First and last column of the retained boundaries in `low .. high`; 0, -1: none."""
-        first, last = boundaries.next_retained(low, kept), boundaries.last_retained(high, kept)
+        first, last = next_retained(low, kept), last_retained(high, kept)
         some, block = first <= high, self.layout.block_size
         return np.where(some, first // block - 1, 0), np.where(some, last // block - 1, -1)
 
-    def _far(
-        self, low: boundaries.Ints, high: boundaries.Ints, kept: boundaries.RetentionRule
-    ) -> boundaries.Bools:
+    def _far(self, low: Ints, high: Ints, kept: RetentionRule) -> Bools:
         """Rows that may store a snapshot for which there is no column."""
         most = self.columns * self.layout.block_size
         far = high >= most
         if not np.count_nonzero(far):
             return far
-        return boundaries.next_retained(np.maximum(low, most), kept) <= high
+        return next_retained(np.maximum(low, most), kept) <= high
+
+
+def decoding(rows: StepRows) -> Bools:
+    """Rows that fold what is pending and record their own tokens, bool `[rows]`."""
+    return rows.draft > 0 if rows.decodes is None else rows.decodes
