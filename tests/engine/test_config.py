@@ -271,3 +271,15 @@ def test_drafts_are_three_where_somebody_guesses() -> None:
     drafters: tuple[Any, ...] = ("auto", "mtp", "ngram", None)
     assert [EngineConfig(drafter=d).num_draft for d in drafters] == [3, 3, 3, 0]
     assert EngineConfig(drafter="mtp", num_speculative_tokens=5).num_draft == 5
+
+
+def test_replay_is_the_layout_for_every_number_of_drafts() -> None:
+    """Without any, too, narrow states can be stochastically rounded."""
+    model = NemotronHConfig.from_dict(json.loads((SHIPPED / "config.json").read_text()))
+    narrow: dict[str, Any] = {"ssm_dtype": "float16", "stochastic_rounding": True}
+    for drafts in (0, 3):
+        drafting: dict[str, Any] = {"drafter": "ngram" if drafts else None}
+        layout = EngineConfig(**drafting, **narrow).layout(model, torch.float32)
+        assert (layout.kind, layout.window) == ("replay", 15)
+        with pytest.raises(ValueError, match="in the replay layout"):
+            EngineConfig(**drafting, **narrow, state_layout="columns").layout(model, torch.float32)

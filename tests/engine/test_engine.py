@@ -37,7 +37,10 @@ ROWS = [
     {"drafter": "ngram", "num_speculative_tokens": 3, "conv_layout": "DS"},
     {"drafter": "ngram", "num_speculative_tokens": 3, "max_tokens_per_step": 9},
     {"drafter": "mtp", "num_speculative_tokens": 3, "num_blocks": (12, 14)},
-    {"drafter": None, "num_speculative_tokens": 0, "steps_ahead": 1},
+    *(
+        {"drafter": None, "num_speculative_tokens": 0, "steps_ahead": 1} | more
+        for more in ({}, {"state_layout": "columns"}, {"window": 4, "block_size": 8})
+    ),
     *(
         {"drafter": "mtp", "num_speculative_tokens": 3, "block_size": 8, "steps_ahead": 1} | more
         for more in (

@@ -66,7 +66,7 @@ def test_hits_grow_with_what_is_shared_and_with_nothing_else(state_layout: str) 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("state_layout", "num_draft", "steps_ahead"),
-    [("replay", 3, 1), ("replay", 1, 0), ("columns", 3, 1), ("columns", 0, 0)],
+    [("replay", 3, 1), ("replay", 1, 0), ("replay", 0, 1), ("columns", 3, 1), ("columns", 0, 0)],
 )
 def test_any_tail_joins_a_batch_that_speculates(
     state_layout: str, num_draft: int, steps_ahead: int

@@ -158,6 +158,8 @@ class HashTarget:
         read, offset = int(positions.read_column[row]), int(positions.read_offset[row])
         write = int(positions.write_column[row])
         replay = positions.replay if update else None
+        if positions.replay is not None and replay is None:  # a scan can't fold, and writes
+            assert (int(positions.replay.pending[row]), int(positions.replay.writes[row])) == (0, 1)
         past: list[Any] = []
         if replay is not None:
             assert (read, offset) == (int(replay.read_column[row]), int(replay.offset[row]))

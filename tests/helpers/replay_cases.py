@@ -104,7 +104,7 @@ class Case(NamedTuple):
 
 
 class Rows:
-    """Rows with few and many pending, certain and guessed tokens and every place of a snapshot,
+    """Rows with few and many pending, certain and drafted tokens and every place of a snapshot,
     that write or don't, reading the block they write, another, or none. Behind them padded rows of
     both kinds with and without tokens, an empty row, and tokens that belong to no row. Slots are
     not in row order.
@@ -122,7 +122,7 @@ class Rows:
         for pending in sorted(
             {0, 1, drafts, max(ring_tokens - draft - 1, 0), most} & {*range(most + 1)}
         ):
-            fits = draft > 0 and pending + draft + 1 <= ring_tokens
+            fits = pending + draft + 1 <= ring_tokens
             offset = pick(0, min(pending, drafts))
             spec.append(Case(draft + 1, draft, pending, writes=not fits, offset=offset))
             few = pick(0, draft)
@@ -144,7 +144,7 @@ class Rows:
         spec.append(Case(room, 0, most, snapshot=2, after=room))
         spec.append(Case(1, 0, most, offset=min(drafts, most)))
         near = MAX_TOKENS - 3 if ring_tokens <= SHORT_RING_TOKENS else most - 2
-        if near <= most and tokens >= 4 and draft >= 2:  # the guesses are too much, not the others
+        if near <= most and tokens >= 4 and draft >= 2:  # the drafts are too much, not the others
             spec.append(Case(4, 2, near))
         spec.append(Case(1, 0))
         slots = len(spec)
@@ -184,7 +184,7 @@ class History:
     """Steps with random acceptance in the replay layout, beside them the columns layout.
 
     Each slot has a live block (column 0) and a snapshot's (column 1); in the columns layout a
-    block for each guess. A boundary lies after every `block` tokens.
+    block for each draft. A boundary lies after every `block` tokens.
     """
 
     def __init__(self, shape: Ssm, slots: int, seed: int, block: int) -> None:
@@ -202,7 +202,7 @@ class History:
         self.records = shape.records(other, slots)
         fine = torch.promote_types(shape.x, torch.float32)
         self.vectors = shape.vectors(self.generator, fine)
-        self.fold = [0] * slots  # guesses accepted in the last step
+        self.fold = [0] * slots  # drafts accepted in the last step
         self.certain = [0] * slots  # tokens that were certain before them
         self.written = [0] * slots  # tokens in the live state
         self.snapshots: dict[int, tuple[int, Tensor]] = {}
@@ -232,7 +232,7 @@ class History:
             pending.append(final - self.written[slot])
             cursor.append(self.written[slot] % length)
             full = pending[i] + scheduled[i] > shape.ring_tokens
-            writes.append(not draft[i] or crosses or reads[i] < 0 or full)
+            writes.append(crosses or reads[i] < 0 or full)
         starts = torch.tensor([0, *scheduled]).cumsum(0).int().to(DEVICE)
         slot, drafts, zero = ints(*slots), ints(*draft), ints(*[0] * len(slots))
         fold = ints(*(self.fold[s] for s in slots))
@@ -258,7 +258,7 @@ class History:
         for i, slot_ in enumerate(slots):
             if snapshot[i] > 0:
                 boundary = self.certain[slot_] + self.fold[slot_] + after[i]
-                if after[i] <= 0:  # one of the guesses that were accepted
+                if after[i] <= 0:  # one of the drafts that were accepted
                     state = before[self.wide_table[slot_, after[i] + self.fold[slot_]].long()]
                     self.snapshots[slot_] = (boundary, state)
                 elif after[i] == scheduled[i] - draft[i]:

@@ -48,6 +48,8 @@ STRIDES = launch.InputStrides(
 @pytest.mark.parametrize(
     ("states", "values", "dot_type", "ring", "tokens", "rows", "spills", "local"),
     [
+        ("*fp32", "*bf16", tl.bfloat16, 16, 1, 16, 0, 400),
+        ("*fp16", "*bf16", tl.bfloat16, 16, 1, 32, 0, 400),
         ("*fp32", "*bf16", tl.bfloat16, 19, 4, 16, 0, 400),
         ("*fp32", "*bf16", tl.bfloat16, 31, 16, 16, 0, 400),
         ("*fp16", "*bf16", tl.bfloat16, 31, 16, 16, 0, 400),

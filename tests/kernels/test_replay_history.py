@@ -52,6 +52,31 @@ def test_the_longest_window_is_used_whole() -> None:
     assert max(lacks) == SHORT_RING_TOKENS
 
 
+def plain_decode(update: Any, ring_tokens: int, tolerance: float) -> None:
+    """One token a step, with every number of pending ones, several times round the ring."""
+    shape = Ssm(x=torch.float32, drafts=0, tokens=1, heads=1, groups=1, ring_tokens=ring_tokens)
+    history = History(shape, slots=1, seed=ring_tokens, block=1 << 30)
+    written = []
+    for number in range(3 * ring_tokens + 5):
+        y, wide = history.step(update)
+        torch.testing.assert_close(y, wide, rtol=tolerance, atol=tolerance)
+        history.check(tolerance)
+        written += [number] if history.written[0] == number + 1 else []
+    assert written == [*range(0, 3 * ring_tokens + 5, ring_tokens + 1)]
+
+
+@plain
+@pytest.mark.parametrize("ring_tokens", [0, 4, 15, 31])
+def test_plain_decode_by_the_reference(ring_tokens: int) -> None:
+    plain_decode(replay_update_reference, ring_tokens, 1e-5)
+
+
+@kernels
+@pytest.mark.parametrize("ring_tokens", [4, 15, 31])
+def test_plain_decode_by_the_kernel(ring_tokens: int) -> None:
+    plain_decode(replay_update, ring_tokens, 1e-5)
+
+
 def histories(update: Any, shape: Ssm, rings: list[int], steps: int, tolerance: float) -> None:
     """The same requests with rings of several lengths: the same outputs and snapshots."""
     block = shape.drafts + 3
