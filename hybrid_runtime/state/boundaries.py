@@ -93,7 +93,7 @@ def last_retained(position: Ints, retention: RetentionRule) -> Ints:
 def prompt_cut(
     computed: Ints, certain: Ints, draft: Ints, block_size: int, retention: RetentionRule
 ) -> Ints:
-    """The boundary strictly inside a row without guesses at which it leaves a snapshot, if the
+    """The boundary strictly inside a row without drafts at which it leaves a snapshot, if the
     runner's kernels can do that: the last one there, if it is retained; 0: there is none."""
     inside = blocks_below(np.maximum(certain - 1, 0), block_size) * block_size
     return np.where((draft == 0) & (inside > computed) & retention.keeps(inside), inside, 0)

@@ -292,7 +292,7 @@ class HybridStateManager(OneProcess):
 
     def abandon(self, step: Step) -> None:
         """Give up a step whose forward pass or drafter failed: its requests are released, because
-        their state or guesses may be half written; all others are untouched."""
+        their state or drafts may be half written; all others are untouched."""
         self._in_flight.require(step)
         current = step.current(self._ledger.generation, self._ledger.live)
         for slot in step.rows.slot[current]:
@@ -330,7 +330,7 @@ class HybridStateManager(OneProcess):
 
     def last_snapshot(self, slot: int) -> Snapshot | None:
         """Of a request that is about to be released, in the replay layout: at a retained boundary
-        among the guesses that its last settled step accepted, or where a queued step ends for
+        among the drafts that its last settled step accepted, or where a queued step ends for
         certain; without either the last one that a settled step stored, if any.
 
         Its bytes are stored by that step, or, if the column is the live one, by `flush`; they

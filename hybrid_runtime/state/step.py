@@ -42,8 +42,8 @@ class StepPositions(NamedTuple):
         column `write_column + j` and the window to `write_column`; in the replay layout the window
         and, if the step writes it, the state after R tokens go to `write_column`.
     replay: what a verify pass of the replay layout folds and stores; None in the columns layout.
-    cuts: where rows without guesses leave a snapshot on the way; None without `prompt_cuts`. The
-        same memory as `replay.snapshot_after` and its column, which say more in rows with guesses.
+    cuts: where rows without drafts leave a snapshot on the way; None without `prompt_cuts`. The
+        same memory as `replay.snapshot_after` and its column, which say more in rows with drafts.
     """
 
     read_column: Tensor
@@ -143,7 +143,7 @@ class Step:
 
     def count_lost(self, block_size: int, cuts: bool) -> int:
         """Rows that pass a retained boundary without leaving a snapshot of it. cuts: rows without
-        guesses leave one inside, see `align.prompt_cut`."""
+        drafts leave one inside, see `boundaries.prompt_cut`."""
         start, end = self.rows.computed_min, self.rows.certain_min
         cut = prompt_cut(start, end, self.rows.draft, block_size, self.kept) if cuts else 0
         lost = lost_boundaries(start, end, self.kept, cut) * (self.rows.slot >= 0)

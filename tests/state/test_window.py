@@ -149,3 +149,16 @@ def test_a_prompt_kernel_is_refused_where_records_wait() -> None:
     with pytest.raises(ValueError, match=r"scheduled\[0\] is 5; it must be draft \+ 1"):
         begin(5, 3, True)
     runs.step([(0, 1, [], 1)])
+
+
+def test_rows_that_say_otherwise_are_not_repeated() -> None:
+    """Steady decode sends nothing; the model checks that each step writes as its own rows say."""
+    runs = ReplayRunner(num_draft=0, block_size=64, says_decodes=True, max_requests=1)
+    runs.admit(0, [1, 2, 3])
+    runs.step([(0, 3, [], 1)])
+    for says in (True, False, True):
+        runs.says_decodes = says
+        before = runs.manager.stats().uploads
+        for _ in range(4):
+            runs.step([(0, 1, [], 1)])
+        assert runs.manager.stats().uploads <= before + 2

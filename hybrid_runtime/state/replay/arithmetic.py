@@ -53,7 +53,7 @@ def replay_writes(
 ) -> Bools:
     """Whether a step of the replay layout writes its states, from exact counts.
 
-    pending: tokens computed before it that the state lacks.
+    pending: tokens computed before it that are not in the state.
     decodes: it can fold these and record its own; it writes in any case if not.
     stores: it stores a snapshot, beside the state or as that.
     live: the state lies in the live column.
