@@ -275,11 +275,11 @@ def test_drafts_are_three_where_somebody_guesses() -> None:
 
 def test_replay_is_the_layout_for_every_number_of_drafts() -> None:
     """Without any, too, narrow states can be stochastically rounded."""
-    model = NemotronHConfig.from_dict(json.loads((SHIPPED / "config.json").read_text()))
+    model = Checkpoint(SHIPPED).build("meta", torch.float32)
     narrow: dict[str, Any] = {"ssm_dtype": "float16", "stochastic_rounding": True}
     for drafts in (0, 3):
         drafting: dict[str, Any] = {"drafter": "ngram" if drafts else None}
-        layout = EngineConfig(**drafting, **narrow).layout(model, torch.float32)
-        assert (layout.kind, layout.window) == ("replay", 15)
+        layout = EngineConfig(**drafting, **narrow).layout(model)
+        assert (layout.kind, layout.ring_tokens) == ("replay", 15)
         with pytest.raises(ValueError, match="in the replay layout"):
-            EngineConfig(**drafting, **narrow, state_layout="columns").layout(model, torch.float32)
+            EngineConfig(**drafting, **narrow, state_layout="columns").layout(model)

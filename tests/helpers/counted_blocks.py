@@ -39,5 +39,5 @@ class CountedBlocks:
 
     def fill(self, blocks: int | slice, value: float) -> None:
         """Set whole blocks to one value, in all layers."""
-        for part in (*self._states.windows, *self._states.ssm):
+        for part in (*self._states.conv_states, *self._states.matrices):
             part[blocks] = value

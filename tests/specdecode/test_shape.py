@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -89,3 +91,7 @@ def test_padded_rows_stand_between_those_that_decode_and_the_prompts(exact: bool
     assert padded.exact_counts == exact
     assert padded.computed_max[[0, 1, 4]].tolist() == (low + (not exact)).tolist()
     assert pad_rows(rows, shape, shape) is rows
+    said = replace(rows, decodes=np.array([True, True, False]))
+    decodes = pad_rows(said, shape, to=StepShape(4, 16, 2, 64)).decodes
+    assert decodes is not None
+    assert decodes[[0, 1, 4]].tolist() == [True, True, False]
