@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from typing import TYPE_CHECKING, Any
+from collections.abc import Collection, Sequence
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from hybrid_runtime.specdecode.sampling import SamplingParams
 from hybrid_runtime.state.rows import StepRows
-
-if TYPE_CHECKING:
-    from hybrid_runtime.engine.request import Request
 
 Ints = NDArray[Any]
 Bools = NDArray[np.bool_]
@@ -30,16 +28,34 @@ MAX_ENDS = 8
 _NO_TOKEN = np.iinfo(np.int64).min
 
 
+class HasLine(Protocol):
+    """What the table keeps numbers of: a `Request`."""
+
+    slot: int
+    line: NDArray[np.int64]
+    prompt: Ints
+    params: SamplingParams
+
+    @property
+    def bans(self) -> Sequence[Any]: ...
+
+    @property
+    def length(self) -> int: ...
+
+    @property
+    def max_tokens(self) -> int: ...
+
+
 class Column:
     """One number of a request, in its line of the table."""
 
     def __init__(self, index: int) -> None:
         self._index = index
 
-    def __get__(self, request: Request, owner: type | None = None) -> int:
+    def __get__(self, request: HasLine, owner: type | None = None) -> int:
         return int(request.line[self._index])
 
-    def __set__(self, request: Request, value: int) -> None:
+    def __set__(self, request: HasLine, value: int) -> None:
         request.line[self._index] = value
 
 
@@ -77,7 +93,7 @@ class Ledger:
         self._ends = np.full((slots, 1, MAX_ENDS), _NO_TOKEN)
         self._max_length = max_length
 
-    def admit(self, request: Request, hit: int, filed: int, turn: int) -> None:
+    def admit(self, request: HasLine, hit: int, filed: int, turn: int) -> None:
         """Let a request live in its slot, with so many tokens computed."""
         prompt, length = len(request.prompt), request.length
         most = min(prompt + request.max_tokens, self._max_length)
@@ -85,7 +101,7 @@ class Ledger:
         line[:EPOCH] = hit, hit, hit, length, length, most, prompt, hit, filed, turn, 0
         request.line = line
 
-    def expect(self, request: Request, eos: Collection[int], text: bool) -> None:
+    def expect(self, request: HasLine, eos: Collection[int], text: bool) -> None:
         """Note what a running request wants of each step. eos: tokens that end a text. text: its
         output is decoded."""
         params = request.params
@@ -101,7 +117,7 @@ class Ledger:
             self._ends[request.slot, 0, : len(ends)] = list(ends)
         self.wants[request.slot] = wants
 
-    def leave(self, request: Request) -> None:
+    def leave(self, request: HasLine) -> None:
         """Take a request out of its slot; it keeps its numbers."""
         request.line = request.line.copy()
         self.epoch[request.slot] += 1

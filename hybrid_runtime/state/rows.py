@@ -35,6 +35,7 @@ class StepRows:
     certain_min, certain_max: bounds on the tokens computed once these have run.
     index: `slot` as NumPy indexes fastest.
     key: equal for rows that differ in nothing but their counts.
+    exact_counts: both bounds are one array, as `exact` makes them.
     padded: some row is padded or to be discarded.
     chunked: some row runs more than one certain token.
     """
@@ -50,6 +51,7 @@ class StepRows:
     certain_max: NDArray[np.int32] = field(init=False, repr=False)
     index: NDArray[np.intp] = field(init=False, repr=False)
     key: bytes = field(init=False, repr=False)
+    exact_counts: bool = field(init=False, repr=False)
     padded: bool = field(init=False, repr=False)
     chunked: bool = field(init=False, repr=False)
 
@@ -73,6 +75,7 @@ class StepRows:
         high = low if both else np.frombuffer(high.tobytes(), INT32)
         certain, index = scheduled - draft, slot.astype(np.intp)
         put(self, "key", key)
+        put(self, "exact_counts", both)
         put(self, "slot", slot)
         put(self, "scheduled", scheduled)
         put(self, "draft", draft)
@@ -102,11 +105,6 @@ class StepRows:
 
     def __len__(self) -> int:
         return len(self.slot)
-
-    @property
-    def exact_counts(self) -> bool:
-        """Both bounds are one array, as `exact` makes them."""
-        return self.computed_min is self.computed_max
 
 
 def _ints(

@@ -169,11 +169,11 @@ def test_seeds_reach_the_device_with_the_request(
     [
         {"ssm_dtype": torch.float32},
         {"state_layout": "columns"},
-        {"drafter": None, "num_speculative_tokens": 0},
+        {"drafter": None, "num_speculative_tokens": 0, "state_layout": "columns"},
     ],
     ids=str,
 )
-def test_what_cannot_be_rounded_by_chance_is_refused(
+def test_what_cannot_be_stochastically_rounded_is_refused(
     hf: NemotronHForCausalLM, tokenizer: Tokenizer, options: dict[str, Any]
 ) -> None:
     with pytest.raises(ValueError, match="stochastic_rounding is True with ssm_dtype="):

@@ -15,7 +15,7 @@ from helpers.toy_recurrences import HASH
 
 from hybrid_runtime.state import HybridStateManager, StateLayout, StepRows
 from hybrid_runtime.state.boundaries import LONGEST, RetentionRule
-from hybrid_runtime.state.saved_upload import RepeatRange
+from hybrid_runtime.state.placement import RepeatRange
 
 SLOTS, K = 3, 3
 layouts = pytest.mark.parametrize("kind", sorted(RUNNERS))

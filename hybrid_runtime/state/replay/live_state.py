@@ -75,6 +75,7 @@ class ReplayPolicy:
             return torch.full((size,), value, dtype=torch.int32, device=device)
 
         self.layout, self.columns, self._cuts = layout, 0, cuts
+        self._live = -1  # column of the live states; known once tables are bound
         self._place = ReplayPlace(
             layout.block_size, -1, layout.ring_tokens, layout.ring_length, cuts
         )
@@ -86,12 +87,8 @@ class ReplayPolicy:
         self._ledger, self._waits, self._depth = ledger, waits, depth
         self._flusher: Flusher | None = None
 
-    @property
-    def _live(self) -> int:
-        return self.columns - 1
-
     def bind(self, states: StateTable, columns: int, flush_inputs: FlushInputs | None) -> None:
-        self.columns = columns
+        self.columns, self._live = columns, columns - 1
         self._place = self._place._replace(live_column=self._live)
         self._flusher = Flusher(
             self.layout.recurrence, states, flush_inputs, self._place, self._ledger,
