@@ -47,7 +47,7 @@ class TensorSpec(NamedTuple):
         return self._replace(shape=shape)
 
 
-class Checkpoint(NamedTuple):
+class CheckpointSpec(NamedTuple):
     """The two parts of a state, by how they roll back to the state after j of a step's drafts.
 
     conv_state: last inputs of the convolution, `conv_width - 1` along its `token_axis`. A block has
@@ -84,7 +84,7 @@ class Flush(Protocol):
         params: as `Recurrence.params` says.
         listed: int32 `[count]`, rows to flush; -1 = none. It indexes the arguments below.
         slot: int32 `[rows]`; -1 = padded row.
-        positions: int32 `[rows]` each; `writes` and the snapshots' are not used.
+        positions: int32 `[rows]` each; `writes` and the checkpoints' are not used.
         rounding: seed by slot; its layer is the number of the first layer. None: to nearest.
         """
 
@@ -97,7 +97,7 @@ class Recurrence:
     flush: see `Flush`.
     """
 
-    checkpoint: Checkpoint
+    checkpoint: CheckpointSpec
     records: tuple[TensorSpec, ...]
     params: tuple[TensorSpec, ...]
     flush: Flush

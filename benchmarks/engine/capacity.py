@@ -3,8 +3,8 @@
     python benchmarks/engine/capacity.py
     python benchmarks/engine/capacity.py --shape tiny --gib 0.001 --isl 24 --osl 16
 
-*Computed*: each request holds its running state and what its guesses need (a state each, or
-records), one snapshot, and the keys and values of prompt and output (target and draft head); a
+*Computed*: each request holds its running state and what its drafts need (a state each, or
+records), one checkpoint, and the keys and values of prompt and output (target and draft head); a
 layout fits as many of them as the bytes allow. *Run*: an engine whose pools are exactly those
 blocks runs that many at once, with prompt lengths spread over one block so that boundaries are
 crossed evenly, and must not preempt any. Tokens per second: in steady decode, while all of them
@@ -41,7 +41,7 @@ Row = dict[str, Any]
 KINDS: tuple[LayoutKind, LayoutKind] = ("columns", "replay")
 DRAFTS = 3
 ACCEPTANCE = 3.0
-SNAPSHOTS = 1
+CHECKPOINTS = 1
 
 
 def request_bytes(
@@ -54,13 +54,13 @@ def request_bytes(
     attention = shape.pattern.count("*") + shape.mtp_pattern.count("*")
     per_token = 2 * shape.num_key_value_heads * shape.head_dim * kv_dtype.itemsize
     page = mamba * layout.page_bytes
-    guesses = layout.bytes_per_request(mamba) - page
+    drafts = layout.bytes_per_request(mamba) - page
     return {
         "block_size": layout.block_size,
         "live": page,
-        "guesses": guesses,
+        "guesses": drafts,
         "snapshot": page,
-        "state": page + guesses + SNAPSHOTS * page,
+        "state": page + drafts + CHECKPOINTS * page,
         "kv_per_token": attention * per_token,
     }
 
@@ -90,7 +90,7 @@ class Room:
         kv_blocks = -(-(load.isl + load.osl) // block)
         self.kv_bytes = kv_blocks * block * self.bytes["kv_per_token"]
         self.requests = budget // (self.bytes["state"] + self.kv_bytes)
-        states = 1 + SNAPSHOTS + (DRAFTS if load.state_layout == "columns" else 0)
+        states = 1 + CHECKPOINTS + (DRAFTS if load.state_layout == "columns" else 0)
         self.blocks = self.requests * kv_blocks, self.requests * states
 
 
@@ -219,7 +219,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     result = run(args)
     show(
-        "state of one request, MB (10^6 bytes), one snapshot",
+        "state of one request, MB (10^6 bytes), one checkpoint",
         [
             {"shape": r["shape"], "ssm": r["ssm_dtype"]}
             | {f"{k} {n}": r[k][n] / 1e6 for k in KINDS for n in ("live", "guesses", "state")}

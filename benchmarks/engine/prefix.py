@@ -60,8 +60,8 @@ class Bench:
         longest = max(args.isl, args.alike) + OUTPUT
         columns = -(-longest // self.block) + 1
         # Three prompts that fill the cache and the request that runs.
-        snapshots = columns if retention == "all" else 2
-        blocks = 4 * columns, 3 * snapshots + columns + 8
+        checkpoints = columns if retention == "all" else 2
+        blocks = 4 * columns, 3 * checkpoints + columns + 8
         options = EngineConfig(
             drafter="mtp",
             num_speculative_tokens=DRAFTS,
@@ -73,7 +73,7 @@ class Bench:
             synthetic_acceptance=ACCEPTANCE,
             state_layout=kind,
             retention=retention,
-            host_blocks=(2 * columns, 2 * snapshots) if host else None,
+            host_blocks=(2 * columns, 2 * checkpoints) if host else None,
         )
         self.engine = Engine(model, options, head=head)
         self.engine.capture()

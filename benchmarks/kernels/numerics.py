@@ -1,7 +1,7 @@
 """How far states and outputs drift from exact arithmetic in both layouts, over many tokens.
 
 python benchmarks/kernels/numerics.py [--tokens 10000] [--device cpu]
-Verify steps of one certain token and 3 guesses, accepted at random, of 8 heads x 64 x 128 whose
+Verify steps of one certain token and 3 drafts, accepted at random, of 8 heads x 64 x 128 whose
 time steps and decay rates are those that Mamba-2 is initialised with (and longer: time steps of
 0.001 to 0.1, a state forgets in 1 to 10,000 tokens); x, B and C are noise behind the SiLU that they
 have in the model, so their means are not 0, in bfloat16. Every track gets the same inputs, narrow
@@ -132,8 +132,8 @@ class Track:
             cursor=self.written % self.records.length,
             write_column=self.zero,
             writes=(pending + DRAFTS + 1 > SHORT_RING_TOKENS).int(),
-            snapshot_column=self.none,
-            snapshot_after=self.zero,
+            checkpoint_column=self.none,
+            checkpoint_after=self.zero,
             certain=certain,
         )
 

@@ -1,8 +1,8 @@
 """GPU time and error of the replay layout's state update in steady decode, beside FlashInfer's.
 
-128 heads x 64 x 128, 8 groups, bf16 inputs, rows of T tokens of which all but one are guesses. What
-is pending in a row's window follows from how many guesses it had accepted: rows are walked for 200
-steps in which each guess is accepted with the same chance if all before it were, `--accept` tokens
+128 heads x 64 x 128, 8 groups, bf16 inputs, rows of T tokens of which all but one are drafts. What
+is pending in a row's window follows from how many drafts it had accepted: rows are walked for 200
+steps in which each draft is accepted with the same chance if all before it were, `--accept` tokens
 a step on average; then consecutive steps are timed, each with the positions that it would have.
 Launches rotate over at least 256 MiB of state, each with a window cache of its own.
 
@@ -55,7 +55,7 @@ class Places(NamedTuple):
 
 
 def chance(mean: float, tokens: int) -> float:
-    """Of a guess being accepted, if `mean` tokens of a step are."""
+    """Of a draft being accepted, if `mean` tokens of a step are."""
     low, high = 0.0, 1.0
     for _ in range(60):
         middle = (low + high) / 2
@@ -158,8 +158,8 @@ class Ours:
             cursor=(places.start % (self.window + case.tokens)).to(**ints),
             write_column=zero,
             writes=places.writes.to(**ints),
-            snapshot_column=zero - 1,
-            snapshot_after=zero,
+            checkpoint_column=zero - 1,
+            checkpoint_after=zero,
             certain=zero,
         )
         draft = case.ones * (case.tokens - 1)

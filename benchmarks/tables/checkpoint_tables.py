@@ -96,7 +96,7 @@ def checkpoints() -> str:
         layout = options.layout(model)
         planner = Planner(options, layout, model, head, torch.device("cpu"), weights + copied)
         room = {gpu: int(size * options.memory_fraction) for gpu, size in GPUS.items()}
-        state = layout.bytes_per_request(len(model.state_layers), snapshots=1)
+        state = layout.bytes_per_request(len(model.state_layers), checkpoints=1)
         heads, size = model.kv_shape
         layers = len(model.kv_layers) + (0 if head is None else len(head.kv_layers))
         lines.append(

@@ -36,7 +36,7 @@ def request() -> str:
             ]
         )
     header = [
-        "shape", "state", "block, tokens", "live state", "a snapshot", "guesses, `columns`",
+        "shape", "state", "block, tokens", "live state", "a checkpoint", "drafts, `columns`",
         "records, `replay`", "sum, `columns`", "sum, `replay`", "ratio", "KV, KiB a token",
     ]  # fmt: skip
     return markdown(header, lines) + "\n\nFrom the layouts; nothing is measured."

@@ -156,7 +156,7 @@ def logprobs() -> str:
 
 
 def poisoned() -> str:
-    """Free blocks and guesses that are no numbers, dummy runs and captures."""
+    """Free blocks and drafts that are no numbers, dummy runs and captures."""
     lines = []
     for name in ("vllm_poison", "vllm_poison-eager"):
         result = load("h200", name)

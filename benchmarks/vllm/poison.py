@@ -6,13 +6,13 @@ runs.
 The requests of `serve.py serve` run on the shipped checkpoint in one engine, synchronously:
 
 1. as they are;
-2. with NaN in the guesses of all free request slots, and in the Mamba layers' memory of all free
+2. with NaN in the drafts of all free request slots, and in the Mamba layers' memory of all free
    blocks that no prefix hit may find (attention layers share most of it), after every step;
 3. with a dummy run after every tenth step;
 4. with CUDA graphs a few of them, and after the tenth step all graphs captured once more.
 
 Texts, hits, acceptance and preemptions of 2 and 3 must be those of 1, and no log-probability of 2
-may be NaN. Dummy runs and captures must change no byte of the guesses, nor of the Mamba blocks that
+may be NaN. Dummy runs and captures must change no byte of the drafts, nor of the Mamba blocks that
 requests hold or a prefix hit may find. After a capture texts are not compared.
 
 With HYBRID_RUNTIME_VLLM=0 the same is asked of vLLM's own layers.
@@ -47,7 +47,7 @@ CAPTURING = 32
 
 
 class Memory:
-    """guesses: of all layers, by request slot. states: of each Mamba layer, its cache group and its
+    """drafts: of all layers, by request slot. states: of each Mamba layer, its cache group and its
     windows and states, by block."""
 
     def __init__(self, llm: Any) -> None:
@@ -58,7 +58,7 @@ class Memory:
         llm.collective_rpc(lambda worker: workers.append(worker))
         self.worker, self.runner = workers[0], workers[0].model_runner
         replay = getattr(self.runner.model_state, "layers", None)
-        self.guesses: list[Tensor] = list(replay.cache) if replay else []
+        self.drafts: list[Tensor] = list(replay.rings) if replay else []
         context = self.runner.vllm_config.compilation_config.static_forward_context
         self.states = [
             (index, part)
@@ -91,7 +91,7 @@ class Poison:
         self.memory = memory
         self.found: dict[str, Any] = dict.fromkeys(("steps", "blocks", "slots"), 0)
         with torch.inference_mode():
-            for part in memory.guesses:
+            for part in memory.drafts:
                 part.fill_(math.nan)
 
     @torch.inference_mode()
@@ -99,7 +99,7 @@ class Poison:
         blocks, slots = self.memory.free(), list(self.memory.runner.req_states.free_indices)
         for _, part in self.memory.states:
             part[blocks] = math.nan
-        for part in self.memory.guesses:
+        for part in self.memory.drafts:
             part[:, slots] = math.nan
         for name, count in (("steps", 1), ("blocks", len(blocks)), ("slots", len(slots))):
             self.found[name] += count
@@ -121,7 +121,7 @@ class Interruptions:
         if found["steps"] % EVERY or found["captures"]:
             return
         kept = [memory.kept(group) for group in range(len(memory.managers))]
-        guesses = [part.clone() for part in memory.guesses]
+        drafts = [part.clone() for part in memory.drafts]
         states = [part[kept[group]] for group, part in memory.states]
         if self.captures:
             found["captures"] += capture_again(memory.runner)
@@ -129,7 +129,7 @@ class Interruptions:
             dummy_run(memory)
             found["dummy_runs"] += 1
         found["blocks"] += sum(len(kept[group]) for group in {g for g, _ in memory.states})
-        found["guess_bytes"] += changed(guesses, memory.guesses)
+        found["guess_bytes"] += changed(drafts, memory.drafts)
         now = [part[kept[group]] for group, part in memory.states]
         found["state_bytes"] += changed(states, now)
 

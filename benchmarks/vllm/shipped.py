@@ -104,7 +104,7 @@ def sort_prompts_last(worker: Any) -> None:
     """Have prompts come last in a step's rows, however few tokens they have.
 
     vLLM 0.25.1 sorts rows by their tokens alone, and takes all that follow a prompt for prompts. A
-    chunk of at most K tokens thus makes prompts of the rows that decode, whose guesses then count
+    chunk of at most K tokens thus makes prompts of the rows that decode, whose drafts then count
     as certain (mended in 0.26, vllm-project/vllm#47381).
     """
     runner = worker.model_runner

@@ -27,7 +27,7 @@ from hybrid_runtime.engine.scheduler import Schedule, Scheduler
 from hybrid_runtime.engine.stats import Counts
 from hybrid_runtime.specdecode.acceptance import Acceptance, Adjusted
 from hybrid_runtime.specdecode.runner import SpecDecodeRunner
-from hybrid_runtime.state.step import Snapshot, Step
+from hybrid_runtime.state.step import Checkpoint, Step
 
 logger = logging.getLogger(__name__)
 
@@ -386,9 +386,9 @@ class EngineCore:
             scores = {} if of_prompts is None else of_prompts.read(schedule, step, why)
         return Results(emitted, embeddings, logprobs, scores)
 
-    def _checkpoints(self, step: Step) -> dict[int, list[Snapshot]]:
+    def _checkpoints(self, step: Step) -> dict[int, list[Checkpoint]]:
         """The checkpoints that a step has left, by slot; none where nobody would look for them."""
-        by_slot: dict[int, list[Snapshot]] = {}
+        by_slot: dict[int, list[Checkpoint]] = {}
         if self._scheduler.cache is not None and step.published:
             for checkpoint in self._runner.manager.published(step):
                 by_slot.setdefault(checkpoint.slot, []).append(checkpoint)

@@ -1,8 +1,8 @@
 """Prefix cache: blocks of keys and values, and the states at their ends, found by their content.
 
 A hit needs both kinds, at one boundary: the keys and values of every block below it, and the state
-snapshot at it. The key of block `i` is a hash of all tokens up to its end, begun with the tenant's
-name, so that nobody finds what another tenant has computed.
+checkpoint at it. The key of block `i` is a hash of all tokens up to its end, begun with the
+tenant's name, so that nobody finds what another tenant has computed.
 
 What a drafter needs of the prefix: its keys and values lie in the same blocks as the target's. They
 were written with the true next token at every position but the block's last, whose next token is
@@ -22,7 +22,7 @@ from hybrid_runtime.engine.block_pool import BlockPool, BlockTable
 from hybrid_runtime.engine.config import RetentionPolicy
 from hybrid_runtime.engine.offload.cache import HostCache
 from hybrid_runtime.engine.request import Hit, Request, ShortHit
-from hybrid_runtime.state.step import Snapshot
+from hybrid_runtime.state.step import Checkpoint
 
 KEYS, STATE = "kv", "state"
 """The groups of a host tier."""
@@ -109,7 +109,7 @@ class PrefixCache:
             count -= 1
         if count < usable:
             gone = self.state.pool.evicted(request.hashes[usable - 1])
-            short = "evicted_snapshot" if gone else "no_snapshot"
+            short = "evicted_checkpoint" if gone else "no_checkpoint"
         state = self.state.pool.find(request.hashes[count - 1]) if count else None
         return Hit(count * self.block, tuple(keys[:count]), state, known * self.block, short)
 
@@ -181,8 +181,8 @@ class PrefixCache:
         return int(every), tuple(sorted(places))
 
     def next_cut(self, request: Request, start: int) -> int:
-        """The first position behind `start` at which a prompt must leave a snapshot; its length if
-        there is none."""
+        """The first position behind `start` at which a prompt must leave a checkpoint; its length
+        if there is none."""
         rule = self.rule(request)
         if rule is None:
             return (start // self.block + 1) * self.block
@@ -192,16 +192,16 @@ class PrefixCache:
             cuts.append((start // every + 1) * every)
         return min(cuts, default=request.length)
 
-    def lacks(self, request: Request, snapshot: Snapshot) -> bool:
+    def lacks(self, request: Request, checkpoint: Checkpoint) -> bool:
         """Whether this state of a request's text, in a block it owns, could be found but is not."""
         self._hash(request)
-        index = snapshot.boundary // self.block
-        if index > len(request.hashes) or self.state.block(request.slot, snapshot.column) < 0:
+        index = checkpoint.boundary // self.block
+        if index > len(request.hashes) or self.state.block(request.slot, checkpoint.column) < 0:
             return False
         return self.state.pool.find(request.hashes[index - 1]) is None
 
-    def file(self, request: Request, snapshots: Iterable[Snapshot]) -> None:
-        """Let others find what a request has left: snapshots that a step whose results were read
+    def file(self, request: Request, checkpoints: Iterable[Checkpoint]) -> None:
+        """Let others find what a request has left: checkpoints that a step whose results were read
         published, or that `Scheduler.close` had stored, and keys and values of full blocks. All
         launches that wrote them come before any that a later hit leads to, on the same stream."""
         self._hash(request)
@@ -209,7 +209,7 @@ class PrefixCache:
         hashes = request.hashes
         states = [
             (hashes[boundary // self.block - 1], self.state.block(slot, column))
-            for slot, _, boundary, column in snapshots
+            for slot, _, boundary, column in checkpoints
             if boundary // self.block <= len(hashes)
         ]
         full = min(request.computed // self.block, len(hashes))

@@ -29,7 +29,12 @@ FinishReason = Literal["stop", "length", "embedded", "abort", "deadline", "error
 
 
 ShortHit = Literal[
-    "short_prompt", "pooled", "prompt_logprobs", "no_snapshot", "evicted_keys", "evicted_snapshot"
+    "short_prompt",
+    "pooled",
+    "prompt_logprobs",
+    "no_checkpoint",
+    "evicted_keys",
+    "evicted_checkpoint",
 ]
 
 
@@ -38,12 +43,12 @@ class Hit:
     """What a request found in the prefix cache.
 
     tokens: leading tokens that need not run, because keys, values and a state are there.
-    keys: their KV blocks. state: block of the snapshot behind them, None without a hit.
-    known: leading tokens whose keys and values are there, with a snapshot or without.
+    keys: their KV blocks. state: block of the checkpoint behind them, None without a hit.
+    known: leading tokens whose keys and values are there, with a checkpoint or without.
     short: why `tokens` is not more. "short_prompt": the prompt is not longer than a block.
     "pooled", "prompt_logprobs": an embedding, or log-probabilities of the prompt, need the hidden
-    states that follow. "no_snapshot": no state was saved where the known keys and values end.
-    "evicted_keys", "evicted_snapshot": they were there, and made room for others. None: more of
+    states that follow. "no_checkpoint": no state was saved where the known keys and values end.
+    "evicted_keys", "evicted_checkpoint": they were there, and made room for others. None: more of
     this prefix was never there.
     """
 

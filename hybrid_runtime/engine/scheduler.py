@@ -18,7 +18,7 @@ from hybrid_runtime.specdecode.shape import PROMPT_ROWS, StepShape
 from hybrid_runtime.state.manager import HybridStateManager
 from hybrid_runtime.state.placement import BlockDemand
 from hybrid_runtime.state.rows import StepRows
-from hybrid_runtime.state.step import Snapshot
+from hybrid_runtime.state.step import Checkpoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,12 +175,12 @@ class Scheduler:
         queued steps run for certain and the checkpoints behind the last drafts."""
         if self.cache is None or not requests:
             return
-        last: dict[int, Snapshot] = {}
+        last: dict[int, Checkpoint] = {}
         for request in requests:
             request.computed = request.computed_min
-            snapshot = self.manager.last_snapshot(request.slot)
-            if snapshot is not None and self.cache.lacks(request, snapshot):
-                last[request.slot] = snapshot
+            checkpoint = self.manager.last_checkpoint(request.slot)
+            if checkpoint is not None and self.cache.lacks(request, checkpoint):
+                last[request.slot] = checkpoint
         self.manager.flush(list(last.values()))
         for request in requests:
             self.cache.file(request, [last[request.slot]] if request.slot in last else [])

@@ -36,7 +36,7 @@ def _chosen(
         f"states: layout {layout.kind}, ring of {layout.ring_tokens} tokens, "
         f"{layout.matrix_dtype}, "
         f"blocks of {layout.block_size} tokens, "
-        f"{gib(layout.bytes_per_request(layers, snapshots=1))} per request with a snapshot, "
+        f"{gib(layout.bytes_per_request(layers, checkpoints=1))} per request with a checkpoint, "
         f"at most {most} blocks of {gib(layers * layout.page_bytes)} each",
         f"memory: {config.max_requests} slots for requests of up to {config.max_model_len} tokens, "
         f"{blocks[0]} KV blocks, {blocks[1]} state blocks ({plan})",

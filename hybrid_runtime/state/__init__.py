@@ -9,13 +9,13 @@ from hybrid_runtime.state.placement import BlockDemand
 from hybrid_runtime.state.replay.flush import FlushInputs
 from hybrid_runtime.state.rows import StepRows
 from hybrid_runtime.state.stats import Stats
-from hybrid_runtime.state.step import Snapshot, Step, StepPositions
+from hybrid_runtime.state.step import Checkpoint, Step, StepPositions
 
 __all__ = [
     "BlockDemand",
+    "Checkpoint",
     "FlushInputs",
     "HybridStateManager",
-    "Snapshot",
     "StateLayout",
     "Stats",
     "Step",

@@ -23,7 +23,8 @@ LONGEST = 2**30
 
 
 class RetentionRule(NamedTuple):
-    """Boundaries whose snapshot somebody keeps: multiples of `every` (0 = none), and two positions.
+    """Boundaries whose checkpoint somebody keeps: multiples of `every` (0 = none), and two
+    positions.
 
     Each `[rows]` in tokens, or one int for all rows, which is cheaper; a position of 0 stands for
     "no such position".
@@ -34,7 +35,7 @@ class RetentionRule(NamedTuple):
     second: Ints | int = 0
 
     def keeps(self, boundary: Ints) -> Bools:
-        """Whether the snapshot at each `boundary` (tokens, > 0) is kept."""
+        """Whether the checkpoint at each `boundary` (tokens, > 0) is kept."""
         every, *pins = self
         if isinstance(every, int) and every > 0:
             kept = boundary % every == 0
@@ -93,7 +94,7 @@ def last_retained(position: Ints, retention: RetentionRule) -> Ints:
 def prompt_cut(
     computed: Ints, certain: Ints, draft: Ints, block_size: int, retention: RetentionRule
 ) -> Ints:
-    """The boundary strictly inside a row without drafts at which it leaves a snapshot, if the
+    """The boundary strictly inside a row without drafts at which it leaves a checkpoint, if the
     runner's kernels can do that: the last one there, if it is retained; 0: there is none."""
     inside = blocks_below(np.maximum(certain - 1, 0), block_size) * block_size
     return np.where((draft == 0) & (inside > computed) & retention.keeps(inside), inside, 0)
@@ -103,9 +104,9 @@ def lost_boundaries(
     computed: Ints, certain: Ints, retention: RetentionRule, cut: Ints | int
 ) -> Ints:
     """The last retained boundary that a row passes on its way from `computed` to `certain` tokens
-    without ending on one, so that no snapshot of it can exist; 0: there is none.
+    without ending on one, so that no checkpoint of it can exist; 0: there is none.
 
-    cut: `prompt_cut`, for the one that the row leaves a snapshot of; 0: it leaves none.
+    cut: `prompt_cut`, for the one that the row leaves a checkpoint of; 0: it leaves none.
     """
     last = last_retained(np.where(np.greater(cut, 0), cut - 1, certain), retention)
     return np.where((last > computed) & (last < certain), last, 0)

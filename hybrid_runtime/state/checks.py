@@ -16,7 +16,7 @@ from hybrid_runtime.state.layout import StateLayout
 from hybrid_runtime.state.ledger import Ledger
 from hybrid_runtime.state.replay.flush import FlushInputs
 from hybrid_runtime.state.rows import StepRows
-from hybrid_runtime.state.step import Snapshot
+from hybrid_runtime.state.step import Checkpoint
 
 Strategy = Literal["blocking", "defer", "always", "auto"]
 
@@ -180,29 +180,30 @@ def check_resolved(accepted: Any, rows: int) -> NDArray[np.int32]:
     return counts
 
 
-def check_snapshots(
-    snapshots: Sequence[Snapshot],
+def check_checkpoints(
+    checkpoints: Sequence[Checkpoint],
     ledger: Ledger,
-    last_snapshot: Callable[[int], Snapshot | None],
+    last_checkpoint: Callable[[int], Checkpoint | None],
 ) -> None:
-    """Refuse all but what `last_snapshot` gives for slots whose requests still hold them."""
-    if not isinstance(snapshots, Sequence):
-        raise ValueError(f"snapshots is {snapshots!r}; it must be a sequence of Snapshot")
+    """Refuse all but what `last_checkpoint` gives for slots whose requests still hold them."""
+    if not isinstance(checkpoints, Sequence):
+        raise ValueError(f"checkpoints is {checkpoints!r}; it must be a sequence of Checkpoint")
     seen = set[int]()
-    for i, snapshot in enumerate(snapshots):
-        if not isinstance(snapshot, Snapshot):
-            raise ValueError(f"snapshots[{i}] is {snapshot!r}; it must be a Snapshot")
-        ledger.require_slot(snapshot.slot)
-        if not ledger.holds(snapshot.slot, snapshot.generation):
+    for i, checkpoint in enumerate(checkpoints):
+        if not isinstance(checkpoint, Checkpoint):
+            raise ValueError(f"checkpoints[{i}] is {checkpoint!r}; it must be a Checkpoint")
+        ledger.require_slot(checkpoint.slot)
+        if not ledger.holds(checkpoint.slot, checkpoint.generation):
             raise ValueError(
-                f"snapshots[{i}] is {snapshot}, whose request has left the slot; it must be "
+                f"checkpoints[{i}] is {checkpoint}, whose request has left the slot; it must be "
                 "flushed before its slot is released"
             )
-        if snapshot.slot in seen or snapshot != last_snapshot(snapshot.slot):
+        if checkpoint.slot in seen or checkpoint != last_checkpoint(checkpoint.slot):
             raise ValueError(
-                f"snapshots[{i}] is {snapshot}; it must be what last_snapshot(slot) gives now, once"
+                f"checkpoints[{i}] is {checkpoint}; it must be what last_checkpoint(slot) gives "
+                "now, once"
             )
-        seen.add(snapshot.slot)
+        seen.add(checkpoint.slot)
 
 
 def check_rows(rows: StepRows, ledger: Ledger, num_speculative_tokens: int) -> None:

@@ -52,7 +52,7 @@ def check_step(
     wrong, that names request, step, what it was and what it must be.
 
     number: of the step that is about to begin.
-    cuts: prompt kernels leave snapshots inside rows.
+    cuts: prompt kernels leave checkpoints inside rows.
     lines: its packed lines, on the host or on the device.
     previous: what the pending step placed, and its counts; where there is none, any such tensors.
     queued: steps whose counts the host has not read, oldest first.
@@ -98,7 +98,7 @@ def check_step(
                 f"rows.scheduled[{i}] is {rows.scheduled[i]} ({request}), which passes the "
                 f"retained boundary {lost[i]} and ends on {end[i]}; it must end on {lost[i]}"
                 f"{' or at most a block behind it' if cuts else ''}, or there is no "
-                "snapshot to hit"
+                "checkpoint to hit"
             )
 
 

@@ -14,7 +14,7 @@ from hybrid_runtime.state.boundaries import Bools, Ints, prompt_cut
 from hybrid_runtime.state.checks import check_resolved
 from hybrid_runtime.state.ledger import Ledger
 from hybrid_runtime.state.placement import LayoutPolicy, Outcome
-from hybrid_runtime.state.step import Snapshot, Step
+from hybrid_runtime.state.step import Checkpoint, Step
 
 Book = Callable[[NDArray[np.int32]], None]
 """Takes the accepted counts of one step, int32 `[rows]`."""
@@ -27,14 +27,14 @@ class Prepared(NamedTuple):
     version: of the slot table then.
     certain: tokens certain after the step, exactly, `[rows]`.
     outcome: what the layout leaves behind, from the counts.
-    inside: snapshots that it leaves inside rows.
+    inside: checkpoints that it leaves inside rows.
     """
 
     current: Bools
     version: int
     certain: Ints
     outcome: Callable[[NDArray[np.int32]], Outcome]
-    inside: list[Snapshot]
+    inside: list[Checkpoint]
 
 
 class InFlightSteps:
@@ -172,15 +172,16 @@ class InFlightSteps:
         current = step.current(ledger.generation, ledger.live)
         computed = np.where(current, ledger.computed[rows.slot], 0).astype(np.int64)
         certain = computed + rows.certain
-        inside: list[Snapshot] = []
+        inside: list[Checkpoint] = []
         if self._cuts and rows.chunked:
             cut = prompt_cut(computed, certain, rows.draft, self._block_size, step.kept)
-            inside = self._snapshots(step, cut, current & (cut > 0))
+            inside = self._checkpoints(step, cut, current & (cut > 0))
         outcome = policy.prepare_settle(step, computed, certain, current)
         return Prepared(current, ledger.version, certain, outcome, inside)
 
     def _book(self, step: Step, prepared: Prepared, accepted: NDArray[np.int32]) -> None:
-        """Book the counts of the oldest step: exact positions, copies made, snapshots published."""
+        """Book the counts of the oldest step: exact positions, copies made, checkpoints
+        published."""
         ledger, rows = self._ledger, step.rows
         current, version, certain, outcome, inside = prepared
         if self._open[:1] != [step] or ledger.version != version:
@@ -196,9 +197,9 @@ class InFlightSteps:
         dead = current & (accepted == 0) & (rows.draft > 0)
         step.copied = np.flatnonzero(copied & current & ~dead)
         self.rows_copied += len(step.copied)
-        step.published = inside + self._snapshots(step, boundary, complete & current)
-        for snapshot in step.published:
-            ledger.stored[snapshot.slot] = snapshot.boundary
+        step.published = inside + self._checkpoints(step, boundary, complete & current)
+        for checkpoint in step.published:
+            ledger.stored[checkpoint.slot] = checkpoint.boundary
         final = certain + np.maximum(accepted, 1) - 1
         ledger.computed[rows.slot[current]] = final[current]
         self._open.pop(0)
@@ -207,11 +208,11 @@ class InFlightSteps:
         for slot in rows.slot[dead]:
             ledger.release(int(slot))
 
-    def _snapshots(self, step: Step, boundary: Ints, stored: Bools) -> list[Snapshot]:
+    def _checkpoints(self, step: Step, boundary: Ints, stored: Bools) -> list[Checkpoint]:
         """At each `boundary`, `[rows]`, that is `stored`."""
         rows, block = step.rows, self._block_size
         return [
-            Snapshot(
+            Checkpoint(
                 int(rows.slot[i]),
                 int(step.generation[i]),
                 int(boundary[i]),

@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from hybrid_runtime.kernels.recurrence import Checkpoint, Recurrence
+from hybrid_runtime.kernels.recurrence import CheckpointSpec, Recurrence
 from hybrid_runtime.kernels.replay.ring import (
     LONG_RING_TOKENS,
     MAX_TOKENS,
@@ -40,7 +40,7 @@ class BlockBudget(NamedTuple):
     """State blocks that one request needs.
 
     admission: must be free to admit it.
-    typical: owns while it decodes, a snapshot that is read and one that is written included.
+    typical: owns while it decodes, a checkpoint that is read and one that is written included.
     most: can own at once.
     """
 
@@ -59,7 +59,7 @@ class StateLayout:
     block_size: tokens per block, more than K.
     kind: "columns" keeps a state for every draft that may be accepted, each in a column of its own.
         "replay" keeps one live state in the last column of the block table, and the records of the
-        last tokens in a ring; the columns below hold snapshots.
+        last tokens in a ring; the columns below hold checkpoints.
     ring_tokens: replay layout: tokens whose records are kept before a state is written, K + 1 to
         15, or 31, which is better with more than 7 drafts (`default_ring_tokens`); 0: every step
         writes.
@@ -99,10 +99,10 @@ class StateLayout:
         return self.kind == "replay"
 
     @property
-    def checkpoint(self) -> Checkpoint:
+    def checkpoint(self) -> CheckpointSpec:
         """The parts of a block: the recurrence's, the conv_state with room for K drafts."""
         k = self.num_speculative_tokens
-        return Checkpoint(*(part.longer(k) for part in self.recurrence.checkpoint))
+        return CheckpointSpec(*(part.longer(k) for part in self.recurrence.checkpoint))
 
     @property
     def matrix_dtype(self) -> torch.dtype:
@@ -132,11 +132,11 @@ class StateLayout:
             return 0
         return sum(record.nbytes for record in self.recurrence.ring(self.ring_length))
 
-    def bytes_per_request(self, num_layers: int, snapshots: int = 0) -> int:
+    def bytes_per_request(self, num_layers: int, checkpoints: int = 0) -> int:
         """Device bytes that a running request holds: its running state, what its drafts need (a
-        column each, or the ring), and `snapshots` columns."""
+        column each, or the ring), and `checkpoints` columns."""
         drafts = 0 if self.replays else self.num_speculative_tokens
-        return num_layers * ((1 + drafts + snapshots) * self.page_bytes + self.record_bytes)
+        return num_layers * ((1 + drafts + checkpoints) * self.page_bytes + self.record_bytes)
 
     def steps_per_write(self, accepted: float) -> int:
         """Steps from one write of a state to the next in steady decode, a boundary aside.
@@ -164,18 +164,18 @@ class StateLayout:
         """Row of the block table for requests of up to `max_length` tokens."""
         columns = -(-max_length // self.block_size)
         if self.replays:
-            return TableRow(columns + 1, always=columns)  # the live state behind the snapshots
+            return TableRow(columns + 1, always=columns)  # the live state behind the checkpoints
         return TableRow(columns + 1 + self.num_speculative_tokens, always=None)
 
     def block_budget(self, steps_ahead: int) -> BlockBudget:
         """Blocks per request with so many steps queued before the first one's results are read.
 
-        The most, replay: the live state, a snapshot that is read or waits to be filed, with steps
+        The most, replay: the live state, a checkpoint that is read or waits to be filed, with steps
         ahead a second one, and two that may be stored. Columns: the running column and the
-        drafts', one below it for a snapshot, one that waits to be filed, one for the step in which
-        the running column has moved on but the previous one is still read, and with steps ahead one
-        more: drafts in flight leave open which column it is, and a prompt's last column is kept
-        until the results are read.
+        drafts', one below it for a checkpoint, one that waits to be filed, one for the step in
+        which the running column has moved on but the previous one is still read, and with steps
+        ahead one more: drafts in flight leave open which column it is, and a prompt's last column
+        is kept until the results are read.
         """
         k = self.num_speculative_tokens
         if self.replays:

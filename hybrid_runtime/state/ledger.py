@@ -44,14 +44,14 @@ class Ledger:
         that the last begun step ran in, -1 if there was none; in the replay layout that of the
         boundary at which the step may have left its state, -1 if the state is in the live column.
         LAST_DRAFT: the step's drafts. OPEN_STEP: its number while it has not ended, -1 if it has,
-        FLUSHED if the slot's state was overwritten by its last snapshot. CERTAIN, DECODED: as of
+        FLUSHED if the slot's state was overwritten by its last checkpoint. CERTAIN, DECODED: as of
         `StateColumns`.
     live: a request lives in the slot.
     computed: exact tokens computed after the last settled step.
     certain: those of them that are no drafts of that step, exactly (replay).
     written: tokens in the state in memory after it, exactly (replay).
     held: column of that state after it, exactly (replay).
-    stored: tokens in the last snapshot of a settled step, 0 if there is none.
+    stored: tokens in the last checkpoint of a settled step, 0 if there is none.
     version: changes with every admission, release and change of retention.
     """
 

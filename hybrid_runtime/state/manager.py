@@ -19,11 +19,11 @@ from hybrid_runtime.state.align.columns import ColumnsPolicy
 from hybrid_runtime.state.boundaries import Ints
 from hybrid_runtime.state.checks import (
     Strategy,
+    check_checkpoints,
     check_counts,
     check_flush_inputs,
     check_options,
     check_rows,
-    check_snapshots,
     check_states,
     check_tables,
 )
@@ -36,7 +36,7 @@ from hybrid_runtime.state.replay.flush import FlushInputs
 from hybrid_runtime.state.replay.live_state import ReplayPolicy
 from hybrid_runtime.state.rows import StepRows
 from hybrid_runtime.state.stats import Stats
-from hybrid_runtime.state.step import Snapshot, Step, StepPositions
+from hybrid_runtime.state.step import Checkpoint, Step, StepPositions
 
 
 class HybridStateManager(OneProcess):
@@ -60,7 +60,7 @@ class HybridStateManager(OneProcess):
     prompt_cuts: the runner's prompt kernels also store the states that `StepPositions.cuts` names,
         as those of this package do, and run every row without drafts of two tokens or more. Such
         a row may then pass one retained boundary, and end up to a block behind it. False: a row
-        leaves a snapshot only where it ends.
+        leaves a checkpoint only where it ends.
     max_rows: most rows of a step, padded ones among them. None: as many as there are slots.
     """
 
@@ -171,7 +171,7 @@ class HybridStateManager(OneProcess):
         computed: tokens whose state exists already, in column `hit_column` at offset 0 (a prefix
         hit or a resumed request); 0 starts from the zero state and nothing is read.
         hit_column: in the replay layout the last one (the live one), or one whose boundary is not
-        ahead, since later snapshots go to the others.
+        ahead, since later checkpoints go to the others.
         """
         columns = self._policy.columns
         self._ledger.check_admission(slot, computed, hit_column, columns)
@@ -182,7 +182,7 @@ class HybridStateManager(OneProcess):
         return self._ledger.admit(slot, computed, hit_column)
 
     def retain(self, slot: int, every: int, positions: tuple[int, ...] = ()) -> None:
-        """Keep only snapshots at multiples of `every` tokens (0: none) and at up to 2 positions;
+        """Keep only checkpoints at multiples of `every` tokens (0: none) and at up to 2 positions;
         all are multiples of the block size. Steps begun before keep the rule that they began with.
         """
         self._ledger.retain(slot, every, positions)
@@ -207,7 +207,7 @@ class HybridStateManager(OneProcess):
         """Which blocks of states the requests of `rows` must own before the step begins.
 
         known: tokens computed as of the last results that the runner has read, `[rows]`: columns
-        whose snapshots it may still file are kept. None: it files none, or keeps them itself.
+        whose checkpoints it may still file are kept. None: it files none, or keeps them itself.
         """
         if known is not None:
             known = np.asarray(known)
@@ -322,13 +322,13 @@ class HybridStateManager(OneProcess):
         takes them, with no other call of the manager in between."""
         return self._in_flight.prepare_settle(step)
 
-    def published(self, step: Step) -> list[Snapshot]:
-        """Snapshots that this step left in retained columns, their bytes ordered before any launch
-        that comes later on this stream. Those of rows released meanwhile are left out."""
+    def published(self, step: Step) -> list[Checkpoint]:
+        """Checkpoints that this step left in retained columns, their bytes ordered before any
+        launch that comes later on this stream. Those of rows released meanwhile are left out."""
         self.accepted(step)
         return [s for s in step.published if self._ledger.holds(s.slot, s.generation)]
 
-    def last_snapshot(self, slot: int) -> Snapshot | None:
+    def last_checkpoint(self, slot: int) -> Checkpoint | None:
         """Of a request that is about to be released, in the replay layout: at a retained boundary
         among the drafts that its last settled step accepted, or where a queued step ends for
         certain; without either the last one that a settled step stored, if any.
@@ -339,18 +339,18 @@ class HybridStateManager(OneProcess):
         self._ledger.require_live(slot)
         if not isinstance(self._policy, ReplayPolicy):
             return None
-        return self._policy.last_snapshot(slot, self._in_flight.next_step(slot))
+        return self._policy.last_checkpoint(slot, self._in_flight.next_step(slot))
 
-    def flush(self, snapshots: Sequence[Snapshot]) -> None:
-        """Store last snapshots, just found, in one launch, or none if queued steps store them all.
-        The states of those in the live column are overwritten: release their slots next.
+    def flush(self, checkpoints: Sequence[Checkpoint]) -> None:
+        """Store last checkpoints, just found, in one launch, or none if queued steps store them
+        all. The states of those in the live column are overwritten: release their slots next.
 
-        Raises `ValueError` for one that is not what `last_snapshot` would give now: its request has
-        left the slot or has had a step since, it was flushed before, or it was changed."""
-        check_snapshots(snapshots, self._ledger, self.last_snapshot)
+        Raises `ValueError` for one that is not what `last_checkpoint` would give now: its request
+        has left the slot or has had a step since, it was flushed before, or it was changed."""
+        check_checkpoints(checkpoints, self._ledger, self.last_checkpoint)
         if not isinstance(self._policy, ReplayPolicy):
             return
-        count = self._policy.flush(snapshots)
+        count = self._policy.flush(checkpoints)
         self._stats.rows_flushed += count
         self._stats.flush_launches += count > 0
 

@@ -31,7 +31,7 @@ class BlockDemand(NamedTuple):
     padded rows there are none. The column that a request owns throughout (`TableRow.always`) comes
     besides.
 
-    first: lowest column that may still be read, or whose snapshot the runner may still file.
+    first: lowest column that may still be read, or whose checkpoint the runner may still file.
     fresh: lowest column that may be written.
     last: highest column that may be written; below `fresh` if nothing is.
     kept: highest column that is not given back.
@@ -60,7 +60,7 @@ class Outcome(NamedTuple):
     """What a step with known counts has left, `[rows]`.
 
     boundary: the block boundary that it passed or ended on, in tokens.
-    complete: the snapshot there is in its column.
+    complete: the checkpoint there is in its column.
     copied: that took a copy of a state, unless the row is dead.
     """
 
@@ -164,8 +164,8 @@ def pack_unfinished(packed: NDArray[np.int32], ledger: Ledger, start: int) -> in
 
 
 def unfiled_column(known: Ints, num_draft: int, block_size: int) -> Ints:
-    """Lowest column with a snapshot that the runner may still file, from the tokens computed as of
-    the results that it has read, `known`: it lies no deeper than the last one that a step could
+    """Lowest column with a checkpoint that the runner may still file, from the tokens computed as
+    of the results that it has read, `known`: it lies no deeper than the last one that a step could
     still fold drafts beyond."""
     return blocks_below(np.maximum(known - num_draft, 0), block_size)
 

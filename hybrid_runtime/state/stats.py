@@ -11,13 +11,13 @@ class Stats:
 
     steps, skipped: steps begun, and those in which no counts could make a state be copied.
     candidate_rows: rows in which some count could.
-    rows_copied, bytes_copied: rows in which a state was copied (columns layout) or a snapshot
+    rows_copied, bytes_copied: rows in which a state was copied (columns layout) or a checkpoint
         stored at the cost of a write (replay layout; prompts' cuts are not counted), counted when a
         step's results are known.
     copy_launches: launches of the pre-copy and the post-copy.
     uploads, readbacks: packed lines sent to the device, and accepted counts sent to the host.
     rows_flushed, flush_launches: of `flush`.
-    lost_boundaries: rows that passed a retained boundary without leaving a snapshot, as prompt
+    lost_boundaries: rows that passed a retained boundary without leaving a checkpoint, as prompt
         chunks may: there is none that a prefix hit could start from.
     waits, wait_seconds: of the host for the device.
     """

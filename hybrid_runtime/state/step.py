@@ -15,7 +15,7 @@ from hybrid_runtime.state.boundaries import RetentionRule, lost_boundaries, prom
 from hybrid_runtime.state.rows import StepRows
 
 
-class Snapshot(NamedTuple):
+class Checkpoint(NamedTuple):
     """A state whose bytes are written.
 
     slot, generation: the request that it belongs to.
@@ -42,8 +42,8 @@ class StepPositions(NamedTuple):
         column `write_column + j` and the window to `write_column`; in the replay layout the window
         and, if the step writes it, the state after R tokens go to `write_column`.
     replay: what a verify pass of the replay layout folds and stores; None in the columns layout.
-    cuts: where rows without drafts leave a snapshot on the way; None without `prompt_cuts`. The
-        same memory as `replay.snapshot_after` and its column, which say more in rows with drafts.
+    cuts: where rows without drafts leave a checkpoint on the way; None without `prompt_cuts`. The
+        same memory as `replay.checkpoint_after` and its column, which say more in rows with drafts.
     """
 
     read_column: Tensor
@@ -90,7 +90,7 @@ class Step:
     ended: `end_step` has been called, or the step was abandoned.
     accepted: int32 `[rows]`, accepted counts; None until the host knows them.
     copied: rows whose state was copied; None until then.
-    published: snapshots that the step has left; empty until then.
+    published: checkpoints that the step has left; empty until then.
     """
 
     number: int
@@ -105,7 +105,7 @@ class Step:
     ended: bool = False
     accepted: NDArray[np.int32] | None = None
     copied: NDArray[np.intp] | None = None
-    published: list[Snapshot] = field(default_factory=list)
+    published: list[Checkpoint] = field(default_factory=list)
 
     @property
     def read_column(self) -> Tensor:
@@ -142,7 +142,7 @@ class Step:
         return (slot >= 0) & live[slot] & (generation[slot] == self.generation)
 
     def count_lost(self, block_size: int, cuts: bool) -> int:
-        """Rows that pass a retained boundary without leaving a snapshot of it. cuts: rows without
+        """Rows that pass a retained boundary without leaving a checkpoint of it. cuts: rows without
         drafts leave one inside, see `boundaries.prompt_cut`."""
         start, end = self.rows.computed_min, self.rows.certain_min
         cut = prompt_cut(start, end, self.rows.draft, block_size, self.kept) if cuts else 0

@@ -19,9 +19,9 @@ class StateRows(NamedTuple):
         block_table: [slots, columns], the physical block of each column.
         slot: [rows], line of the block table; -1 = padded row.
         cu_seqlens: [rows + 1]; row i owns the tokens cu_seqlens[i] up to cu_seqlens[i + 1].
-        draft: [rows], how many of the row's last tokens are guesses.
+        draft: [rows], how many of the row's last tokens are drafts.
         read_column: [rows], column of the state before the row's tokens; -1 = start from zeros.
-        read_offset: [rows], accepted guesses behind that column's state: counted in columns by the
+        read_offset: [rows], accepted drafts behind that column's state: counted in columns by the
             matrix, in positions of the block by the conv_state.
         write_column: [rows], column of the state after the row's certain tokens; -1 = padded row.
     """
@@ -41,15 +41,15 @@ class StateRows(NamedTuple):
 
 
 class Cuts(NamedTuple):
-    """Snapshots that rows without guesses leave on the way, at most one each; int32 `[rows]`.
+    """Checkpoints that rows without drafts leave on the way, at most one each; int32 `[rows]`.
 
     Outputs and states of a row with a cut are those of two calls, one up to the cut and one from
     there on.
 
     Attributes:
-        after: tokens of the row that are in the snapshot, less than it has; 0 = it leaves none.
+        after: tokens of the row that are in the checkpoint, less than it has; 0 = it leaves none.
             0 in padded rows too, because kernels share tokens out by it.
-        column: column that gets the snapshot, another one than `write_column`; not read
+        column: column that gets the checkpoint, another one than `write_column`; not read
             where `after` is 0.
     """
 
@@ -59,7 +59,7 @@ class Cuts(NamedTuple):
 
 def split_rows(rows: StateRows, cuts: Cuts) -> tuple[StateRows, StateRows]:
     """The same tokens as two calls, twice as many rows each: the parts before the cuts, which write
-    the snapshots, and those from there on, which read them."""
+    the checkpoints, and those from there on, which read them."""
     starts = torch.stack([rows.cu_seqlens[:-1], rows.cu_seqlens[:-1] + cuts.after], 1).flatten()
     starts = torch.cat([starts, rows.cu_seqlens[-1:]])
     is_cut, none = cuts.after > 0, torch.full_like(rows.slot, -1)

@@ -1,8 +1,8 @@
 """Causal convolution of the replay layout: one conv_state per request, rolled by what was accepted.
 
 Every step writes it, whether or not it writes the matrix. `conv1d_update` can do that as it is: it
-reads the conv_state at an offset and writes it to offset 0 of the same block. Only a snapshot needs
-more: it must be taken before the conv_state rolls.
+reads the conv_state at an offset and writes it to offset 0 of the same block. Only a checkpoint
+needs more: it must be taken before the conv_state rolls.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ def replay_conv1d_reference(
     rows: ReplayRows,
     max_scheduled: int,
 ) -> Tensor:
-    """Save the conv_states that belong to snapshots, then :func:`conv1d_reference`.
+    """Save the conv_states that belong to checkpoints, then :func:`conv1d_reference`.
 
-    The conv_state of a snapshot is the W - 1 inputs from `offset + snapshot_after` on, in the old
-    conv_state followed by the row's tokens. It goes to offset 0 of the snapshot's block, which no
-    row of the call may read or write otherwise.
+    The conv_state of a checkpoint is the W - 1 inputs from `offset + checkpoint_after` on, in the
+    old conv_state followed by the row's tokens. It goes to offset 0 of the checkpoint's block,
+    which no row of the call may read or write otherwise.
 
     Args:
         rows: as in `ReplayRows`; what becomes of the matrix is not used.
@@ -42,7 +42,7 @@ def replay_conv1d_reference(
     reads = (rows.slot >= 0) & (positions.read_column >= 0)
     offset = torch.where(reads, positions.offset, 0)
     if weight.shape[1] > 1:
-        _store_snapshots(x, weight.shape[1] - 1, conv_states, rows, reads, offset)
+        _store_checkpoints(x, weight.shape[1] - 1, conv_states, rows, reads, offset)
     return conv1d_reference(x, weight, bias, conv_states, _state_rows(rows, offset), max_scheduled)
 
 
@@ -60,21 +60,21 @@ def _state_rows(rows: ReplayRows, offset: Tensor) -> StateRows:
     )
 
 
-def _store_snapshots(
+def _store_checkpoints(
     x: Tensor, history: int, conv_states: Tensor, rows: ReplayRows, reads: Tensor, offset: Tensor
 ) -> None:
     """reads: bool `[rows]`, rows with an old state. offset: `[rows]`, where in it they start."""
     positions = rows.positions
-    saves = (rows.slot >= 0) & (positions.write_column >= 0) & (positions.snapshot_column >= 0)
+    saves = (rows.slot >= 0) & (positions.write_column >= 0) & (positions.checkpoint_column >= 0)
     saves &= rows.cu_seqlens[1:] > rows.cu_seqlens[:-1]
     row = saves.nonzero()[:, 0]
     if not len(row):
         return
     table, zero = rows.block_table, torch.zeros((), dtype=conv_states.dtype)
     source = physical_blocks(table, rows.slot, positions.read_column, reads)[row]
-    target = physical_blocks(table, rows.slot, positions.snapshot_column, saves)[row]
+    target = physical_blocks(table, rows.slot, positions.checkpoint_column, saves)[row]
     tap = torch.arange(history, device=x.device)
-    at = (offset + positions.snapshot_after)[row, None].long() + tap
+    at = (offset + positions.checkpoint_after)[row, None].long() + tap
     beyond = at - history - offset[row, None]  # index among the row's tokens
     old = conv_states[source[:, None], at.clamp(max=conv_states.shape[1] - 1)]
     old = torch.where(reads[row, None, None], old, zero)
@@ -106,6 +106,6 @@ def replay_conv1d_update(
         conv_states,
         _state_rows(rows, positions.offset),
         max_scheduled,
-        snapshot_column=positions.snapshot_column,
-        snapshot_after=positions.snapshot_after,
+        checkpoint_column=positions.checkpoint_column,
+        checkpoint_after=positions.checkpoint_after,
     )

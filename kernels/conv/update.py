@@ -23,7 +23,7 @@ MAX_TOKENS = 16
     do_not_specialize=["tokens", "conv_length"],
     do_not_specialize_on_alignment=[
         "block_table", "slot", "cu_seqlens", "draft", "read_column", "read_offset", "write_column",
-        "snapshot_column", "snapshot_after",
+        "checkpoint_column", "checkpoint_after",
     ],
 )  # fmt: skip
 def _conv1d_update_kernel(
@@ -38,8 +38,8 @@ def _conv1d_update_kernel(
     read_column,
     read_offset,
     write_column,
-    snapshot_column,
-    snapshot_after,
+    checkpoint_column,
+    checkpoint_after,
     out,
     tokens,
     x_stride,
@@ -106,13 +106,13 @@ def _conv1d_update_kernel(
             written = given + (start + i).to(tl.int64) * CHANNELS
             tl.store(written, silu(y).to(out_type), mask=inside & (start + i < end))
 
-        if snapshot_column is not None:
-            kept = tl.load(snapshot_column + row)
+        if checkpoint_column is not None:
+            kept = tl.load(checkpoint_column + row)
             if kept >= 0:
                 to_saved = tl.load(table + kept).to(tl.int64)
                 saved = conv_states + to_saved * conv_stride.block + across
                 known = tl.where(reads, offset, 0)  # inputs that the old conv_state has before ours
-                behind = known + tl.load(snapshot_after + row)
+                behind = known + tl.load(checkpoint_after + row)
                 for j in tl.static_range(history):
                     before = inside & (behind + j < known)
                     from_old = taken + (behind + j).to(tl.int64) * conv_stride.position
@@ -144,13 +144,13 @@ def conv1d_update(
     conv_states: Tensor,
     rows: StateRows,
     max_scheduled: int,
-    snapshot_column: Tensor | None = None,
-    snapshot_after: Tensor | None = None,
+    checkpoint_column: Tensor | None = None,
+    checkpoint_after: Tensor | None = None,
 ) -> Tensor:
     """`conv1d_reference` for rows of few tokens, by one launch where Triton runs.
 
     No row may read a block that another row of the same call writes. Rows of more than
-    `MAX_TOKENS` tokens and fp64 go to the reference. The snapshot arguments are those of
+    `MAX_TOKENS` tokens and fp64 go to the reference. The checkpoint arguments are those of
     `replay_conv1d_update`, which is the one to call with them.
 
     Raises:
@@ -183,8 +183,8 @@ def conv1d_update(
         bias=bias,
         conv_states=conv_states,
         **rows._asdict(),
-        snapshot_column=snapshot_column,
-        snapshot_after=snapshot_after,
+        checkpoint_column=checkpoint_column,
+        checkpoint_after=checkpoint_after,
         out=out,
         tokens=tokens,
         x_stride=ChannelStrides(*x.stride()),

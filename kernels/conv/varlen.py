@@ -142,7 +142,7 @@ def _conv1d_varlen_kernel(
             own = (index >= history) & (index < history + scheduled)
             fresh = tl.load(own_at, mask=inside & own, other=0.0).to(conv_states.dtype.element_ty)
             values += (tl.where(index < history, kept, fresh),)
-        snapshot = ()
+        checkpoint = ()
         if cut is not None:
             to_cut = tl.load(cut + row)
             cuts = inside & (to_cut > 0)
@@ -153,7 +153,7 @@ def _conv1d_varlen_kernel(
                 own_at = given_x + (start + index - history).to(tl.int64) * x_stride.token
                 fresh = tl.load(own_at, mask=cuts & (index >= history), other=0.0)
                 fresh = fresh.to(conv_states.dtype.element_ty)
-                snapshot += (tl.where(index < history, kept, fresh),)
+                checkpoint += (tl.where(index < history, kept, fresh),)
         tl.debug_barrier()
         to = tl.load(table + target).to(tl.int64)
         rolled = conv_states + to * conv_stride.block + across
@@ -167,7 +167,7 @@ def _conv1d_varlen_kernel(
             to = tl.load(table + column, mask=to_cut > 0, other=0).to(tl.int64)
             stored = conv_states + to * conv_stride.block + across
             for position in tl.static_range(history):
-                tl.store(stored + position * conv_stride.position, snapshot[position], mask=cuts)
+                tl.store(stored + position * conv_stride.position, checkpoint[position], mask=cuts)
 
 
 class ConvTiling(NamedTuple):

@@ -231,13 +231,13 @@ def carry_kernel(
             rests, kept, wide * chunks, n, x_stride, B_stride, dot_type, shape, TRIPS,
         )  # fmt: skip
         # What goes on is what a later call would read.
-        snapshot = h.to(states.dtype.element_ty)
-        h = tl.where(before > 0, snapshot.to(tl.float32), h)
-        tl.debug_barrier()  # as below: the snapshot's block may be the one that was read
+        checkpoint = h.to(states.dtype.element_ty)
+        h = tl.where(before > 0, checkpoint.to(tl.float32), h)
+        tl.debug_barrier()  # as below: the checkpoint's block may be the one that was read
         column = tl.load(cut_column + row)
         to = tl.load(table + column, mask=before > 0, other=0).to(tl.int64)
         stored = states + to * state_stride.block + element
-        tl.store(stored, snapshot, mask=real & (before > 0))
+        tl.store(stored, checkpoint, mask=real & (before > 0))
         start += before
         scheduled -= before
         number = 2 * row + 1

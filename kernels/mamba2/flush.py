@@ -63,7 +63,7 @@ def replay_flush_reference(
         listed: int32 [count], rows to flush; -1 = none. It indexes the arguments below.
         slot: int32 [rows]; -1 = padded row. With row i for slot i, rows are slots.
         positions: int32 [rows] each; a write column of -1 leaves the row out. `writes` and the
-            snapshots' are not used.
+            checkpoints' are not used.
         rounding: seed by slot; its layer is the number of the first layer. None: to nearest.
     """
     picked = listed[listed >= 0].long()

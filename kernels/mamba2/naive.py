@@ -211,10 +211,10 @@ def replay_update_reference(
 
     A row with s tokens of which d are drafts folds its `pending` tokens of the ring into the state
     that it reads, then its own s tokens, which give outputs. If it writes, it stores the state
-    after its first s - d tokens, and the last d are recorded; if not, all s are. A snapshot is
-    stored `snapshot_after` tokens behind the pending ones, or before their end if that is negative.
-    Everything is read before anything is written. A padded row and a row without tokens leave
-    everything as it is.
+    after its first s - d tokens, and the last d are recorded; if not, all s are. A checkpoint is
+    stored `checkpoint_after` tokens behind the pending ones, or before their end if that is
+    negative. Everything is read before anything is written. A padded row and a row without tokens
+    leave everything as it is.
 
     Args:
         x: [tokens, H, P].
@@ -263,11 +263,11 @@ def replay_update_reference(
     def store(passed: Tensor, here: Tensor) -> None:
         """Store what the rows `here` have after `passed` tokens from the first pending one on."""
         key = _key(rounding, rows.slot, positions.certain - certain - pending + passed)
-        snapshot = here & (positions.snapshot_column >= 0)
-        snapshot &= pending + positions.snapshot_after == passed
+        checkpoint = here & (positions.checkpoint_column >= 0)
+        checkpoint &= pending + positions.checkpoint_after == passed
         written = here & writes & (pending + certain == passed)
         for column, chosen in (
-            (positions.snapshot_column, snapshot),
+            (positions.checkpoint_column, checkpoint),
             (positions.write_column, written),
         ):
             _store(states, state, rows.block_table, rows.slot, column, chosen, key)
@@ -302,7 +302,7 @@ def fold_reference(
 ) -> None:
     """Write each row's state after `positions.pending` tokens of the ring to its write column.
 
-    Arguments as in `replay_update_reference`; snapshots are not stored, and a write column of -1
+    Arguments as in `replay_update_reference`; checkpoints are not stored, and a write column of -1
     leaves the row out.
     """
     active = (slot >= 0) & (positions.write_column >= 0)

@@ -8,7 +8,7 @@ from torch import Tensor
 from hybrid_runtime.kernels.conv.spec import ConvLayout, conv_state_spec
 from hybrid_runtime.kernels.mamba2.flush import replay_flush
 from hybrid_runtime.kernels.mamba2.records import Records
-from hybrid_runtime.kernels.recurrence import Checkpoint, Recurrence, TensorSpec
+from hybrid_runtime.kernels.recurrence import CheckpointSpec, Recurrence, TensorSpec
 from hybrid_runtime.kernels.replay.rounding import Rounding
 from hybrid_runtime.kernels.step.advance_replay import ReplayPositions
 from hybrid_runtime.kernels.step.state_table import StateTable
@@ -47,7 +47,7 @@ def mamba2(
             raise ValueError(f"{name} is {given}; it must be float32, bfloat16 or float16")
     channels = heads * head_dim + 2 * groups * state_size
     return Recurrence(
-        checkpoint=Checkpoint(
+        checkpoint=CheckpointSpec(
             conv_state=conv_state_spec(channels, conv_width, dtype, conv_layout),
             matrix=TensorSpec("matrix", (heads, head_dim, state_size), matrix_dtype),
         ),

@@ -55,8 +55,8 @@ def zero_heads(out, first, last, i_head, o_p, shape):
     do_not_specialize=["tokens", "layer"],
     do_not_specialize_on_alignment=[
         "dt", "A_log", "D", "dt_bias", "dt_ring", "block_table", "slot", "cu_seqlens", "draft",
-        "read_column", "pending", "cursor", "write_column", "writes", "snapshot_column",
-        "snapshot_after", "certain", "seed",
+        "read_column", "pending", "cursor", "write_column", "writes", "checkpoint_column",
+        "checkpoint_after", "certain", "seed",
     ],
 )  # fmt: skip
 def _replay_update_kernel(
@@ -80,8 +80,8 @@ def _replay_update_kernel(
     cursor,
     write_column,
     writes,
-    snapshot_column,
-    snapshot_after,
+    checkpoint_column,
+    checkpoint_after,
     certain,
     seed,
     layer,
@@ -115,8 +115,8 @@ def _replay_update_kernel(
     ring_start = tl.load(cursor + i_row)
     target = tl.load(write_column + i_row)
     stores = tl.load(writes + i_row)
-    kept = tl.load(snapshot_column + i_row)
-    after = tl.load(snapshot_after + i_row)
+    kept = tl.load(checkpoint_column + i_row)
+    after = tl.load(checkpoint_after + i_row)
     active = (row_slot >= 0) & (target >= 0)
 
     # Tokens of padded rows, and those before and behind all rows.
@@ -179,9 +179,10 @@ def _replay_update_kernel(
                 dot_type, False,
             )  # fmt: skip
         if stores != 0:
-            # First the snapshot, if there is one: the state is read from where it is written next.
-            snapshot = tl.where(before + after > shape.POSITIONS, 1, 0)
-            snapshot = tl.where(kept >= 0, snapshot, -1)
+            # First the checkpoint, if there is one: the state is read from where it is written
+            # next.
+            checkpoint = tl.where(before + after > shape.POSITIONS, 1, 0)
+            checkpoint = tl.where(kept >= 0, checkpoint, -1)
             passes = 1 + apart.to(tl.int32) + tl.where(kept >= 0, 1, 0)
             # Of two passes the first has all outputs: the second reads a state that was rounded.
             certain_before = tl.where(apart, 0, own - 1)
@@ -189,9 +190,9 @@ def _replay_update_kernel(
             done = 0
             while done < passes:
                 is_last = done == passes - 1
-                is_snapshot = done == snapshot
-                column = tl.where(is_snapshot, kept, target)
-                upto = tl.where(is_last, own, tl.where(is_snapshot, after, 0))
+                is_checkpoint = done == checkpoint
+                column = tl.where(is_checkpoint, kept, target)
+                upto = tl.where(is_last, own, tl.where(is_checkpoint, after, 0))
                 p_write = states + tl.load(table + column).to(tl.int64) * state_stride
                 key = row_slot.to(tl.uint32)
                 if place is not None:
@@ -206,7 +207,7 @@ def _replay_update_kernel(
                     own_folded=upto,
                     first_recorded_token=tl.where(is_last, own, scheduled),
                     first_output_token=tl.where(
-                        is_snapshot | (is_last & apart), scheduled, certain_before
+                        is_checkpoint | (is_last & apart), scheduled, certain_before
                     ),
                     reads=reads,
                 )
@@ -215,7 +216,7 @@ def _replay_update_kernel(
                     place, dot_type, True,
                 )  # fmt: skip
                 done += 1
-                if (is_last == 0) & (is_snapshot == 0):
+                if (is_last == 0) & (is_checkpoint == 0):
                     p_read = p_write
                     unfolded = 0
                     tl.debug_barrier()  # other lanes read it
@@ -312,8 +313,8 @@ def replay_update(
         cursor=positions.cursor,
         write_column=positions.write_column,
         writes=positions.writes,
-        snapshot_column=positions.snapshot_column,
-        snapshot_after=positions.snapshot_after,
+        checkpoint_column=positions.checkpoint_column,
+        checkpoint_after=positions.checkpoint_after,
         certain=positions.certain,
         seed=seed,
         layer=layer,

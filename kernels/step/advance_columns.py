@@ -61,7 +61,7 @@ class Positions(NamedTuple):
     """Where each row reads and writes, int32 `[max_requests]`, -1 in rows that are not running.
 
     read_column, read_offset, write_column: as of `StateRows`.
-    cut_after, cut_column: as of `Cuts`; 0 and -1 in rows that leave no snapshot on the way.
+    cut_after, cut_column: as of `Cuts`; 0 and -1 in rows that leave no checkpoint on the way.
     """
 
     read_column: Tensor
@@ -104,7 +104,7 @@ def advance_reference(
         moves: int32 `[3, rows]`, written if `in_place`: the pre-copies.
         block_size: tokens of a block.
         in_place: states are updated in the running column, and have to be moved there first.
-        cuts: rows without drafts leave a snapshot inside, see `cut_reference`.
+        cuts: rows without drafts leave a checkpoint inside, see `cut_reference`.
     """
     for out, idle in zip(positions, IDLE, strict=True):
         out.fill_(idle)

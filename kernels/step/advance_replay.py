@@ -1,6 +1,6 @@
 """`advance` for the replay layout: finish the previous step's counts, place the new one.
 
-A request has one live state, in the last column of its block table, and snapshots in the columns
+A request has one live state, in the last column of its block table, and checkpoints in the columns
 below. The state is written only now and then: the inputs of the tokens that it does not hold yet
 are in the ring of records, and every step that decodes folds them in on reading.
 """
@@ -46,7 +46,7 @@ class ReplayPlace(NamedTuple):
     live_column: column of the live states.
     ring_tokens: most tokens (W) that a state may lack; 0: every step writes.
     ring: tokens of a slot's ring of records (L).
-    cuts: rows without drafts leave a snapshot inside, see `cut_reference`.
+    cuts: rows without drafts leave a checkpoint inside, see `cut_reference`.
     """
 
     block_size: int
@@ -90,11 +90,11 @@ class ReplayPositions(NamedTuple):
     writes: 1: the state after R = n + s - d tokens is stored, and the inputs of the d drafts. 0:
         the state stays as it is in `read_column`, which is `write_column`, and the inputs of all s
         tokens are stored.
-    snapshot_column: column that also gets the state and window after `n + snapshot_after` tokens;
-        -1 = no snapshot. Only in a row that writes.
-    snapshot_after: `-offset + 1 .. s - d`.
+    checkpoint_column: column that also gets the state and window after `n + checkpoint_after`
+        tokens; -1 = no checkpoint. Only in a row that writes.
+    checkpoint_after: `-offset + 1 .. s - d`.
     certain: R; enters the key of stochastic rounding of the state that is written, and
-        `R - (s - d) + snapshot_after` that of a snapshot.
+        `R - (s - d) + checkpoint_after` that of a checkpoint.
     """
 
     read_column: Tensor
@@ -103,8 +103,8 @@ class ReplayPositions(NamedTuple):
     cursor: Tensor
     write_column: Tensor
     writes: Tensor
-    snapshot_column: Tensor
-    snapshot_after: Tensor
+    checkpoint_column: Tensor
+    checkpoint_after: Tensor
     certain: Tensor
 
 
@@ -137,11 +137,11 @@ def advance_replay_reference(
         positions: written whole.
         place: of all steps.
 
-    A retained boundary in (n - fold, n], at R or at a cut goes to its own column: as a snapshot,
+    A retained boundary in (n - fold, n], at R or at a cut goes to its own column: as a checkpoint,
     or, at R in a row without drafts, as the state itself. A row writes its state if it does not
-    decode, which must find nothing pending, if it stores a snapshot or ends on one, if the state is
-    not in the live column, or if its tokens would not fit the ring: then the state holds R tokens,
-    else as many as before.
+    decode, which must find nothing pending, if it stores a checkpoint or ends on one, if the state
+    is not in the live column, or if its tokens would not fit the ring: then the state holds R
+    tokens, else as many as before.
     """
     for out, idle in zip(positions, IDLE, strict=True):
         out.fill_(idle)
@@ -178,8 +178,8 @@ def advance_replay_reference(
         cursor=written % place.ring,
         write_column=write,
         writes=writes,
-        snapshot_column=torch.where(stores, boundary // block_size - 1, -1),
-        snapshot_after=torch.where(stores, boundary - computed, 0),
+        checkpoint_column=torch.where(stores, boundary // block_size - 1, -1),
+        checkpoint_after=torch.where(stores, boundary - computed, 0),
         certain=certain,
     )
     n = num_rows
@@ -216,8 +216,8 @@ def _advance_replay_kernel(
     cursor,
     write_column,
     writes_state,
-    snapshot_column,
-    snapshot_after,
+    checkpoint_column,
+    checkpoint_after,
     certain_tokens,
     max_rows,
     live_column,
@@ -281,8 +281,8 @@ def _advance_replay_kernel(
     tl.store(write_column + i_line, tl.where(runs, write, -1), mask=inside)
     tl.store(writes_state + i_line, (runs & writes).to(tl.int32), mask=inside)
     column = tl.where(stores, boundary // BLOCK_SIZE - 1, -1)
-    tl.store(snapshot_column + i_line, column, mask=inside)
-    tl.store(snapshot_after + i_line, tl.where(stores, boundary - computed, 0), mask=inside)
+    tl.store(checkpoint_column + i_line, column, mask=inside)
+    tl.store(checkpoint_after + i_line, tl.where(stores, boundary - computed, 0), mask=inside)
     tl.store(certain_tokens + i_line, tl.where(runs, certain, 0), mask=inside)
 
 

@@ -1,4 +1,4 @@
-"""Block boundaries: where the state at one belongs, and whether anybody keeps its snapshot.
+"""Block boundaries: where the state at one belongs, and whether anybody keeps its checkpoint.
 
 Each rule once in plain torch and once for kernels; tests tie both to `state.boundaries`, which has
 them for the host.
@@ -15,7 +15,7 @@ from hybrid_runtime.kernels.step.entry import EVERY, FIRST, SECOND
 
 
 def keeps_reference(boundary: Tensor, line: Tensor) -> Tensor:
-    """Whether the snapshot at each boundary is kept, bool `[rows]`.
+    """Whether the checkpoint at each boundary is kept, bool `[rows]`.
 
     boundary: int `[rows]`, in tokens, at least 1.
     line: int `[rows, ENTRY_FIELDS]`, entries, whose EVERY, FIRST and SECOND are the rule.
@@ -44,7 +44,7 @@ def keeps(boundary, every, first, second):
 def cut_reference(
     computed: Tensor, certain: Tensor, draft: Tensor, line: Tensor, block_size: int
 ) -> Tensor:
-    """The boundary strictly inside a row without drafts at which it leaves a snapshot, int
+    """The boundary strictly inside a row without drafts at which it leaves a checkpoint, int
     `[rows]` in tokens, 0 = none: the last one there, if it is kept.
 
     computed, certain: int `[rows]`, tokens in the state before and after the row's certain ones.

@@ -87,7 +87,7 @@ def decide_reference(
         totals: int64 `[2]`, states moved, by phase; added to.
         block_size: tokens of a block.
         phase: PRECOPY or POSTCOPY.
-        replays: the layout is replay: the accepted guesses are no part of the running column's
+        replays: the layout is replay: the accepted drafts are no part of the running column's
             state. A block moves as it is, and is read at the same offset as before.
     """
     line = entries[:count].long()

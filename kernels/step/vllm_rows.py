@@ -1,7 +1,7 @@
 """The replay layout on vLLM's block tables: where each row of a step finds its state, and which
 states are flushed to a boundary's block after the sampler.
 
-vLLM hands a layer the batch; guesses are kept by the request's slot. Two columns of a row's block
+vLLM hands a layer the batch; drafts are kept by the request's slot. Two columns of a row's block
 table matter in a step: the running one, and the one below it, in which a boundary may lie that the
 step passes. They are noted by slot, so that the kernels of the replay layout take them as tables.
 """
@@ -38,7 +38,7 @@ class StepRows(NamedTuple):
     """What the layers read of a step, at addresses that never change.
 
     slot: int32 `[rows]`, request slot of each row of the batch; -1 = padded or dummy row.
-    draft: int32 `[rows]`, its guesses.
+    draft: int32 `[rows]`, its drafts.
     positions: `[rows]` each; reads and writes column RUNNING, in every step.
     tables: int32 `[groups, slots, 2]`, blocks of each cache group, columns BELOW and RUNNING.
     """
@@ -250,8 +250,8 @@ def decide_flush_reference(
 ) -> None:
     """Decide after a step which of its candidates have passed a boundary that is kept.
 
-    A boundary's block then gets the state at it: the running column's with as many guesses as lie
-    before the boundary. Is that the running column itself, no guess is left to fold.
+    A boundary's block then gets the state at it: the running column's with as many drafts as lie
+    before the boundary. Is that the running column itself, no draft is left to fold.
 
     Args:
         entries, count, counts: as of `decide_reference`; accepted counts are updated.

@@ -34,7 +34,7 @@ class Engine:
     """One Mamba layer, in cache group 1; requests in slots 0 and 1 of three."""
 
     def __init__(self) -> None:
-        self.guesses = torch.zeros(1, 3, 4)
+        self.drafts = torch.zeros(1, 3, 4)
         self.layer = SimpleNamespace(kv_cache=[torch.zeros(5, 2), torch.zeros(5, 3)])
         layers = {"a": SimpleNamespace(kv_cache=torch.zeros(5, 4)), "m": self.layer}
         compiled = SimpleNamespace(static_forward_context=layers)
@@ -58,7 +58,7 @@ class Engine:
         core = SimpleNamespace(scheduler=SimpleNamespace(kv_cache_manager=cache))
         self.llm_engine = SimpleNamespace(engine_core=SimpleNamespace(engine_core=core))
         groups = [SimpleNamespace(layer_names=[name]) for name in ("a", "m")]
-        replay = SimpleNamespace(cache=[self.guesses])
+        replay = SimpleNamespace(rings=[self.drafts])
         tables = [SimpleNamespace(gpu=table) for table in self.tables]
         self.model_runner = SimpleNamespace(
             vllm_config=SimpleNamespace(compilation_config=compiled),
@@ -80,10 +80,10 @@ class Engine:
 def test_what_is_free_becomes_nan(poison: Any) -> None:
     engine = Engine()
     spoil = poison.Poison(poison.Memory(engine))
-    assert engine.guesses.isnan().all()
-    engine.guesses.zero_()
+    assert engine.drafts.isnan().all()
+    engine.drafts.zero_()
     spoil()
-    assert engine.guesses[0].isnan().all(1).tolist() == [False, False, True]
+    assert engine.drafts[0].isnan().all(1).tolist() == [False, False, True]
     for part in engine.layer.kv_cache:
         assert part.isnan().all(1).nonzero().flatten().tolist() == [FREE]
     assert spoil.found == {"steps": 1, "blocks": 1, "slots": 1}

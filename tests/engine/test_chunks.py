@@ -49,7 +49,7 @@ layouts = pytest.mark.parametrize(
         (4 * BLOCK + 5, [2 * BLOCK, 2 * BLOCK, 5]),
     ],
 )
-def test_a_chunk_passes_one_boundary_and_leaves_every_snapshot(
+def test_a_chunk_passes_one_boundary_and_leaves_every_checkpoint(
     hf: NemotronHForCausalLM,
     tokenizer: Tokenizer,
     length: int,
@@ -109,8 +109,8 @@ def test_without_a_cache_a_prompt_takes_one_step(
     assert request.prompt_left == 0
 
 
-def test_a_chunk_that_begins_where_a_snapshot_was_wanted_goes_on_to_the_next() -> None:
-    """The prefix that another prompt left without a snapshot ends where the first chunk does."""
+def test_a_chunk_that_begins_where_a_checkpoint_was_wanted_goes_on_to_the_next() -> None:
+    """The prefix that another prompt left without a checkpoint ends where the first chunk does."""
     size = 2 * SMALL
     world = World(
         0, num_blocks=(40, 40), max_requests=1, max_tokens_per_step=size, steps_ahead=0,

@@ -267,7 +267,7 @@ def test_states_have_the_dtype_that_the_checkpoint_asks_for(tmp_path: Path) -> N
     assert chosen.manager.layout.matrix_dtype == torch.float16
 
 
-def test_drafts_are_three_where_somebody_guesses() -> None:
+def test_drafts_are_three_where_somebody_drafts() -> None:
     drafters: tuple[Any, ...] = ("auto", "mtp", "ngram", None)
     assert [EngineConfig(drafter=d).num_draft for d in drafters] == [3, 3, 3, 0]
     assert EngineConfig(drafter="mtp", num_speculative_tokens=5).num_draft == 5

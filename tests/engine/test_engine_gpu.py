@@ -199,7 +199,7 @@ def test_drafts_by_an_output_weight_in_8_bits_are_the_same() -> None:
 
 
 @pytest.mark.parametrize("steps_ahead", [0, 1])
-def test_second_turns_start_behind_the_last_guesses(steps_ahead: int) -> None:
+def test_second_turns_start_behind_the_last_drafts(steps_ahead: int) -> None:
     """What they passed is folded, or stored by the step that is queued, and nobody waits."""
     options = {"block_size": 16, "max_requests": 16, "num_blocks": (600, 400)}
     runs = build("cuda", steps_ahead=steps_ahead, **options)

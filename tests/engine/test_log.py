@@ -26,7 +26,7 @@ def test_what_was_chosen(caplog: pytest.LogCaptureFixture) -> None:
     for words in (
         "python-small: 9.6 MiB of torch.float32 to cpu in ",
         "layout replay, ring of 15 tokens, torch.float32, blocks of 32 tokens, ",
-        " MiB per request with a snapshot, at most 4 blocks of ",
+        " MiB per request with a checkpoint, at most 4 blocks of ",
         "3 slots for requests of up to 1000 tokens, ",
         " KV blocks, 13 state blocks (keys and values ",
         "drafts 3 a step by mtp, strategy auto, 0 ahead, no graphs, retention all",

@@ -96,7 +96,7 @@ def test_what_was_evicted_and_computed_again_is_found_again(state_layout: str) -
     second = world.submit([200, *TEXT[:13]], max_tokens=28)
     world.drain()
     assert world.events["preemptions"] > 0
-    assert world.events["resumes"] > world.events["resumes from a snapshot"]
+    assert world.events["resumes"] > world.events["resumes from a checkpoint"]
     assert hit_of(world, second.tokens[:30]) == below(30)
     world.finish()
 
@@ -106,7 +106,7 @@ def test_what_was_evicted_and_computed_again_is_found_again(state_layout: str) -
 def test_who_continues_a_text_starts_from_its_last_full_block(
     state_layout: str, steps_ahead: int
 ) -> None:
-    """Wherever it ended, and also if guesses of its last step have filled that block."""
+    """Wherever it ended, and also if drafts of its last step have filled that block."""
     for prompt, output in itertools.product(range(5, 9), range(1, 9)):
         world = world_of(state_layout=state_layout, steps_ahead=steps_ahead)
         first = world.submit(TEXT[:prompt], max_tokens=output)

@@ -160,7 +160,7 @@ def test_nothing_is_captured_under_load(
 def test_nothing_of_an_earlier_step_is_left_in_passes_that_are_captured(
     hf: NemotronHForCausalLM, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, layout: str
 ) -> None:
-    """Its snapshots would make kernels share out tokens that padded rows do not have."""
+    """Its checkpoints would make kernels share out tokens that padded rows do not have."""
     runs = engine(hf, tokenizer, **SIZES | MTP, state_layout=layout, graphs=True)
     ended = runs.submit(text(18, seed=2), SamplingParams(max_tokens=1, ignore_eos=True))
     while not runs.idle:

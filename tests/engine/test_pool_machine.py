@@ -143,13 +143,13 @@ def test_all_of_it_happens(
         "blocks to the host": moved.stored_blocks,
         "blocks from the host": stats.prefix.host_blocks,
         "failed copies": host.failed,
-        "guesses accepted": int(stats.mean_acceptance_length > 1),
-        "last snapshots folded": stats.state.rows_flushed,
+        "drafts accepted": int(stats.mean_acceptance_length > 1),
+        "last checkpoints folded": stats.state.rows_flushed,
     }
     for name, least in {
-        "hits": 50, "misses": 10, "preemptions": 10, "resumes": 10, "resumes from a snapshot": 5,
+        "hits": 50, "misses": 10, "preemptions": 10, "resumes": 10, "resumes from a checkpoint": 5,
         "evictions": 100, "blocks to the host": 100, "blocks from the host": 20,
-        "failed copies": 1, "guesses accepted": 1, "ended by length": 50, "ended by abort": 5,
-        "ended by deadline": 3, "ended by error": 1, "last snapshots folded": folded,
+        "failed copies": 1, "drafts accepted": 1, "ended by length": 50, "ended by abort": 5,
+        "ended by deadline": 3, "ended by error": 1, "last checkpoints folded": folded,
     }.items():  # fmt: skip
         assert counts[name] >= least, (name, counts)

@@ -130,7 +130,7 @@ def test_sparse_retention_keeps_what_can_be_asked_for(
     hf: NemotronHForCausalLM, tokenizer: Tokenizer, retention: Any
 ) -> None:
     """Row 37: an identical resend and a sibling that shares a prefix both hit, the sibling from the
-    second time on, because the first one leaves a snapshot where the prefix was found to end."""
+    second time on, because the first one leaves a checkpoint where the prefix was found to end."""
     runs = small(hf, tokenizer, drafter="ngram", num_speculative_tokens=3, retention=retention)
     shared = text(24, 6)
     prompt = shared + text(20, 7)
@@ -139,16 +139,16 @@ def test_sparse_retention_keeps_what_can_be_asked_for(
     first = runs.generate([shared + text(20, 8)], GREEDY)[0]
     assert (first.hit.tokens, first.hit.short) == (
         (0 if retention == "prompt" else 16),
-        "no_snapshot",
+        "no_checkpoint",
     )
     sibling = shared + text(20, 9)
     second = runs.generate([sibling], GREEDY)[0]
     assert (second.hit.tokens, second.hit.short) == (24, None)
     same_text(hf, sibling, second.tokens, hf_greedy(hf, sibling))
-    assert runs.stats().prefix.short["no_snapshot"] == 1
+    assert runs.stats().prefix.short["no_checkpoint"] == 1
 
 
-def test_a_hit_below_a_snapshot_that_was_evicted_says_so(
+def test_a_hit_below_a_checkpoint_that_was_evicted_says_so(
     hf: NemotronHForCausalLM, tokenizer: Tokenizer
 ) -> None:
     runs = small(hf, tokenizer)
@@ -167,7 +167,7 @@ def test_a_hit_below_a_snapshot_that_was_evicted_says_so(
     for block in taken:
         pool.put(block)
     hit = runs.generate([text(41, 11)], GREEDY)[0].hit
-    assert (hit.tokens, hit.short) == (32, "evicted_snapshot")
+    assert (hit.tokens, hit.short) == (32, "evicted_checkpoint")
 
 
 def test_what_was_evicted_says_so(hf: NemotronHForCausalLM, tokenizer: Tokenizer) -> None:
@@ -177,7 +177,7 @@ def test_what_was_evicted_says_so(hf: NemotronHForCausalLM, tokenizer: Tokenizer
     for seed in range(20, 23):
         runs.generate([text(41, seed)], GREEDY)
     answer = runs.generate([prompt], GREEDY)[0]
-    assert answer.hit.short in ("evicted_snapshot", "evicted_keys")
+    assert answer.hit.short in ("evicted_checkpoint", "evicted_keys")
     assert runs.stats().prefix.evictions > 0
     nothing_leaked(runs)
 

@@ -381,7 +381,7 @@ def test_a_request_that_can_never_fit_is_refused_at_once(
 def test_nothing_is_kept_free_for_requests_that_cannot_get_longer(
     hf: NemotronHForCausalLM, tokenizer: Tokenizer
 ) -> None:
-    # 16 tokens, 2 of output, and 6 of guesses that may be written: three blocks from the start.
+    # 16 tokens, 2 of output, and 6 of drafts that may be written: three blocks from the start.
     runs = engine(hf, tokenizer, **N_GRAM | {"max_requests": 4, "num_blocks": (12, 40)})
     for first in range(4):
         runs.submit(list(range(first, first + 16)), SamplingParams(max_tokens=2, ignore_eos=True))

@@ -27,7 +27,7 @@ def test_a_sole_request_needs_no_more_than_its_bound(
 def test_chunks_that_pass_boundaries_need_no_more_than_the_budget(
     chunk: int, retention: str | int, num_draft: int, state_layout: str, steps_ahead: int
 ) -> None:
-    """One request at a time, of every length, from nothing and from each hit, and every snapshot
+    """One request at a time, of every length, from nothing and from each hit, and every checkpoint
     is filed: the scheduler raises if there are too few blocks."""
     layout = World(num_draft, state_layout=state_layout).engine.manager.layout
     most = layout.block_budget(steps_ahead).most

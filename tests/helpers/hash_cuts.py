@@ -1,4 +1,4 @@
-"""Snapshots inside prompt rows, in the rolling-hash model of `hash_model`."""
+"""Checkpoints inside prompt rows, in the rolling-hash model of `hash_model`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def loses(runner: HashRunner, row: Row) -> bool:
-    """Whether a row passes a retained boundary of which it leaves no snapshot."""
+    """Whether a row passes a retained boundary of which it leaves no checkpoint."""
     slot, certain, drafts, _ = row
     if slot < 0 or runner.requests[slot].dead:
         return False
@@ -22,7 +22,7 @@ def loses(runner: HashRunner, row: Row) -> bool:
 
 
 def cut_of(runner: HashRunner, request: Request, certain: int, drafts: list[int]) -> int:
-    """The boundary inside a row at which it leaves a snapshot; 0: none."""
+    """The boundary inside a row at which it leaves a checkpoint; 0: none."""
     block = runner.layout.block_size
     last = (request.computed + certain - 1) // block * block
     cuts = runner.prompt_cuts and not drafts and last in request.passes(certain, block)
@@ -30,11 +30,16 @@ def cut_of(runner: HashRunner, request: Request, certain: int, drafts: list[int]
 
 
 def leave_cut(
-    runner: HashRunner, request: Request, certain: int, snapshots: set[int], after: int, column: int
+    runner: HashRunner,
+    request: Request,
+    certain: int,
+    checkpoints: set[int],
+    after: int,
+    column: int,
 ) -> None:
-    """Check where a row of the columns layout leaves a snapshot, and store it as kernels do.
-    snapshots: boundaries of which the step may leave some."""
-    inside = [b for b in snapshots if b < request.computed + certain]
+    """Check where a row of the columns layout leaves a checkpoint, and store it as kernels do.
+    checkpoints: boundaries of which the step may leave some."""
+    inside = [b for b in checkpoints if b < request.computed + certain]
     if not inside:
         assert (after, column) == (0, -1)
         return

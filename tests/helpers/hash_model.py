@@ -18,7 +18,7 @@ from hybrid_runtime.state.layout import LayoutKind, StateLayout
 from hybrid_runtime.state.manager import HybridStateManager
 from hybrid_runtime.state.replay.flush import FlushInputs
 from hybrid_runtime.state.rows import StepRows
-from hybrid_runtime.state.step import Snapshot, Step
+from hybrid_runtime.state.step import Checkpoint, Step
 
 
 class HashRunner:
@@ -78,7 +78,7 @@ class HashRunner:
         self.requests: dict[int, Request] = {}
         self.kept: list[Kept] = []
         self.outstanding: list[Open] = []
-        self.recent: list[Snapshot] = []  # published by steps that were read meanwhile
+        self.recent: list[Checkpoint] = []  # published by steps that were read meanwhile
 
     def _flush_inputs(self) -> FlushInputs | None:
         return None
@@ -160,7 +160,7 @@ class HashRunner:
         self.pool.put(request.blocks[group].pop(column))
 
     def _hand_out(self, rows: StepRows) -> None:
-        """Own exactly what the manager demands, the snapshots that may still be filed, and the
+        """Own exactly what the manager demands, the checkpoints that may still be filed, and the
         column that is always owned."""
         demand = self.manager.block_demand(rows)
         for slot, first, fresh, last, kept in zip(rows.slot, *demand, strict=True):
@@ -178,13 +178,13 @@ class HashRunner:
                     self._new(request, group, column)
 
     def _unread(self, request: Request) -> list[int]:
-        """Columns of snapshots that results on their way may publish: not to be freed before."""
+        """Columns of checkpoints that results on their way may publish: not to be freed before."""
         return [
             boundary // self.layout.block_size - 1
             for opened in self.outstanding
-            for owner, snapshots in zip(opened.requests, opened.snapshots, strict=True)
+            for owner, checkpoints in zip(opened.requests, opened.checkpoints, strict=True)
             if owner is request
-            for boundary in snapshots
+            for boundary in checkpoints
         ]
 
     # -- one step --------------------------------------------------------------------------------
@@ -247,14 +247,14 @@ class HashRunner:
         for request, (_, certain, drafts, accepted) in zip(requests, plan, strict=True):
             if request is None:
                 opened.starts.append(0)
-                opened.snapshots.append(set())
+                opened.checkpoints.append(set())
                 continue
             most = certain + len(drafts) if accepted or drafts else certain
             request.in_flight.append((most, certain))
             opened.starts.append(request.computed)
             cut = cut_of(self, request, certain, drafts)
             self.cuts += cut > 0
-            opened.snapshots.append(self._may_leave(request, certain, most) | ({cut} - {0}))
+            opened.checkpoints.append(self._may_leave(request, certain, most) | ({cut} - {0}))
         self.outstanding.append(opened)
         return opened
 
@@ -267,7 +267,7 @@ class HashRunner:
         return bool(drafts) or (certain == 1 and request.computed + 1 == len(request.tokens))
 
     def _may_leave(self, request: Request, certain: int, most: int) -> set[int]:
-        """Boundaries whose snapshots may come of a step that computes `certain..most` tokens."""
+        """Boundaries whose checkpoints may come of a step that computes `certain..most` tokens."""
         reached = range(request.computed + certain, request.computed + most + 1)
         block = self.layout.block_size
         return {b for b in reached if b % block == 0 and request.keeps(b)}
@@ -279,7 +279,7 @@ class HashRunner:
 
     def may_copy(self, opened: Open, row: int) -> bool:
         """Whether some count makes this step copy a state in this row."""
-        return bool(opened.plan[row][2]) and bool(opened.snapshots[row])
+        return bool(opened.plan[row][2]) and bool(opened.checkpoints[row])
 
     def forward(self, opened: Open) -> None:
         """Run the rows whose requests are still there; before the next step begins."""
@@ -298,7 +298,7 @@ class HashRunner:
                     assert places[1][i] == 0
                 self._forward(request, certain, drafts, *(p[i] for p in places))
                 if cuts is not None:
-                    leave_cut(self, request, certain, opened.snapshots[i], *inside[:, i])
+                    leave_cut(self, request, certain, opened.checkpoints[i], *inside[:, i])
         assert all(row == -1 for place in places for row in place[len(opened.plan) :])
         opened.ran = True
 
@@ -307,7 +307,7 @@ class HashRunner:
         counts = torch.zeros(len(opened.plan), dtype=torch.int32, device=self.device)
         for i, (*_, accepted) in enumerate(opened.plan):
             counts[i : i + 1] = accepted
-        rows = list(zip(opened.requests, opened.plan, opened.snapshots, strict=True))
+        rows = list(zip(opened.requests, opened.plan, opened.checkpoints, strict=True))
         mine = [(s, d, a) for r, (s, _, d, a), _ in rows if r and self.requests.get(s) is r]
         live = [s for s, d, a in mine if d and not a and self.manager.holds(s)]
         if live and self.debug:
@@ -316,12 +316,12 @@ class HashRunner:
         self.manager.debug = self.debug and not live
         self.manager.end_step(opened.step, counts)
         self.manager.debug = self.debug
-        for request, (_, certain, drafts, accepted), snapshots in rows:
+        for request, (_, certain, drafts, accepted), checkpoints in rows:
             if request is None or self.requests.get(request.slot) is not request:
                 continue
             request.dead = not accepted and bool(drafts)
             taken = drafts[: max(accepted, 1) - 1]
-            request.place = self._place(request.computed + certain, drafts, len(taken), snapshots)
+            request.place = self._place(request.computed + certain, drafts, len(taken), checkpoints)
             request.certain = request.computed + certain
             if accepted:
                 emitted = [*taken, (sum(taken) + 7 * request.computed) % TOKENS]
@@ -329,11 +329,11 @@ class HashRunner:
             request.computed += certain + len(taken)
 
     def _place(
-        self, certain: int, drafts: list[int], taken: int, snapshots: set[int]
+        self, certain: int, drafts: list[int], taken: int, checkpoints: set[int]
     ) -> tuple[int, int]:
         """Column and offset at which the state lies after a step."""
         end = certain + len(drafts)
-        home = bool(drafts) and taken == len(drafts) and end in snapshots
+        home = bool(drafts) and taken == len(drafts) and end in checkpoints
         return -(-end // self.layout.block_size) - 1, 0 if home else taken
 
     def abandon(self, opened: Open) -> None:
@@ -350,8 +350,8 @@ class HashRunner:
         while self.outstanding and self.outstanding[0].abandoned:
             self.outstanding.pop(0)
 
-    def read_oldest(self) -> list[Snapshot]:
-        """Let the host see the oldest outstanding result; checks and returns its snapshots."""
+    def read_oldest(self) -> list[Checkpoint]:
+        """Let the host see the oldest outstanding result; checks and returns its checkpoints."""
         opened = self.outstanding.pop(0)
         self._shed()
         accepted = self.manager.accepted(opened.step)
@@ -372,26 +372,26 @@ class HashRunner:
                 self._forget_blocks(self.requests.pop(slot))
                 continue
             last = opened.starts[i] + certain + max(count, 1) - 1
-            want |= {(slot, request.generation, b) for b in opened.snapshots[i] if b <= last}
-        snapshots = self.manager.published(opened.step)
-        snapshots = [s for s in snapshots if not self.requests[s.slot].dead]
-        found = {snapshot[:3] for snapshot in snapshots}
+            want |= {(slot, request.generation, b) for b in opened.checkpoints[i] if b <= last}
+        checkpoints = self.manager.published(opened.step)
+        checkpoints = [s for s in checkpoints if not self.requests[s.slot].dead]
+        found = {checkpoint[:3] for checkpoint in checkpoints}
         assert found == want, (self.manager.strategy, found, want)
-        for snapshot in snapshots:
-            request = self.requests[snapshot.slot]
-            tokens = request.tokens[: snapshot.boundary]
-            blocks = [group[snapshot.column] for group in request.blocks]
+        for checkpoint in checkpoints:
+            request = self.requests[checkpoint.slot]
+            tokens = request.tokens[: checkpoint.boundary]
+            blocks = [group[checkpoint.column] for group in request.blocks]
             self.check(blocks, blocks, 0, tokens)
-            request.published[snapshot.column] = request.taken[snapshot.column]
-        return snapshots
+            request.published[checkpoint.column] = request.taken[checkpoint.column]
+        return checkpoints
 
-    def keep(self, snapshot: Snapshot) -> None:
-        """Pin a snapshot's blocks, so that later requests can start from it."""
-        request = self.requests[snapshot.slot]
-        blocks = [group[snapshot.column] for group in request.blocks]
+    def keep(self, checkpoint: Checkpoint) -> None:
+        """Pin a checkpoint's blocks, so that later requests can start from it."""
+        request = self.requests[checkpoint.slot]
+        blocks = [group[checkpoint.column] for group in request.blocks]
         for block in blocks:
             self.pool.share(block)
-        self.kept.append(Kept(request.tokens[: snapshot.boundary], blocks))
+        self.kept.append(Kept(request.tokens[: checkpoint.boundary], blocks))
 
     def check(self, windows: list[int], states: list[int], offset: int, tokens: list[int]) -> None:
         """The state in these blocks (per group) is that of exactly `tokens`."""

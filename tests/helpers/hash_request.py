@@ -52,15 +52,15 @@ class Request:
     in_flight: list[tuple[int, int]] = field(default_factory=list)  # (most, least) advance
     rule: tuple[int, tuple[int, ...]] = (0, ())  # which boundaries are retained
     place: tuple[int, int] = (-1, 0)  # where its state lies: column and offset
-    certain: int = 0  # replay: computed tokens without the guesses that were accepted last
+    certain: int = 0  # replay: computed tokens without the drafts that were accepted last
     written: int = 0  # replay: tokens in that state
     stepped: bool = False  # replay: a verify pass has run
     dead: bool = False
     taken: Counter[int] = field(default_factory=Counter)  # how often a column has got new blocks
-    published: dict[int, int] = field(default_factory=dict)  # that number when its snapshot was
+    published: dict[int, int] = field(default_factory=dict)  # that number when its checkpoint was
 
     def still_has(self, column: int) -> bool:
-        """Whether a column that held a snapshot does so: none of its blocks was given back."""
+        """Whether a column that held a checkpoint does so: none of its blocks was given back."""
         return self.published.get(column, self.taken[column]) == self.taken[column]
 
     def keeps(self, boundary: int) -> bool:
@@ -75,20 +75,20 @@ class Request:
 
 @dataclass(eq=False)
 class Open:
-    """A begun step: its rows, whose they are (None: padded), and the snapshots it may leave."""
+    """A begun step: its rows, whose they are (None: padded), and the checkpoints it may leave."""
 
     step: Step
     plan: list[Row]
     requests: list[Request | None]
     starts: list[int]  # tokens computed before
-    snapshots: list[set[int]]  # boundaries retained when it began
+    checkpoints: list[set[int]]  # boundaries retained when it began
     ran: bool = False
     abandoned: bool = False
 
 
 @dataclass
 class Kept:
-    """A published snapshot that holds on to its blocks, one per group."""
+    """A published checkpoint that holds on to its blocks, one per group."""
 
     tokens: list[int]
     blocks: list[int]

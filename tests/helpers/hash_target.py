@@ -199,10 +199,10 @@ class HashTarget:
                 store(int(cuts.column[row]), states[cut], kept)
         else:
             end, writes = len(past) + certain, bool(replay.writes[row])
-            if replay.snapshot_column[row] >= 0:
-                after = int(replay.snapshot_after[row])
+            if replay.checkpoint_column[row] >= 0:
+                after = int(replay.checkpoint_after[row])
                 kept = inputs[first + after : first + after + WINDOW]
-                store(int(replay.snapshot_column[row]), states[len(past) + after], kept)
+                store(int(replay.checkpoint_column[row]), states[len(past) + after], kept)
             store(write, states[end] if writes else None, inputs[first + certain :])
             news = fresh[certain if writes else 0 :]
             start = cursor + pending + (certain if writes else 0)

@@ -18,8 +18,8 @@ HOPPER = GPUTarget("cuda", 90, 32)
 POINTERS = {
     "entries", "step", "accepted", "slot_computed", "slot_held", "slot_offset", "previous",
     "placed", "read_column", "read_offset", "write_column", "moves", "blocks",
-    "block_table", "slot", "cu_seqlens", "draft", "snapshot_column",
-    "snapshot_after", "column", "computed", "arrived", "row_slot", "row_draft", "row_offset",
+    "block_table", "slot", "cu_seqlens", "draft", "checkpoint_column",
+    "checkpoint_after", "column", "computed", "arrived", "row_slot", "row_draft", "row_offset",
     "row_pending", "row_cursor", "tables", "flush_slot", "flush_offset", "flush_pending",
     "flush_cursor", "flush_column",
     "flush_certain", "cut", "cut_after", "cut_column",

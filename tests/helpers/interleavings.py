@@ -251,12 +251,12 @@ class Interleavings(RuleBasedStateMachine):
     @precondition(lambda self: self.one.outstanding and self.one.outstanding[0].step.ended)
     @rule(data=st.data())
     def read(self, data: st.DataObject) -> None:
-        for snapshot in self.read_one():
-            request = self.one.requests[snapshot.slot]
-            owned = all(snapshot.column in group for group in request.blocks)
+        for checkpoint in self.read_one():
+            request = self.one.requests[checkpoint.slot]
+            owned = all(checkpoint.column in group for group in request.blocks)
             if owned and len(self.one.kept) < 5 and data.draw(st.booleans()):
                 for runner in self.runners:
-                    runner.keep(snapshot)
+                    runner.keep(checkpoint)
 
     def read_one(self) -> list[Any]:
         found = [runner.read_oldest() for runner in self.runners]
@@ -286,7 +286,7 @@ class Interleavings(RuleBasedStateMachine):
                 assert component[self.one.pool.free].isnan().all()
 
     @invariant()
-    def kept_snapshots_are_untouched(self) -> None:
+    def kept_checkpoints_are_untouched(self) -> None:
         if hasattr(self, "runners"):
             for kept in self.one.kept:
                 self.one.check(kept.blocks, kept.blocks, 0, kept.tokens)

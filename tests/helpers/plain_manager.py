@@ -41,7 +41,7 @@ def started(*slots: int, prompt: int = 5, **options: Any) -> HybridStateManager:
     return made
 
 
-def snapshot(made: HybridStateManager) -> list[Any]:
+def checkpoint(made: HybridStateManager) -> list[Any]:
     """Everything that a refused call must leave as it was."""
     slot_table, stats = made._ledger, made.stats()
     device = [t.clone() for t in (*made._policy.slots, *made._policy.outputs)]

@@ -286,7 +286,7 @@ class World:
         self.events["hits"] += hit.tokens > 0
         self.events["misses"] += hit.tokens == 0
         self.events["resumes"] += epoch > 0
-        self.events["resumes from a snapshot"] += epoch > 0 and hit.tokens > 0
+        self.events["resumes from a checkpoint"] += epoch > 0 and hit.tokens > 0
         self.events[f"short: {hit.short}"] += 1
 
     def _check_reason(self, request: Request, hit: Hit, tokens: list[int], most: int) -> None:
@@ -298,8 +298,8 @@ class World:
         if hit.short == "short_prompt":
             return
         if hit.tokens < hit.known:
-            gone, group, end = "evicted_snapshot", "state", hit.known
-            absent: str | None = "no_snapshot"
+            gone, group, end = "evicted_checkpoint", "state", hit.known
+            absent: str | None = "no_checkpoint"
         else:
             gone, group, end = "evicted_keys", "kv", hit.known + BLOCK
             absent = None

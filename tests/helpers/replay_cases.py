@@ -87,7 +87,7 @@ class Case(NamedTuple):
     read: int = 0
     write: int = 0
     writes: int = 1
-    snapshot: int = -1
+    checkpoint: int = -1
     after: int = 0
     offset: int = 0
     cursor: int = 0
@@ -104,7 +104,7 @@ class Case(NamedTuple):
 
 
 class Rows:
-    """Rows with few and many pending, certain and drafted tokens and every place of a snapshot,
+    """Rows with few and many pending, certain and drafted tokens and every place of a checkpoint,
     that write or don't, reading the block they write, another, or none. Behind them padded rows of
     both kinds with and without tokens, an empty row, and tokens that belong to no row. Slots are
     not in row order.
@@ -131,17 +131,17 @@ class Rows:
             for after in {pick(min(1 - offset, 0), 0), pick(1, scheduled - few)}:
                 if after + offset > 0:
                     spec.append(
-                        Case(scheduled, few, pending, snapshot=2, after=after, offset=offset)
+                        Case(scheduled, few, pending, checkpoint=2, after=after, offset=offset)
                     )
         several = min(tokens, max(ring_tokens, 1))
         several_writes = several > ring_tokens or min(draft, several - 1) == 0
         spec.append(Case(several, min(draft, several - 1), writes=several_writes))
         spec.append(Case(draft + 1, draft, read=1))
         spec.append(Case(draft + 1, draft, read=-1))
-        spec.append(Case(tokens, draft, read=-1, snapshot=2, after=1))
-        spec.append(Case(tokens, 0, min(1, most), snapshot=2, after=tokens))
+        spec.append(Case(tokens, draft, read=-1, checkpoint=2, after=1))
+        spec.append(Case(tokens, 0, min(1, most), checkpoint=2, after=tokens))
         room = min(tokens, self.ring - most)
-        spec.append(Case(room, 0, most, snapshot=2, after=room))
+        spec.append(Case(room, 0, most, checkpoint=2, after=room))
         spec.append(Case(1, 0, most, offset=min(drafts, most)))
         near = MAX_TOKENS - 3 if ring_tokens <= SHORT_RING_TOKENS else most - 2
         if near <= most and tokens >= 4 and draft >= 2:  # the drafts are too much, not the others
@@ -153,8 +153,8 @@ class Rows:
             case._replace(slot=slot, cursor=pick(0, self.ring - 1))
             for slot, case in enumerate(spec)
         ]
-        cases[1:1] = [Case(tokens, 0, snapshot=2, after=1), Case(0, 0, read=-1, write=-1)]
-        cases += [Case(1, 0, write=-1, snapshot=2, slot=0), Case(0, 0, snapshot=2, slot=1)]
+        cases[1:1] = [Case(tokens, 0, checkpoint=2, after=1), Case(0, 0, read=-1, write=-1)]
+        cases += [Case(1, 0, write=-1, checkpoint=2, slot=0), Case(0, 0, checkpoint=2, slot=1)]
         order = torch.randperm(len(cases), generator=generator).tolist()
         cases = [cases[i] for i in order]
         numbers = torch.tensor([[int(value) for value in case] for case in cases])
@@ -166,7 +166,7 @@ class Rows:
         positions = ReplayPositions(
             read_column=fields["read"], offset=fields["offset"], pending=fields["pending"],
             cursor=fields["cursor"], write_column=fields["write"], writes=fields["writes"],
-            snapshot_column=fields["snapshot"], snapshot_after=fields["after"],
+            checkpoint_column=fields["checkpoint"], checkpoint_after=fields["after"],
             certain=scheduled_ * 7 + 100,
         )  # fmt: skip
         self.rows = ReplayRows(self.table, fields["slot"], start, fields["draft"], positions)
@@ -183,7 +183,7 @@ class Rows:
 class History:
     """Steps with random acceptance in the replay layout, beside them the columns layout.
 
-    Each slot has a live block (column 0) and a snapshot's (column 1); in the columns layout a
+    Each slot has a live block (column 0) and a checkpoint's (column 1); in the columns layout a
     block for each draft. A boundary lies after every `block` tokens.
     """
 
@@ -205,7 +205,7 @@ class History:
         self.fold = [0] * slots  # drafts accepted in the last step
         self.certain = [0] * slots  # tokens that were certain before them
         self.written = [0] * slots  # tokens in the live state
-        self.snapshots: dict[int, tuple[int, Tensor]] = {}
+        self.checkpoints: dict[int, tuple[int, Tensor]] = {}
         self.kept: dict[int, Tensor] = {}  # what the columns layout had when the state was written
 
     def below(self, high: int) -> int:
@@ -220,13 +220,13 @@ class History:
         # A row has one certain token, or several if no boundary lies inside them.
         scheduled = [d + 1 + self.below(shape.tokens - d) for d in draft]
         length = self.records.length
-        reads, snapshot, after, pending, cursor, writes = [], [], [], [], [], []
+        reads, checkpoint, after, pending, cursor, writes = [], [], [], [], [], []
         for i, slot in enumerate(slots):
             final = self.certain[slot] + self.fold[slot]
             running = final + scheduled[i] - draft[i]
             boundary = running // self.block * self.block
             crosses = boundary > self.certain[slot]
-            snapshot.append(1 if crosses else -1)
+            checkpoint.append(1 if crosses else -1)
             after.append(boundary - final if crosses else 0)
             reads.append(0 if self.written[slot] else -1)
             pending.append(final - self.written[slot])
@@ -245,8 +245,8 @@ class History:
         )
         positions = ReplayPositions(
             read_column=ints(*reads), offset=fold, pending=ints(*pending), cursor=ints(*cursor),
-            write_column=zero, writes=ints(*map(int, writes)), snapshot_column=ints(*snapshot),
-            snapshot_after=ints(*after), certain=zero,
+            write_column=zero, writes=ints(*map(int, writes)), checkpoint_column=ints(*checkpoint),
+            checkpoint_after=ints(*after), certain=zero,
         )  # fmt: skip
         y = update(
             **inputs,
@@ -256,16 +256,16 @@ class History:
             max_scheduled=shape.tokens,
         )
         for i, slot_ in enumerate(slots):
-            if snapshot[i] > 0:
+            if checkpoint[i] > 0:
                 boundary = self.certain[slot_] + self.fold[slot_] + after[i]
                 if after[i] <= 0:  # one of the drafts that were accepted
                     state = before[self.wide_table[slot_, after[i] + self.fold[slot_]].long()]
-                    self.snapshots[slot_] = (boundary, state)
+                    self.checkpoints[slot_] = (boundary, state)
                 elif after[i] == scheduled[i] - draft[i]:
                     state = self.columns[self.wide_table[slot_, 0].long()].clone()
-                    self.snapshots[slot_] = (boundary, state)
+                    self.checkpoints[slot_] = (boundary, state)
                 else:
-                    self.snapshots.pop(slot_, None)
+                    self.checkpoints.pop(slot_, None)
             self.certain[slot_] += self.fold[slot_] + scheduled[i] - draft[i]
             self.fold[slot_] = self.below(draft[i] + 1)
             if writes[i]:
@@ -277,13 +277,13 @@ class History:
         return self.states[self.table[:, which].long()]
 
     def check(self, tolerance: float) -> int:
-        """Live states and snapshots against the columns layout; how many snapshots."""
+        """Live states and checkpoints against the columns layout; how many checkpoints."""
         for slot in range(self.slots):
             pairs = [(0, self.kept[slot])] if self.written[slot] else []
-            if slot in self.snapshots:
-                pairs.append((1, self.snapshots[slot][1]))
+            if slot in self.checkpoints:
+                pairs.append((1, self.checkpoints[slot][1]))
             for which, want in pairs:
                 got = self.live(which)[slot]
                 error = (got.double() - want.double()).abs().max()
                 assert error <= tolerance * want.double().abs().max()
-        return len(self.snapshots)
+        return len(self.checkpoints)

@@ -14,7 +14,7 @@ from helpers.hash_request import PRIME, Kept, Open, Request, prefix_hash
 from hybrid_runtime.kernels.step.advance_replay import IDLE, ReplaySlots
 from hybrid_runtime.state import allowed
 from hybrid_runtime.state.replay.flush import FlushInputs
-from hybrid_runtime.state.step import Snapshot
+from hybrid_runtime.state.step import Checkpoint
 
 POISON = -1000
 """Cached token that nobody wrote."""
@@ -42,27 +42,27 @@ class ReplayRunner(HashRunner):
         return FlushInputs(self.records, self.rule.params(layers))
 
     def release(self, slot: int) -> None:
-        """What its last guesses reached is known, and whole if a queued step stores it."""
+        """What its last drafts reached is known, and whole if a queued step stores it."""
         request, block = self.requests[slot], self.layout.block_size
-        snapshot = None if request.dead else self.manager.last_snapshot(slot)
+        checkpoint = None if request.dead else self.manager.last_checkpoint(slot)
         passed = range(request.certain + 1, request.computed + 1)
         folded = [(b, self.live) for b in passed if b % block == 0 and request.keeps(b)]
-        if snapshot is None:
+        if checkpoint is None:
             assert not folded or request.dead or request.in_flight
-        elif snapshot.column == self.live:
-            assert [snapshot[2:]] == folded
+        elif checkpoint.column == self.live:
+            assert [checkpoint[2:]] == folded
             blocks = [group[self.live] for group in request.blocks]
             if self.device == "cpu":
-                self.manager.flush([snapshot])
-                self.check(blocks, blocks, 0, request.tokens[: snapshot.boundary])
+                self.manager.flush([checkpoint])
+                self.check(blocks, blocks, 0, request.tokens[: checkpoint.boundary])
             self.last_folded += 1
         else:
             assert not folded or request.in_flight
-            assert snapshot.column == snapshot.boundary // block - 1
-            blocks = [group.get(snapshot.column, -1) for group in request.blocks]
-            if min(blocks) >= 0 and request.still_has(snapshot.column):
+            assert checkpoint.column == checkpoint.boundary // block - 1
+            blocks = [group.get(checkpoint.column, -1) for group in request.blocks]
+            if min(blocks) >= 0 and request.still_has(checkpoint.column):
                 with allowed("the test looks"):
-                    self.check(blocks, blocks, 0, request.tokens[: snapshot.boundary])
+                    self.check(blocks, blocks, 0, request.tokens[: checkpoint.boundary])
                 self.last_stored += bool(request.in_flight)
         super().release(slot)
 
@@ -70,7 +70,7 @@ class ReplayRunner(HashRunner):
         """The tokens that its state lacks are folded in as by a pass of its own."""
         old = self.requests[slot]
         assert not old.in_flight
-        past = old.computed >= self.layout.block_size  # the snapshot of column 0 is behind it
+        past = old.computed >= self.layout.block_size  # the checkpoint of column 0 is behind it
         column = 0 if past and old.computed % 2 == 0 else self.live
         new = Request(other, old.tokens, old.computed, old.known)
         new.certain = new.written = old.computed
@@ -96,9 +96,9 @@ class ReplayRunner(HashRunner):
         assert len(found) < 2
         return found
 
-    def read_oldest(self) -> list[Snapshot]:
+    def read_oldest(self) -> list[Checkpoint]:
         """What the host knows of states whose results have all been read is what the device has."""
-        snapshots = super().read_oldest()
+        checkpoints = super().read_oldest()
         table, slots = self.manager._ledger, self.manager._policy.slots
         assert isinstance(slots, ReplaySlots)
         for slot, request in self.requests.items():
@@ -106,22 +106,22 @@ class ReplayRunner(HashRunner):
                 assert table.written[slot] == request.written
                 assert table.held[slot] == request.place[0]
                 assert not request.stepped or slots.written[slot] == request.written
-        return snapshots
+        return checkpoints
 
     def knows(self, opened: Open, row: int) -> bool:
-        """How many guesses the last step accepted is known exactly only if its rows were."""
+        """How many drafts the last step accepted is known exactly only if its rows were."""
         return self.depth == 0 and super().knows(opened, row)
 
     def may_copy(self, opened: Open, row: int) -> bool:
         _, certain, drafts, _ = opened.plan[row]
         end = opened.starts[row] + certain
-        snapshots, start = opened.snapshots[row], opened.starts[row]
-        return any(b <= start or (drafts and b <= end) for b in snapshots)
+        checkpoints, start = opened.checkpoints[row], opened.starts[row]
+        return any(b <= start or (drafts and b <= end) for b in checkpoints)
 
     def _place(
-        self, certain: int, drafts: list[int], taken: int, snapshots: set[int]
+        self, certain: int, drafts: list[int], taken: int, checkpoints: set[int]
     ) -> tuple[int, int]:
-        direct = not drafts and certain in snapshots
+        direct = not drafts and certain in checkpoints
         return certain // self.layout.block_size - 1 if direct else self.live, taken
 
     def forward(self, opened: Open) -> None:
@@ -141,7 +141,7 @@ class ReplayRunner(HashRunner):
                 flags = step.rows.decodes
                 decodes = bool(drafts) if flags is None else bool(flags[i])
                 assert flags is None or decodes or not rows[i][2]  # nothing is pending
-                self._verify(request, certain, drafts, decodes, opened.snapshots[i], *rows[i])
+                self._verify(request, certain, drafts, decodes, opened.checkpoints[i], *rows[i])
         assert all(row == idle for row in rows[len(opened.plan) :])
         opened.ran = True
 
@@ -151,7 +151,7 @@ class ReplayRunner(HashRunner):
         certain: int,
         drafts: list[int],
         decodes: bool,
-        snapshots: set[int],
+        checkpoints: set[int],
         read: int,
         offset: int,
         pending: int,
@@ -170,11 +170,11 @@ class ReplayRunner(HashRunner):
         assert (read, offset) == (request.place[0], n - request.certain)
         assert (pending, cursor) == (n - request.written, request.written % self.layout.ring_length)
         assert position == n + certain
-        cut = max((b for b in snapshots if n < b < position), default=0)
-        direct = not drafts and position in snapshots
+        cut = max((b for b in checkpoints if n < b < position), default=0)
+        direct = not drafts and position in checkpoints
         assert write == (position // block - 1 if direct else self.live)
         assert offset == 0 or certain == 1
-        stored = sorted(snapshots - {position} if direct else snapshots)
+        stored = sorted(checkpoints - {position} if direct else checkpoints)
         assert [kept] == ([b // block - 1 for b in stored] or [-1])
         assert [after] == ([b - n for b in stored] or [0])
         assert kept < 0 or -offset < after <= 0 or after == (cut - n if cut else certain)
@@ -200,7 +200,7 @@ class ReplayRunner(HashRunner):
             for j, token in enumerate(run):
                 states[j + 1] = (states[j] * 31 + token + 1) % PRIME
             self._one(torch.tensor(float(states[pending])), prefix_hash(request.tokens[:n]))
-            # The window holds the guesses' inputs too: what is folded needs no cache of its own.
+            # The window holds the drafts' inputs too: what is folded needs no cache of its own.
             seen = before + [t + 1 for t in [*tokens, *drafts]]
             history = [0, 0, 0] + [t + 1 for t in request.tokens[: n + certain]]
             assert seen[: 3 + offset + certain] == history[-3 - offset - certain :]

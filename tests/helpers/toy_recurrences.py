@@ -18,7 +18,7 @@ from helpers.hash_request import PRIME
 from torch import Tensor
 
 from hybrid_runtime.kernels.conv.spec import ConvLayout, conv_state_spec
-from hybrid_runtime.kernels.recurrence import Checkpoint, Recurrence, TensorSpec
+from hybrid_runtime.kernels.recurrence import CheckpointSpec, Recurrence, TensorSpec
 from hybrid_runtime.kernels.replay.rounding import Rounding
 from hybrid_runtime.kernels.step.advance_replay import ReplayPositions
 from hybrid_runtime.kernels.step.state_table import StateTable
@@ -120,7 +120,7 @@ class HashRule:
         conv_layout: ConvLayout = "SD",
     ) -> None:
         self.recurrence = Recurrence(
-            Checkpoint(
+            CheckpointSpec(
                 conv_state_spec(channels, TAPS + 1, dtype, conv_layout),
                 TensorSpec("matrix", matrix, matrix_dtype),
             ),
@@ -170,7 +170,7 @@ class DeltaRule:
         self._shape = heads, dim, size
         f8 = torch.float64
         self.recurrence = Recurrence(
-            Checkpoint(
+            CheckpointSpec(
                 conv_state_spec(1, TAPS + 1, torch.float32),
                 TensorSpec("matrix", self._shape, f8),
             ),

@@ -252,7 +252,7 @@ class Worker:
                 after = (*before, row.tokens[0])
                 self.write(row, MAMBA, row.column, (after, rolled), "state")
                 if self.mode == "lazy":
-                    self._snapshot(row, before, after)
+                    self._passed(row, before, after)
             request.records = row.tokens[1:]
         else:
             after = before + tuple(row.tokens)
@@ -268,7 +268,7 @@ class Worker:
             ):
                 row.emitted.append(next_token(state + tuple(row.emitted)))
 
-    def _snapshot(self, row: Row, before: tuple[int, ...], after: tuple[int, ...]) -> None:
+    def _passed(self, row: Row, before: tuple[int, ...], after: tuple[int, ...]) -> None:
         """What our own engine does: boundaries are stored by the step that folds past them."""
         request, block = row.request, self.setting.block
         folded = request.computed - (request.accepted - 1)
@@ -276,7 +276,7 @@ class Worker:
             if boundary > folded and boundary // block - 1 != row.column:
                 tokens = after[:boundary]
                 value = (tokens, window(list(tokens), self.setting.drafts))
-                self.write(row, MAMBA, boundary // block - 1, value, "snapshot")
+                self.write(row, MAMBA, boundary // block - 1, value, "checkpoint")
 
     def _checkpoint(self, row: Row, after: tuple[int, ...]) -> None:
         """vLLM's own: a prompt's kernels store a boundary inside of the step."""

@@ -79,7 +79,7 @@ def entries_of(
 @pytest.mark.parametrize("n", [1, 5, 17, 150])
 @pytest.mark.parametrize(("in_place", "cuts"), [(False, False), (False, True), (True, False)])
 def test_kernel_and_reference_agree(n: int, in_place: bool, cuts: bool) -> None:
-    """Counts of 0 and beyond the guesses, dead rows that go on, new tenants, padded rows, cuts, and
+    """Counts of 0 and beyond the drafts, dead rows that go on, new tenants, padded rows, cuts, and
     boundaries that nobody keeps."""
     rng = np.random.default_rng(n)
     mine, theirs = Device(n), Device(n)

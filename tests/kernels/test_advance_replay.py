@@ -1,4 +1,4 @@
-"""Which snapshots a replay step stores, by brute force, and when it writes its state; and the
+"""Which checkpoints a replay step stores, by brute force, and when it writes its state; and the
 kernel that decides it, against its reference: on a GPU where there is one, else in the interpreter,
 in a process of its own.
 """
@@ -61,13 +61,13 @@ def steps(block: int, most: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize(("block", "most"), [(2, 1), (4, 3), (5, 2), (8, 4), (9, 0)])
-def test_stored_snapshots_and_candidates_by_walking(block: int, most: int) -> None:
+def test_stored_checkpoints_and_candidates_by_walking(block: int, most: int) -> None:
     """Exhaustively: token by token through the fold, and at the end of the certain tokens."""
     before, guesses, fold, s, d = steps(block, most).T
     computed = before + fold
     certain = computed + s - d
     for kept in rules(block):
-        found = replay_arithmetic.replay_snapshot(before, computed, certain, d, block, kept)
+        found = replay_arithmetic.replay_checkpoint(before, computed, certain, d, block, kept)
         first = replay_arithmetic.first_stored(before, computed + s - d, guesses)
         may = replay_arithmetic.replay_candidates(first, computed, certain, d, guesses, kept)
         for i in range(len(before)):
@@ -94,7 +94,7 @@ def test_bounds_rule_out_only_what_no_count_can_reach(
     exact = False
     for before, fold in itertools.product(range(low, low + spread + 1), range(guesses + 1)):
         values = (np.array([v]) for v in (before, before + fold, before + fold + 1, draft))
-        exact |= bool(replay_arithmetic.replay_snapshot(*values, block, kept).extra[0])
+        exact |= bool(replay_arithmetic.replay_checkpoint(*values, block, kept).extra[0])
     least, most = np.array([low]), np.array([low + spread + guesses])
     drafts, last = np.array([draft]), np.array([guesses])
     first = replay_arithmetic.first_stored(least, least + 1, last)
@@ -213,7 +213,7 @@ def test_kernel_stores_what_align_says(rule: RetentionRule, window: int, cuts: b
         ReplayPlace(block, live, window, ring, cuts),
     )  # fmt: skip
     computed, certain = before + fold, before + fold + s - d
-    stored = replay_arithmetic.replay_snapshot(before, computed, certain, d, block, rule)
+    stored = replay_arithmetic.replay_checkpoint(before, computed, certain, d, block, rule)
     direct = (stored.boundary == certain) & ~stored.extra
     cut = boundaries.prompt_cut(computed, certain, d, block, rule) * cuts
     assert cut.any() == (cuts and rule != (0, 0, 0))
@@ -233,8 +233,8 @@ def test_kernel_stores_what_align_says(rule: RetentionRule, window: int, cuts: b
         "certain": certain,
         "writes": writes,
         "write_column": np.where(direct, stored.boundary // block - 1, live),
-        "snapshot_column": np.where(extra, kept // block - 1, -1),
-        "snapshot_after": np.where(extra, kept - computed, 0),
+        "checkpoint_column": np.where(extra, kept // block - 1, -1),
+        "checkpoint_after": np.where(extra, kept - computed, 0),
     }
     assert set(wanted) == set(ReplayPositions._fields)
     for name, value in wanted.items():
@@ -270,7 +270,7 @@ def test_kernel_and_reference_agree(n: int, block: int, window: int) -> None:
             assert torch.equal(now, then)
         before = lines[:rows, fields.SLOT].cpu().numpy()
         out = mine.positions
-        stored += int((out.snapshot_column >= 0).sum())
+        stored += int((out.checkpoint_column >= 0).sum())
         direct += int(((out.write_column >= 0) & (out.write_column < 11)).sum())
         folded += int((out.pending > 0).sum())
         written += int(out.writes.sum())

@@ -69,7 +69,7 @@ MAMBA_STRIDES = {
 }  # fmt: skip
 POOL: dict[str, Any] = {"FIELDS": 6, "SIZE": 4096, "TOKENS": 32, "TILE": 128}
 NO_CUTS = {"cut": None, "cut_column": None}
-NO_SNAPSHOT = {"snapshot_column": None, "snapshot_after": None}
+NO_CHECKPOINT = {"checkpoint_column": None, "checkpoint_after": None}
 KERNELS = [
     (advance_columns._advance_kernel, ADVANCE),
     (advance_columns._advance_kernel, ADVANCE | {"IN_PLACE": True, "CUTS": False}),
@@ -83,10 +83,10 @@ KERNELS = [
     (vllm_rows._place_rows_kernel, PLACE | {"BY_SLOT": True}),
     (vllm_rows._decide_flush_kernel, {"BLOCK_SIZE": 4336, "ROWS": 128}),
     (pooling._pooling_kernel, POOL),
-    (conv1d_update._conv1d_update_kernel, CONV | NO_SNAPSHOT),
+    (conv1d_update._conv1d_update_kernel, CONV | NO_CHECKPOINT),
     (
         conv1d_update._conv1d_update_kernel,
-        CONV | NO_SNAPSHOT | {"bias": None, "TOKENS": 1, "TAPS": 1},
+        CONV | NO_CHECKPOINT | {"bias": None, "TOKENS": 1, "TAPS": 1},
     ),
     (conv1d_update._conv1d_update_kernel, CONV | {"CHANNELS": 10, "TOKENS": 16}),
     (selective_state_update._selective_state_update_kernel, SSM),

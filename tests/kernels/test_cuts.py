@@ -1,4 +1,4 @@
-"""Rows that leave a snapshot on the way: the same as two calls that split them there."""
+"""Rows that leave a checkpoint on the way: the same as two calls that split them there."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_kernels_in_the_interpreter() -> None:
 def cut_rows(
     lengths: tuple[int, ...] = LENGTHS, after: tuple[int, ...] = AFTER, seed: int = 0
 ) -> tuple[Rows, Cuts]:
-    """Rows of these lengths, padded ones among them, and their cuts. Some snapshots go to the
+    """Rows of these lengths, padded ones among them, and their cuts. Some checkpoints go to the
     column that is read."""
     rows = prefill_rows(lengths, seed, 0, padded=True)
     runs = [scheduled > 0 and min(slot, write) >= 0 for scheduled, slot, *_, write in rows.spec]
@@ -157,8 +157,8 @@ def test_references_as_in_two_calls() -> None:
         if cuts.after[i] > 0:
             block = rows.block(slot, write)
             torch.testing.assert_close(states[block], whole[block])
-            snapshot = states[rows.block(slot, int(cuts.column[i]))]
-            assert not torch.allclose(snapshot, states[block])
+            checkpoint = states[rows.block(slot, int(cuts.column[i]))]
+            assert not torch.allclose(checkpoint, states[block])
 
 
 @kernels

@@ -82,7 +82,7 @@ def test_replay_window(shape: Window) -> None:
         assert same_bytes(after, conv_states)
 
 
-def test_windows_of_another_shape_are_refused_before_a_snapshot_is_stored() -> None:
+def test_windows_of_another_shape_are_refused_before_a_checkpoint_is_stored() -> None:
     rows = Rows(3, 4, 0)
     x = torch.ones(rows.tokens, 6, device=DEVICE)
     for bad, weight in (
@@ -124,8 +124,8 @@ def test_window_reference_keeps_the_last_inputs(drafts: int) -> None:
         positions = ReplayPositions(
             read_column=cpu(0 if certain else -1), offset=cpu(fold), pending=cpu(fold),
             cursor=cpu(0), write_column=cpu(0), writes=cpu(int(crosses)),
-            snapshot_column=cpu(1 if crosses else -1),
-            snapshot_after=cpu(boundary - certain - fold), certain=cpu(running),
+            checkpoint_column=cpu(1 if crosses else -1),
+            checkpoint_after=cpu(boundary - certain - fold), certain=cpu(running),
         )  # fmt: skip
         rows = ReplayRows(table, cpu(0), cpu(0, count + draft), cpu(draft), positions)
         history = inputs[: taps - 1 + certain + fold]

@@ -58,7 +58,7 @@ def flush_case(
     read[-1], write[-2] = -1, -1
     positions = ReplayPositions(
         read_column=read, offset=offset, pending=pending, cursor=cursor, write_column=write,
-        writes=ones, snapshot_column=ones, snapshot_after=ones, certain=number + 70,
+        writes=ones, checkpoint_column=ones, checkpoint_after=ones, certain=number + 70,
     )  # fmt: skip
     order[-3] = -1
     A_log = torch.rand(layers, shape.heads, generator=generator, device=DEVICE)
@@ -165,7 +165,7 @@ def test_flush_reference_is_the_next_fold() -> None:
         positions = ReplayPositions(
             read_column=held, offset=ints(*history.fold), pending=final - written,
             cursor=written % history.records.length, write_column=everyone * 0 + 1,
-            writes=held, snapshot_column=held, snapshot_after=held, certain=held,
+            writes=held, checkpoint_column=held, checkpoint_after=held, certain=held,
         )  # fmt: skip
         window = torch.zeros(8, 3 + shape.drafts, 2, device=DEVICE)
         table = StateTable.build([window], [history.states], [history.table], 3)

@@ -30,14 +30,14 @@ def test_reference_follows_the_columns_layout(drafts: int, ring_tokens: str) -> 
     shape = Ssm(
         x=torch.float64, states=torch.float64, drafts=drafts, tokens=drafts + 1, ring_tokens=most
     )
-    snapshots = 0
+    checkpoints = 0
     for seed in range(3):
         history = History(shape, slots=4, seed=seed, block=drafts + 3)
         for _ in range(25):
             y, wide = history.step(replay_update_reference)
             torch.testing.assert_close(y, wide, rtol=1e-11, atol=1e-11)
-            snapshots += history.check(1e-12)
-    assert snapshots > 20
+            checkpoints += history.check(1e-12)
+    assert checkpoints > 20
 
 
 @plain
@@ -78,20 +78,20 @@ def test_plain_decode_by_the_kernel(ring_tokens: int) -> None:
 
 
 def histories(update: Any, shape: Ssm, rings: list[int], steps: int, tolerance: float) -> None:
-    """The same requests with rings of several lengths: the same outputs and snapshots."""
+    """The same requests with rings of several lengths: the same outputs and checkpoints."""
     block = shape.drafts + 3
     runs = [History(replace(shape, ring_tokens=w), slots=3, seed=5, block=block) for w in rings]
-    snapshots = 0
+    checkpoints = 0
     for _ in range(steps):
         (want, _), *others = [run.step(update) for run in runs]
         for got, _ in others:
             assert (got - want).abs().max() <= tolerance * want.abs().max()
-        for slot in runs[0].snapshots:
+        for slot in runs[0].checkpoints:
             kept, *theirs = [run.live(1)[slot] for run in runs]
             for state in theirs:
                 assert (state - kept).abs().max() <= tolerance * kept.abs().max()
-            snapshots += 1
-    assert snapshots > steps // 2
+            checkpoints += 1
+    assert checkpoints > steps // 2
     assert len({tuple(run.written) for run in runs}) > 1
 
 
@@ -136,9 +136,9 @@ def test_kernel_follows_the_columns_layout(drafts: int, ring_tokens: int) -> Non
         ring_tokens=ring_tokens,
     )
     history = History(shape, slots=4, seed=drafts, block=drafts + 2)
-    snapshots = 0
+    checkpoints = 0
     for _ in range(40 if CUDA else 15):
         y, wide = history.step(replay_update)
         assert (y - wide).abs().max() <= 1e-5 * wide.abs().max()
-        snapshots += history.check(1e-5)
-    assert snapshots > 5
+        checkpoints += history.check(1e-5)
+    assert checkpoints > 5

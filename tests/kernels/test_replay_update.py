@@ -147,12 +147,14 @@ def test_replay_update(shape: Ssm) -> None:
         tolerance = ROUNDS[shape.states] * (2 if shape.rounding else 1)
         active = rows.active
         written = {int(rows.table[row.slot, row.write]) for row in active if row.writes}
-        written |= {int(rows.table[row.slot, row.snapshot]) for row in active if row.snapshot >= 0}
+        written |= {
+            int(rows.table[row.slot, row.checkpoint]) for row in active if row.checkpoint >= 0
+        }
         once = {
             int(rows.table[row.slot, column])
             for row in active
             if row.rounds_once
-            for column in (row.write, row.snapshot)
+            for column in (row.write, row.checkpoint)
             if column >= 0
         }
         got = after[shape.skew :].view(rows.blocks, -1)[:, :size].unflatten(1, states.shape[1:])
@@ -221,7 +223,7 @@ def test_queries_of_any_size(states: torch.dtype) -> None:
         )
     assert outputs[0].any()
     assert torch.equal(outputs[0] * scale, outputs[1])
-    # What guesses add to each other loses digits that small.
+    # What drafts add to each other loses digits that small.
     torch.testing.assert_close(outputs[2] / tiny, outputs[0], rtol=0.05, atol=0.05)
     assert not outputs[3].any()
 
@@ -249,7 +251,7 @@ def test_tiles_fit_the_heads_and_the_head_dim() -> None:
 
 @kernels
 @pytest.mark.parametrize("states", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-def test_guesses_that_are_not_finite_leave_the_state_alone(states: torch.dtype) -> None:
+def test_drafts_that_are_not_finite_leave_the_state_alone(states: torch.dtype) -> None:
     shape = Ssm(states=states, drafts=2)
     rows = Rows(2, 3, 0)
     assert any(row.draft and row.writes for row in rows.active)
@@ -378,7 +380,7 @@ def test_block_strides_beyond_32_bits() -> None:
     near, records = states.clone(), shape.records(generator, 1)
     positions = ReplayPositions(
         read_column=ints(0), offset=ints(2), pending=ints(2), cursor=ints(15), write_column=ints(0),
-        writes=ints(1), snapshot_column=ints(2), snapshot_after=ints(-1), certain=ints(4),
+        writes=ints(1), checkpoint_column=ints(2), checkpoint_after=ints(-1), certain=ints(4),
     )  # fmt: skip
     rows: dict[str, Any] = {
         "rows": ReplayRows(ints([3, 1, 2, 0]), ints(0), ints(0, 4), ints(2), positions),

@@ -33,7 +33,7 @@ HEADS, DIM, GROUPS, STATE, DRAFTS, SLOTS = 4, 8, 2, 16, 3, 5
 
 def update(tenants: list[int], slots: list[int], dtype: torch.dtype) -> Tensor:
     """States `[len(tenants), H, P, N]` of these requests, in these slots, after one step in which
-    each folds two guesses and stores a snapshot; a request's values are the same in any slot."""
+    each folds two drafts and stores a checkpoint; a request's values are the same in any slot."""
 
     def values(tenant: int, *shape: int) -> Tensor:
         generator = torch.Generator().manual_seed(tenant)
@@ -83,8 +83,8 @@ def update(tenants: list[int], slots: list[int], dtype: torch.dtype) -> Tensor:
                 cursor=every * 17,
                 write_column=every * 0,
                 writes=every,
-                snapshot_column=every,
-                snapshot_after=every * -1,
+                checkpoint_column=every,
+                checkpoint_after=every * -1,
                 certain=ints(*(100 + t for t in tenants)),
             ),
         ),

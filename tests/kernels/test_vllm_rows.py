@@ -58,7 +58,7 @@ def test_rows_are_placed_as_specified(by_slot: bool) -> None:
 
 
 def test_a_placed_row() -> None:
-    """By hand: 17 tokens computed, 2 guesses accepted before, a step of one certain and 3 guesses
+    """By hand: 17 tokens computed, 2 drafts accepted before, a step of one certain and 3 drafts
     in blocks of 8: column 2, below it column 1."""
     rows = StepRows.allocate(4, 1, "cpu")
     table = torch.tensor([[11, 12, 13, 14]], dtype=torch.int32)
@@ -101,9 +101,9 @@ def test_flushes_are_decided_as_specified(count: int) -> None:
     ("column", "accepted", "computed", "fold", "into", "offset"),
     [
         # Blocks of 8; the step ran in `column`, and left `computed` tokens, of which `accepted`.
-        (2, 3, 17, 1, BELOW, 3),  # the boundary lies one guess behind the certain token
-        (2, 1, 16, 0, BELOW, 1),  # the certain token ends on it, guesses ran beyond
-        (1, 3, 16, 2, RUNNING, 1),  # all guesses accepted: in place, nothing left to fold
+        (2, 3, 17, 1, BELOW, 3),  # the boundary lies one draft behind the certain token
+        (2, 1, 16, 0, BELOW, 1),  # the certain token ends on it, drafts ran beyond
+        (1, 3, 16, 2, RUNNING, 1),  # all drafts accepted: in place, nothing left to fold
         (1, 1, 16, 0, -1, 1),  # the running column's state is the boundary's
         (2, 2, 20, 0, -1, 2),  # no boundary
     ],

@@ -12,11 +12,11 @@ import pytest
 import torch
 from helpers.hash_model import HashRunner
 from helpers.hash_request import TOKENS
-from helpers.plain_manager import LAYOUT, SLOTS, counts, rows, snapshot, started
+from helpers.plain_manager import LAYOUT, SLOTS, checkpoint, counts, rows, started
 from helpers.replay_model import RUNNERS
 
 from hybrid_runtime.state import HybridStateManager, StepRows
-from hybrid_runtime.state.step import Snapshot
+from hybrid_runtime.state.step import Checkpoint
 
 K, BLOCK = 3, 8
 layouts = pytest.mark.parametrize("kind", sorted(RUNNERS))
@@ -167,15 +167,19 @@ def test_positions_beyond_int32_are_refused(kind: str, steady: bool, name: str) 
     runs.step([decode(rng, 0), decode(rng, 1)])
 
 
-# -- requests and snapshots -----------------------------------------------------------------------
+# -- requests and checkpoints ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("bad", [1.0, "1", None, 2**40, -1, SLOTS])
 def test_slots_are_integers_in_range(bad: Any) -> None:
     made = started(0)
     calls: list[Callable[[Any], object]] = [
-        made.admit, made.release, made.holds, made.last_snapshot, lambda slot: made.retain(slot, 0),
-    ]  # fmt: skip
+        made.admit,
+        made.release,
+        made.holds,
+        made.last_checkpoint,
+        lambda slot: made.retain(slot, 0),
+    ]
     for call in calls:
         with pytest.raises(ValueError, match=r"slot is .*must be (an integer )?in 0\.\.3"):
             call(bad)
@@ -198,7 +202,7 @@ def test_lengths_are_integers_in_range(bad: Any) -> None:
     assert made.admit(1) == 0
 
 
-def test_a_replayed_request_must_not_start_where_a_later_snapshot_goes() -> None:
+def test_a_replayed_request_must_not_start_where_a_later_checkpoint_goes() -> None:
     made = runner("replay").manager
     live = 15
     for computed, column in ((6, 0), (8, 1), (13, 1), (13, 4)):
@@ -210,63 +214,63 @@ def test_a_replayed_request_must_not_start_where_a_later_snapshot_goes() -> None
         made.release(2)
 
 
-def with_last_snapshot() -> tuple[HashRunner, Snapshot]:
-    """A replayed request whose last step accepted the guesses around a boundary."""
+def with_last_checkpoint() -> tuple[HashRunner, Checkpoint]:
+    """A replayed request whose last step accepted the drafts around a boundary."""
     runs = runner("replay")
     runs.step([(0, 1, [1, 2, 3], 4)])
-    snapshot = runs.manager.last_snapshot(0)
-    assert snapshot == (0, 0, 8, 15)
-    return runs, snapshot
+    checkpoint = runs.manager.last_checkpoint(0)
+    assert checkpoint == (0, 0, 8, 15)
+    return runs, checkpoint
 
 
-def test_a_stale_snapshot_is_refused() -> None:
-    runs, snapshot = with_last_snapshot()
+def test_a_stale_checkpoint_is_refused() -> None:
+    runs, checkpoint = with_last_checkpoint()
     made = runs.manager
     runs.release(0)
-    with pytest.raises(ValueError, match=r"snapshots\[0\] is .*left the slot"):
-        made.flush([snapshot])
+    with pytest.raises(ValueError, match=r"checkpoints\[0\] is .*left the slot"):
+        made.flush([checkpoint])
     runs.admit(0, list(range(5)))
     runs.step([(0, 5, [], 1)])
     runs.step([(0, 1, [1, 2, 3], 4)])
-    with pytest.raises(ValueError, match=r"snapshots\[0\] is .*left the slot"):
-        made.flush([snapshot])
+    with pytest.raises(ValueError, match=r"checkpoints\[0\] is .*left the slot"):
+        made.flush([checkpoint])
     assert made.stats().flush_launches == 1  # before the release
     runs.step([decode(random.Random(4), 0)])  # checks the state
 
 
-def test_a_snapshot_is_flushed_at_once_and_once() -> None:
-    runs, snapshot = with_last_snapshot()
+def test_a_checkpoint_is_flushed_at_once_and_once() -> None:
+    runs, checkpoint = with_last_checkpoint()
     made = runs.manager
     bad: Any
     for bad in (
-        [snapshot, snapshot],
-        [snapshot._replace(boundary=9)],  # the live block would hold one token too many
-        [snapshot._replace(boundary=16)],
-        [snapshot._replace(column=0)],  # it would not be stored at all
-        [snapshot._replace(slot=9)],
-        [tuple(snapshot)],
-        snapshot,
+        [checkpoint, checkpoint],
+        [checkpoint._replace(boundary=9)],  # the live block would hold one token too many
+        [checkpoint._replace(boundary=16)],
+        [checkpoint._replace(column=0)],  # it would not be stored at all
+        [checkpoint._replace(slot=9)],
+        [tuple(checkpoint)],
+        checkpoint,
         None,
     ):
-        with pytest.raises(ValueError, match=r"snapshots\[\d\] is|slot is 9|snapshots is None"):
+        with pytest.raises(ValueError, match=r"checkpoints\[\d\] is|slot is 9|checkpoints is None"):
             made.flush(bad)
     opened = runs.begin([decode(random.Random(4), 0)])
-    with pytest.raises(ValueError, match=r"snapshots\[0\] is .*must be what last_snapshot"):
-        made.flush([snapshot])
+    with pytest.raises(ValueError, match=r"checkpoints\[0\] is .*must be what last_checkpoint"):
+        made.flush([checkpoint])
     runs.forward(opened)
     runs.end(opened)
-    with pytest.raises(ValueError, match=r"snapshots\[0\] is .*must be what last_snapshot"):
-        made.flush([snapshot])
+    with pytest.raises(ValueError, match=r"checkpoints\[0\] is .*must be what last_checkpoint"):
+        made.flush([checkpoint])
     runs.read_oldest()
     assert made.stats().flush_launches == 0
 
 
 def test_no_step_follows_a_flush() -> None:
-    runs, snapshot = with_last_snapshot()
+    runs, checkpoint = with_last_checkpoint()
     made = runs.manager
-    made.flush([snapshot])
-    with pytest.raises(ValueError, match=r"snapshots\[0\] is .*must be what last_snapshot"):
-        made.flush([snapshot])
+    made.flush([checkpoint])
+    with pytest.raises(ValueError, match=r"checkpoints\[0\] is .*must be what last_checkpoint"):
+        made.flush([checkpoint])
     with pytest.raises(ValueError, match=r"rows.slot\[0\] is 0; .* not flushed; release it"):
         made.begin_step(StepRows.exact([0], [9], [4], [3]))
     runs.manager.release(0)
@@ -280,17 +284,17 @@ def test_a_queued_step_keeps_the_rule_that_it_began_with(stored: bool) -> None:
     runs.step([(0, 1, [1, 2, 3], 4)])
     runs.read_oldest()
     runs.retain(0, BLOCK if stored else 0)
-    opened = runs.begin([(0, 1, [1, 2, 3], 1)])  # folds the guesses and stores their boundary
+    opened = runs.begin([(0, 1, [1, 2, 3], 1)])  # folds the drafts and stores their boundary
     runs.forward(opened)
     runs.end(opened)
     runs.manager.retain(0, 0 if stored else BLOCK)
-    assert runs.manager.last_snapshot(0) == ((0, 0, 8, 0) if stored else None)
+    assert runs.manager.last_checkpoint(0) == ((0, 0, 8, 0) if stored else None)
 
 
-def test_a_snapshot_of_a_layout_that_flushes_none_is_refused() -> None:
+def test_a_checkpoint_of_a_layout_that_flushes_none_is_refused() -> None:
     made = started(0)
-    with pytest.raises(ValueError, match=r"snapshots\[0\] is .*must be what last_snapshot"):
-        made.flush([Snapshot(0, 0, 8, 0)])
+    with pytest.raises(ValueError, match=r"checkpoints\[0\] is .*must be what last_checkpoint"):
+        made.flush([Checkpoint(0, 0, 8, 0)])
 
 
 # -- steps and counts -----------------------------------------------------------------------------
@@ -359,19 +363,19 @@ def test_counts_that_a_runner_fetched_are_checked(bad: Any) -> None:
 def test_what_is_prepared_changes_nothing_and_holds_until_another_call(kind: Any) -> None:
     made = started(0, 1, prompt=8, layout=replace(LAYOUT, kind=kind), readback=False)
     step, ones = made._in_flight._open[0], np.ones(2, np.int32)
-    before = snapshot(made)
+    before = checkpoint(made)
     settle = made.prepare_settle(step)
     with pytest.raises(ValueError, match=r"num_accepted\[1\] is 2"):
         settle(np.array([1, 2], np.int32))
-    assert snapshot(made) == before
+    assert checkpoint(made) == before
     made.release(0)
-    before = snapshot(made)
+    before = checkpoint(made)
     with pytest.raises(ValueError, match=r"step is 0; no other call"):
         settle(ones)
-    assert snapshot(made) == before
+    assert checkpoint(made) == before
     settle = made.prepare_settle(step)
     settle(ones)
-    assert made.published(step) == [Snapshot(1, 0, 8, 0)]
+    assert made.published(step) == [Checkpoint(1, 0, 8, 0)]
     with pytest.raises(ValueError, match=r"step is 0; no other call"):
         settle(ones)
     made.prepare_settle(step)(ones)  # it has settled: nothing happens

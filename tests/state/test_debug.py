@@ -147,7 +147,7 @@ def test_unowned_columns_are_named(kind: str) -> None:
 
 
 @layouts
-def test_a_column_for_a_snapshot_must_be_owned(kind: str) -> None:
+def test_a_column_for_a_checkpoint_must_be_owned(kind: str) -> None:
     """Replay stores the state after 8 tokens as it folds them; columns may copy it to column 0."""
     made, accepted = manager(kind), 3 if kind == "replay" else 1
     run(made, [5, 5], 4, 3, accepted)

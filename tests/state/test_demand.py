@@ -66,7 +66,7 @@ def touched(made: HybridStateManager, step: Step, row: int) -> tuple[set[int], s
         return reads, {*range(write, write + int(step.rows.draft[row]) + 1), cut}
     replay = made.positions.replay
     assert replay is not None
-    return {read}, {write, int(replay.snapshot_column[row])}
+    return {read}, {write, int(replay.checkpoint_column[row])}
 
 
 def check(made: HybridStateManager, demand: BlockDemand, step: Step, row: int) -> None:
@@ -138,7 +138,7 @@ def _row(data: st.DataObject, slot: int, request: Request, k: int, block: int) -
 
 
 def test_wide_bounds_own_the_lowest_boundary_that_may_be_stored() -> None:
-    """Between 5 and 40 tokens: the guesses of the last step may have passed any of four
+    """Between 5 and 40 tokens: the drafts of the last step may have passed any of four
     boundaries, and it was the first one."""
     made = manager("replay", 3, 8)
     made.admit(0)
@@ -149,13 +149,13 @@ def test_wide_bounds_own_the_lowest_boundary_that_may_be_stored() -> None:
     demand = made.block_demand(rows)
     made.begin_step(rows)
     assert made.positions.replay is not None
-    assert made.positions.replay.snapshot_column[0] == 0
+    assert made.positions.replay.checkpoint_column[0] == 0
     assert [int(part[0]) for part in demand] == [0, 0, 4, 4]
 
 
 @pytest.mark.parametrize("draft", [0, 3])
-def test_exact_counts_own_no_more_than_one_snapshots_column(draft: int) -> None:
-    """However long the request, and whether or not its snapshots are still to be filed."""
+def test_exact_counts_own_no_more_than_one_checkpoints_column(draft: int) -> None:
+    """However long the request, and whether or not its checkpoints are still to be filed."""
     made, n = manager("replay", 3, 8), 0
     made.admit(0)
     while n < LONGEST:
@@ -170,7 +170,7 @@ def test_exact_counts_own_no_more_than_one_snapshots_column(draft: int) -> None:
 
 
 def test_a_chunk_that_begins_at_a_boundary_owns_no_column_for_it() -> None:
-    """The chunk before has stored that snapshot."""
+    """The chunk before has stored that checkpoint."""
     made = manager("replay", 3, 8, prompt_cuts=True)
     made.admit(0)
     made.end_step(made.begin_step(StepRows.exact([0], [0], [8], [0])), torch.tensor([1]).int())

@@ -1,5 +1,5 @@
-"""The last snapshot of a request that ends or is preempted, in the replay layout: a boundary among
-the guesses that its last step accepted is found by whoever comes next."""
+"""The last checkpoint of a request that ends or is preempted, in the replay layout: a boundary
+among the drafts that its last step accepted is found by whoever comes next."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def scripted(
     hf: NemotronHForCausalLM, tokenizer: Tokenizer, prompts: list[list[int]], right: list[int],
     **options: Any,
 ) -> Engine:  # fmt: skip
-    """An engine whose rows have so many right guesses, one number after another, over and over."""
+    """An engine whose rows have so many right drafts, one number after another, over and over."""
     options = {"block_size": BLOCK, "steps_ahead": 0} | options
     runs = engine(hf, tokenizer, drafter="ngram", num_speculative_tokens=K, **options)
     runs.runner.drafter = Script([p + right_text(hf, p) for p in prompts], K, right)
@@ -100,7 +100,7 @@ ENDS = [
 
 @pytest.mark.parametrize("case", ENDS, ids=lambda c: "-".join(str(v) for v in c.values()))
 @pytest.mark.parametrize("by_chance", [False, True], ids=["fp32", "fp16 by chance"])
-def test_the_boundary_that_the_last_guesses_passed_is_found(
+def test_the_boundary_that_the_last_drafts_passed_is_found(
     hf: NemotronHForCausalLM, tokenizer: Tokenizer, case: dict[str, Any], by_chance: bool
 ) -> None:
     """And its bytes are those that the next step would have stored, had there been one."""
@@ -129,7 +129,7 @@ def test_the_boundary_that_the_last_guesses_passed_is_found(
 def test_a_second_turn_recomputes_less_than_a_block(
     hf: NemotronHForCausalLM, tokenizer: Tokenizer, steps_ahead: int, strategy: str
 ) -> None:
-    """At every offset to a block's end, and however many guesses were accepted last."""
+    """At every offset to a block's end, and however many drafts were accepted last."""
     prompts = [text(17 + n, 80 + n) for n in range(BLOCK)]
     for tokens in (2, 5, 9):
         runs = scripted(
@@ -156,7 +156,7 @@ def test_rows_that_end_together_take_one_launch(
 @pytest.mark.parametrize(
     ("length", "tokens", "options"),
     [
-        (17, 5, {}),  # no boundary among the guesses
+        (17, 5, {}),  # no boundary among the drafts
         (21, 5, {"retention": "prompt"}),  # none that is kept
         (21, 2, {}),  # beyond the end of the text
         (21, 5, {"prefix_caching": False}),

@@ -10,7 +10,7 @@ import torch
 from helpers.hash_model import HashRunner
 from helpers.toy_recurrences import HASH
 
-from hybrid_runtime.state import HybridStateManager, Snapshot, StateLayout, StepRows, Strategy
+from hybrid_runtime.state import Checkpoint, HybridStateManager, StateLayout, StepRows, Strategy
 
 K, SLOTS, COLUMNS, BLOCK = 3, 4, 12, 8
 STRATEGIES = get_args(Strategy)
@@ -70,7 +70,7 @@ def crossing(strategy: str) -> tuple[HashRunner, Any]:
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_row_that_left_takes_no_copy_from_those_that_stay(strategy: str) -> None:
-    """The row behind still gets its snapshot, and the slot's next tenant none of the bytes."""
+    """The row behind still gets its checkpoint, and the slot's next tenant none of the bytes."""
     runs, opened = crossing(strategy)
     runs.release(0)
     runs.admit(0, [9] * 6)
@@ -78,8 +78,8 @@ def test_a_row_that_left_takes_no_copy_from_those_that_stay(strategy: str) -> No
         runs.pool.fill(block, column)
     before = contents(runs, 0)
     runs.end(opened)
-    (snapshot,) = runs.read_oldest()  # and checks its bytes
-    assert (snapshot.slot, snapshot.boundary) == (1, 8)
+    (checkpoint,) = runs.read_oldest()  # and checks its bytes
+    assert (checkpoint.slot, checkpoint.boundary) == (1, 8)
     for now, then in zip(contents(runs, 0), before, strict=True):
         assert torch.equal(now, then)
 
@@ -151,7 +151,7 @@ def test_a_dead_row_stays_dead_over_several_steps(kind: str) -> None:
 
 
 @layouts
-def test_a_count_beyond_the_guesses_moves_no_further_than_they_reach(kind: str) -> None:
+def test_a_count_beyond_the_drafts_moves_no_further_than_they_reach(kind: str) -> None:
     """And is told when the host sees it."""
     made = manager(kind, 2)
     run(made, exact([0, 0], [5, 5], [0, 0]), 1, 1)
@@ -165,7 +165,7 @@ def test_a_count_beyond_the_guesses_moves_no_further_than_they_reach(kind: str) 
 
 @pytest.mark.parametrize("in_place", [False, True])
 def test_a_boundary_that_nobody_keeps_leaves_the_state_where_it_is(in_place: bool) -> None:
-    """All guesses accepted, up to the block's end: no copy home, so the offset stays."""
+    """All drafts accepted, up to the block's end: no copy home, so the offset stays."""
     runs = HashRunner(max_requests=1, in_place=in_place)
     runs.admit(0, list(range(4)))
     runs.retain(0, 0)
@@ -179,7 +179,7 @@ def test_a_boundary_that_nobody_keeps_leaves_the_state_where_it_is(in_place: boo
 
 
 def test_steady_decode_ends_where_the_table_does() -> None:
-    """A guess needs its column even in a row that has none, whether or not lines are sent."""
+    """A draft needs its column even in a row that has none, whether or not lines are sent."""
     made = manager("columns", 1)
     last = (COLUMNS - K) * BLOCK
     run(made, exact([0], [last - 3], [0]), 1)
@@ -193,7 +193,7 @@ def test_steady_decode_ends_where_the_table_does() -> None:
         made.begin_step(exact([last], [1], [0]))
 
 
-def test_a_row_with_guesses_may_not_jump_from_the_lowest_column_it_may_be_in() -> None:
+def test_a_row_with_drafts_may_not_jump_from_the_lowest_column_it_may_be_in() -> None:
     """With 4 of 4 .. 7 tokens it ran in column 0; 8 and 9 more then end in column 2."""
     made = manager("columns", 1)
     run(made, exact([0], [3], [0]), 1)
@@ -209,8 +209,8 @@ def test_a_fresh_request_moves_nothing_before_its_first_step() -> None:
     assert made.stats().copy_launches == 0
 
 
-def test_without_guesses_now_and_before_no_snapshot_costs_a_write() -> None:
-    """However little the host knows: the state itself is the snapshot."""
+def test_without_drafts_now_and_before_no_checkpoint_costs_a_write() -> None:
+    """However little the host knows: the state itself is the checkpoint."""
     made = manager("replay", 1, steps_in_flight=3)
     run(made, exact([0], [4], [0]), 1)
     run(made, exact([4], [4], [3]), 4)
@@ -234,9 +234,9 @@ def test_results_that_came_in_rule_out_boundaries_stored_before(draft: int) -> N
 # Columns of the replay layout
 
 
-def test_a_state_beside_guesses_holds_no_snapshots_column() -> None:
+def test_a_state_beside_drafts_holds_no_checkpoints_column() -> None:
     """It is in the live column, although the step ended on a boundary, and a row beside it did so
-    without guesses."""
+    without drafts."""
     made = manager("replay", 2)
     run(made, exact([0, 0], [7, 7], [0, 0]), 1, 1)
     run(made, exact([7, 7], [4, 1], [3, 0]), 1, 1)
@@ -251,28 +251,28 @@ def test_a_state_in_a_boundarys_column_is_held_beside_the_next_boundarys() -> No
     assert (demand.first.tolist(), demand.last.tolist()) == ([0], [1])
 
 
-# Last snapshots
+# Last checkpoints
 
 
-def test_a_last_snapshot_is_never_the_former_tenants() -> None:
+def test_a_last_checkpoint_is_never_the_former_tenants() -> None:
     """Whose queued step ends on a boundary, and writes it into blocks that are its own."""
     made = manager("replay", 1)
     run(made, exact([0], [BLOCK], [0]), 1)
     made.release(0)
     made.admit(0)
-    assert made.last_snapshot(0) is None
+    assert made.last_checkpoint(0) is None
 
 
-def test_a_last_snapshot_is_not_expected_of_a_step_that_may_never_run() -> None:
+def test_a_last_checkpoint_is_not_expected_of_a_step_that_may_never_run() -> None:
     made = manager("replay", 1)
     step = made.begin_step(exact([0], [BLOCK], [0]))
-    assert made.last_snapshot(0) is None
+    assert made.last_checkpoint(0) is None
     made.end_step(step, counts(1))
-    assert made.last_snapshot(0) == Snapshot(slot=0, generation=0, boundary=BLOCK, column=0)
+    assert made.last_checkpoint(0) == Checkpoint(slot=0, generation=0, boundary=BLOCK, column=0)
 
 
-def test_a_last_snapshot_outlives_steps_that_store_none() -> None:
+def test_a_last_checkpoint_outlives_steps_that_store_none() -> None:
     made = manager("replay", 1)
     run(made, exact([0], [BLOCK], [0]), 1)
     made.accepted(run(made, exact([BLOCK], [1], [0]), 1))
-    assert made.last_snapshot(0) == Snapshot(slot=0, generation=0, boundary=BLOCK, column=0)
+    assert made.last_checkpoint(0) == Checkpoint(slot=0, generation=0, boundary=BLOCK, column=0)

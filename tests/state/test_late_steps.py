@@ -164,7 +164,7 @@ def test_postprocessing_any_number_of_steps_late(strategy: Any, late: int, in_pl
 @pytest.mark.parametrize("point", ["begun", "run", "ended", "begun again"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_an_aborted_write_is_never_published(point: str, strategy: Any) -> None:
-    """Abort between schedule and write, and retry in the same slot (#56525): no snapshot of the
+    """Abort between schedule and write, and retry in the same slot (#56525): no checkpoint of the
     first try may be found, nor may its bytes reach the second."""
     runs = HashRunner(strategy=strategy, depth=2)
     runs.admit(0, list(range(5)))
@@ -295,8 +295,8 @@ def test_a_prefix_deep_in_the_table_is_resumed_in_every_group() -> None:
     runs.admit(0, list(range(200)))
     for _ in range(25):
         runs.step([(0, 8, [], 0)])
-        for snapshot in runs.recent:
-            runs.keep(snapshot)
+        for checkpoint in runs.recent:
+            runs.keep(checkpoint)
         runs.recent.clear()
     for slot, kept in ((1, runs.kept[23]), (2, runs.kept[0])):
         runs.admit(slot, [*kept.tokens, 1, 2, 3], kept)

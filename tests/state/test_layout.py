@@ -13,7 +13,7 @@ from helpers.toy_recurrences import HASH, HashRule
 from hybrid_runtime.demo import SHIPPED
 from hybrid_runtime.kernels.mamba2.records import Records
 from hybrid_runtime.kernels.mamba2.recurrence import mamba2
-from hybrid_runtime.kernels.recurrence import Checkpoint, TensorSpec
+from hybrid_runtime.kernels.recurrence import CheckpointSpec, TensorSpec
 from hybrid_runtime.models.registry import load_config
 from hybrid_runtime.models.states import nemotron_h_states
 from hybrid_runtime.state import StateLayout
@@ -44,9 +44,9 @@ def test_block_size_of_nemotron_3_super() -> None:
 
 @pytest.mark.parametrize(("dtype", "mib"), [(torch.float32, 823), (torch.float16, 423)])
 def test_bytes_per_request_of_nemotron_3_super(dtype: torch.dtype, mib: int) -> None:
-    """40 layers, 3 drafts, one snapshot: running column, drafts' columns, the snapshot's."""
+    """40 layers, 3 drafts, one checkpoint: running column, drafts' columns, the checkpoint's."""
     layout = layout_of(SUPER, 3, dtype, dtype=torch.bfloat16)
-    assert round(layout.bytes_per_request(40, snapshots=1) / 2**20) == mib
+    assert round(layout.bytes_per_request(40, checkpoints=1) / 2**20) == mib
 
 
 def test_the_shipped_checkpoint_has_small_blocks() -> None:
@@ -133,8 +133,8 @@ def test_sizes_that_mamba_2_cannot_have_are_refused(changes: dict[str, Any], mes
 GOOD = TensorSpec("part", (4, 2), torch.float32)
 ROLLS = GOOD._replace(token_axis=0)
 BAD_PARTS: list[tuple[dict[str, Any], str]] = [
-    ({"checkpoint": Checkpoint(GOOD, GOOD)}, "part.token_axis is None; it must be an axis"),
-    ({"checkpoint": Checkpoint(ROLLS, ROLLS)}, "part.token_axis is 0; it must be None"),
+    ({"checkpoint": CheckpointSpec(GOOD, GOOD)}, "part.token_axis is None; it must be an axis"),
+    ({"checkpoint": CheckpointSpec(ROLLS, ROLLS)}, "part.token_axis is 0; it must be None"),
     ({"params": (GOOD._replace(shape=(4, 0)),)}, r"part.shape is \(4, 0\); all must be >= 1"),
     ({"records": (GOOD,)}, "a record must have a token_axis of length 1"),
     ({"records": (ROLLS,)}, "a record must have a token_axis of length 1"),

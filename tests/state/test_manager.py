@@ -12,10 +12,10 @@ from helpers.plain_manager import (
     BLOCK,
     SLOTS,
     K,
+    checkpoint,
     counts,
     manager,
     rows,
-    snapshot,
     started,
 )
 
@@ -91,11 +91,11 @@ def test_padded_rows_may_stand_anywhere_and_outnumber_the_slots() -> None:
             idle = [i for i in range(made.positions.read_column.shape[0]) if i not in chosen]
             assert (positions[:, idle] == -1).all()
             made.end_step(step, torch.tensor(given, dtype=torch.int32))
-            snapshots = made.published(step)
-            found[name].append((positions[:, chosen].tolist(), snapshots))
+            checkpoints = made.published(step)
+            found[name].append((positions[:, chosen].tolist(), checkpoints))
         computed += np.array(scheduled) - draft + np.maximum(accepted, 1) - 1
     assert found["plain"] == found["padded"]
-    assert any(snapshots for _, snapshots in found["plain"])
+    assert any(checkpoints for _, checkpoints in found["plain"])
     with pytest.raises(ValueError, match=r"at most max_rows"):
         plain.begin_step(StepRows(*wide))
 
@@ -304,14 +304,14 @@ def test_a_settled_step_of_another_manager_is_refused(call: str) -> None:
     step = other.begin_step(rows())
     other.end_step(step, counts(2, 2))
     other.accepted(step)
-    before = snapshot(made)
+    before = checkpoint(made)
     with pytest.raises(
         ValueError,
         match=r"^step is 1, which (another manager began|has ended)|"
         r"^step is 1, whose results have been read",
     ):
         getattr(made, call)(step, *[counts(2, 2)] * (call == "end_step"))
-    assert snapshot(made) == before
+    assert checkpoint(made) == before
     assert other.published(step) == []
 
 

@@ -23,7 +23,7 @@ from hypothesis import settings
 from hypothesis.stateful import initialize, rule
 
 from hybrid_runtime.state import StepRows, Strategy
-from hybrid_runtime.state.step import Snapshot, Step
+from hybrid_runtime.state.step import Checkpoint, Step
 
 FAR = 2**31 - 1
 
@@ -89,7 +89,7 @@ def rows_of_no_type(w: World) -> None:
 
 def beyond_the_table(w: World, slot: int) -> list[int]:
     """Computed tokens with which a step of one more needs a column that no table has. In the
-    replay layout only a snapshot needs one: the live column serves any position."""
+    replay layout only a checkpoint needs one: the live column serves any position."""
     most = COLUMNS * BLOCK
     if not w.made.layout.replays or slot not in w.runner.requests:
         return [most + 1]
@@ -224,7 +224,7 @@ def a_slot_of_nobody(w: World) -> None:
     slot: Any = w.rng.choice([*w.free, SLOTS, -1, None, 1.5])
     calls: list[Callable[[], object]] = [
         lambda: w.made.release(slot), lambda: w.made.retain(slot, 0),
-        lambda: w.made.last_snapshot(slot),
+        lambda: w.made.last_checkpoint(slot),
     ]  # fmt: skip
     with refused("slot is"):
         w.rng.choice(calls)()
@@ -240,25 +240,25 @@ def a_rule_that_cannot_be(w: World) -> None:
             w.made.retain(w.rng.choice(w.live), *w.rng.choice(cases))
 
 
-def a_snapshot_of_the_past(w: World) -> None:
+def a_checkpoint_of_the_past(w: World) -> None:
     slot = w.rng.randrange(SLOTS)
     generation = int(w.made._ledger.generation[slot])
     past = generation - 1 if slot in w.live else generation
-    stale = Snapshot(slot, past, w.rng.randrange(1, 6) * BLOCK, COLUMNS - 1)
-    with refused(r"snapshots\[0\] is"):
+    stale = Checkpoint(slot, past, w.rng.randrange(1, 6) * BLOCK, COLUMNS - 1)
+    with refused(r"checkpoints\[0\] is"):
         w.made.flush([stale])
 
 
-def a_snapshot_that_never_was(w: World) -> None:
+def a_checkpoint_that_never_was(w: World) -> None:
     if w.live:
         slot = w.rng.choice(w.live)
         generation = int(w.made._ledger.generation[slot])
         computed = int(w.made._ledger.computed[slot])
-        invented = Snapshot(slot, generation, computed + w.rng.randrange(1, 30), COLUMNS - 1)
-        known = w.made.last_snapshot(slot)
+        invented = Checkpoint(slot, generation, computed + w.rng.randrange(1, 30), COLUMNS - 1)
+        known = w.made.last_checkpoint(slot)
         changed = [] if known is None else [known._replace(boundary=known.boundary + 1)]
         for bad in (invented, *changed, tuple(invented), None):
-            with refused(r"snapshots\[0\] is"):
+            with refused(r"checkpoints\[0\] is"):
                 w.made.flush([bad])  # type: ignore[list-item]
 
 
@@ -282,8 +282,8 @@ MISUSES = (
     rows_of_no_shape, rows_of_no_type, rows_out_of_range, rows_without_request,
     rows_of_an_open_step, rows_changed_in_flight, counts_of_no_kind, an_end_too_many,
     a_step_of_nobody, results_too_early, results_of_ones_own, a_failure_too_late,
-    an_admission_too_many, a_slot_of_nobody, a_rule_that_cannot_be, a_snapshot_of_the_past,
-    a_snapshot_that_never_was, another_binding, a_demand_of_nonsense,
+    an_admission_too_many, a_slot_of_nobody, a_rule_that_cannot_be, a_checkpoint_of_the_past,
+    a_checkpoint_that_never_was, another_binding, a_demand_of_nonsense,
 )  # fmt: skip
 
 

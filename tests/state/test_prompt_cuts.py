@@ -1,4 +1,4 @@
-"""Prompt chunks that pass a retained boundary and leave its snapshot on the way."""
+"""Prompt chunks that pass a retained boundary and leave its checkpoint on the way."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def finish(runs: HashRunner, slot: int, rng: random.Random, steps: int) -> None:
 @pytest.mark.parametrize("groups", [1, 2])
 def test_states_of_every_chunk_that_passes_one_boundary(kind: str, depth: int, groups: int) -> None:
     """From each position to ends up to a block behind the boundary, one of them a boundary itself;
-    then the rest of the prompt, guesses, and a request that starts from the cut."""
+    then the rest of the prompt, drafts, and a request that starts from the cut."""
     rng = random.Random(0)
     for start in range(2 * BLOCK):
         boundary = (start // BLOCK + 1) * BLOCK
@@ -87,13 +87,13 @@ def test_an_early_boundary_is_lost(kind: str) -> None:
     assert [s.boundary for s in runs.recent] == [2 * BLOCK]
 
 
-def test_the_last_snapshot_of_a_queued_step_is_its_cut() -> None:
+def test_the_last_checkpoint_of_a_queued_step_is_its_cut() -> None:
     runs = runner("replay", depth=2)
     runs.admit(0, list(range(2 * BLOCK)))
     runs.step([(0, BLOCK + 2, [], 0)])
-    snapshot = runs.manager.last_snapshot(0)
-    assert snapshot is not None
-    assert (snapshot.boundary, snapshot.column) == (BLOCK, 0)
+    checkpoint = runs.manager.last_checkpoint(0)
+    assert checkpoint is not None
+    assert (checkpoint.boundary, checkpoint.column) == (BLOCK, 0)
     runs.release(0)  # looks at its bytes
 
 

@@ -7,7 +7,17 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.plain_manager import COLUMNS, LAYOUT, SLOTS, K, counts, rows, snapshot, started, tables
+from helpers.plain_manager import (
+    COLUMNS,
+    LAYOUT,
+    SLOTS,
+    K,
+    checkpoint,
+    counts,
+    rows,
+    started,
+    tables,
+)
 
 from hybrid_runtime.state import HybridStateManager, StepRows
 
@@ -98,10 +108,10 @@ def test_bad_rows_are_refused_and_change_nothing(
     if steady:
         made.block_demand(rows())
     made._in_flight.make_room(0)  # results that were on their way may arrive meanwhile
-    before = snapshot(made)
+    before = checkpoint(made)
     with pytest.raises(ValueError, match=message):
         made.begin_step(rows(**changes))
-    assert snapshot(made) == before
+    assert checkpoint(made) == before
     ok = {"computed_min": [computed] * 2, "computed_max": [computed] * 2}
     made.end_step(made.begin_step(rows(**ok)), counts(4, 1))
 

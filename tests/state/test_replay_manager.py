@@ -54,7 +54,7 @@ def test_unknown_kinds_and_in_place_runners_are_refused() -> None:
         HybridStateManager(LAYOUT, SLOTS, K, "cpu", in_place=True)
 
 
-def test_a_chunk_after_guesses_is_refused_and_changes_nothing() -> None:
+def test_a_chunk_after_drafts_is_refused_and_changes_nothing() -> None:
     """A scan over many tokens starts from a state in memory: it cannot fold what that lacks."""
     made = manager()
     made.admit(0)
@@ -70,7 +70,7 @@ def test_a_chunk_after_guesses_is_refused_and_changes_nothing() -> None:
     run(made, [7], [4], [0], [1])  # nothing is recorded any more
 
 
-def test_only_snapshots_need_columns() -> None:
+def test_only_checkpoints_need_columns() -> None:
     made = manager()
     made.admit(0)
     longest = COLUMNS * BLOCK - 1
@@ -81,7 +81,7 @@ def test_only_snapshots_need_columns() -> None:
     made.retain(0, 0)
     for n in range(longest, longest + 40, 4):
         found = run(made, [n], [4], [3], [4])
-        assert (found["write_column"], found["snapshot_column"]) == ([LIVE], [-1])
+        assert (found["write_column"], found["checkpoint_column"]) == ([LIVE], [-1])
     with pytest.raises(ValueError, match="hit_column is 6"):
         made.admit(1, 8, COLUMNS)
 
@@ -117,29 +117,29 @@ def test_what_is_pending_follows_the_slot_not_the_step() -> None:
     assert (found["certain"], found["writes"]) == ([7], [0])
     found = run(made, [7, 6], [4, 1], [3, 0], [1, 1])
     assert (found["pending"], found["cursor"]) == ([4, 2], [3, 4])
-    assert (found["offset"], found["snapshot_column"]) == ([0, 1], [0, -1])
+    assert (found["offset"], found["checkpoint_column"]) == ([0, 1], [0, -1])
     assert (found["read_column"], found["write_column"]) == ([LIVE] * 2, [LIVE] * 2)
-    assert found["writes"] == [1, 1]  # a snapshot is stored; no guesses
+    assert found["writes"] == [1, 1]  # a checkpoint is stored; no drafts
 
 
-def test_a_boundary_among_the_guesses_or_at_the_end_is_stored_on_the_way() -> None:
+def test_a_boundary_among_the_drafts_or_at_the_end_is_stored_on_the_way() -> None:
     made = manager()
     for slot in (0, 1, 2):
         made.admit(slot)
     run(made, [0] * 3, [4, 6, 6], [0] * 3, [1] * 3)
     found = run(made, [4, 6, 6], [4, 4, 2], [3, 3, 0], [4, 2, 1])
-    assert found["snapshot_column"] == [-1, -1, -1]
-    assert found["write_column"] == [LIVE, LIVE, 0]  # the chunk ends on 8: that is the snapshot
+    assert found["checkpoint_column"] == [-1, -1, -1]
+    assert found["write_column"] == [LIVE, LIVE, 0]  # the chunk ends on 8: that is the checkpoint
     found = run(made, [8, 8, 8], [4, 1, 4], [3, 0, 3], [1, 1, 1])
-    assert found["snapshot_column"] == [0, 0, -1]
-    assert found["snapshot_after"] == [0, 0, 0]
+    assert found["checkpoint_column"] == [0, 0, -1]
+    assert found["checkpoint_after"] == [0, 0, 0]
     assert found["writes"] == [1, 1, 1]  # the last one moves the state to the live column
     assert found["read_column"] == [LIVE, LIVE, 0]
     assert found["write_column"] == [LIVE] * 3
     assert found["certain"] == [9] * 3
 
 
-def test_a_snapshot_is_published_by_the_step_that_writes_it() -> None:
+def test_a_checkpoint_is_published_by_the_step_that_writes_it() -> None:
     made = manager()
     made.admit(0)
     run(made, [0], [6], [0], [1])
@@ -164,7 +164,7 @@ def test_columns_are_asked_for_while_a_boundary_may_be_stored_or_is_read() -> No
     run(made, [8], [6], [0], [1])
     assert needed(made, 14, 4, 3) == (0, -1)  # 15 certain
     run(made, [14], [4], [3], [3])
-    assert needed(made, 17, 4, 3) == (1, 1)  # 16 is among the guesses accepted
+    assert needed(made, 17, 4, 3) == (1, 1)  # 16 is among the drafts accepted
     run(made, [17], [4], [3], [1])
     assert needed(made, 18, 4, 3) == (0, -1)
     made.retain(0, 16)
@@ -181,14 +181,14 @@ def test_a_row_killed_in_flight_is_never_run_again() -> None:
     run(made, [5, 5], [4, 4], [3, 3], [0, 4])
     found = run(made, [6, 9], [4, 4], [3, 3], [1, 1])
     assert (found["write_column"], found["read_column"]) == ([-1, LIVE], [-1, LIVE])
-    assert (found["snapshot_column"], found["snapshot_after"]) == ([-1, 0], [0, -1])
+    assert (found["checkpoint_column"], found["checkpoint_after"]) == ([-1, 0], [0, -1])
 
 
 # whole runs through the hash model, which checks each state that is read, folded and stored
 
 
-def test_guesses_behind_a_chunk() -> None:
-    """The first step of a request may end in guesses, and its certain tokens on a boundary."""
+def test_drafts_behind_a_chunk() -> None:
+    """The first step of a request may end in drafts, and its certain tokens on a boundary."""
     runs = ReplayRunner(num_draft=K, block_size=BLOCK, max_requests=3)
     for slot, prompt in enumerate((5, 8, 11)):
         runs.admit(slot, list(range(prompt)))
@@ -201,7 +201,7 @@ def test_guesses_behind_a_chunk() -> None:
 
 
 @pytest.mark.parametrize("depth", [0, 1])
-def test_a_released_request_leaves_what_its_last_guesses_reached(depth: int) -> None:
+def test_a_released_request_leaves_what_its_last_drafts_reached(depth: int) -> None:
     """To be folded where no step is queued behind them, by that step where one is."""
     runs = ReplayRunner(num_draft=K, block_size=BLOCK, max_requests=1, depth=depth)
     for i in range(4 * BLOCK):
@@ -245,7 +245,7 @@ def test_flush_inputs_must_fit_the_layout() -> None:
             made.bind({0: LAYOUT.allocate(9, "cpu")}, table, flush_inputs=inputs)
     made.bind({0: LAYOUT.allocate(9, "cpu")}, table)
     with pytest.raises(ValueError, match="slot is 2, which holds no request"):
-        made.last_snapshot(2)
+        made.last_checkpoint(2)
 
 
 @pytest.mark.parametrize("part", ["x", "B", "dt"])
@@ -300,7 +300,7 @@ def test_steps_may_end_late_and_out_of_turn(late: int) -> None:
 
 
 def test_blocks_per_request_are_bounded() -> None:
-    """The live block, and at most a snapshot's that is being written or read beside it."""
+    """The live block, and at most a checkpoint's that is being written or read beside it."""
     runs = ReplayRunner(num_draft=K, max_requests=1, block_size=BLOCK, columns=40)
     runs.admit(0, list(range(20)))
     for certain in (8, 8, 4):
@@ -333,8 +333,8 @@ def test_a_prefix_deep_in_the_table_is_resumed_in_every_group() -> None:
     runs.admit(0, list(range(200)))
     for _ in range(25):
         runs.step([(0, 8, [], 0)])
-        for snapshot in runs.recent:
-            runs.keep(snapshot)
+        for checkpoint in runs.recent:
+            runs.keep(checkpoint)
         runs.recent.clear()
     for slot, kept in ((1, runs.kept[23]), (2, runs.kept[0])):
         runs.admit(slot, [*kept.tokens, 1, 2, 3], kept)
@@ -347,12 +347,12 @@ def test_a_prefix_deep_in_the_table_is_resumed_in_every_group() -> None:
 
 
 def test_a_request_needs_less_than_half_the_bytes() -> None:
-    """Nemotron-3 Super's layers, 3 drafts, one snapshot: 1 + 1 states and the records."""
+    """Nemotron-3 Super's layers, 3 drafts, one checkpoint: 1 + 1 states and the records."""
     sizes = {
         kind: StateLayout(mamba2(128, 64, 128, 8, 4, torch.bfloat16), 3, 4336, kind=kind)
         for kind in ("columns", "replay")
     }
-    ratio = {k: layout.bytes_per_request(40, snapshots=1) for k, layout in sizes.items()}
+    ratio = {k: layout.bytes_per_request(40, checkpoints=1) for k, layout in sizes.items()}
     assert 0.4 < ratio["replay"] / ratio["columns"] < 0.45
     assert sizes["columns"].record_bytes == 0
     assert sizes["replay"].record_bytes == 19 * ((128 * 64 + 8 * 128) * 2 + 128 * 4)

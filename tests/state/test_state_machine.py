@@ -2,7 +2,7 @@
 
 A rule-based state machine drives four runners (one per strategy) in lock-step with the rolling-hash
 model of `hash_model`, which checks each state that a step reads against the tokens it must stand
-for, and each published snapshot against its prefix.
+for, and each published checkpoint against its prefix.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Histories(RuleBasedStateMachine):
         return [s for s in range(SLOTS) if s not in self.one.requests]
 
     def same_bytes(self) -> None:
-        """Blocks that some request or snapshot owns hold the same bytes in all runners."""
+        """Blocks that some request or checkpoint owns hold the same bytes in all runners."""
         owned = [b for b, users in enumerate(self.one.pool.users) if users]
         for other in self.runners[1:]:
             assert other.pool.users == self.one.pool.users
@@ -146,7 +146,7 @@ class Histories(RuleBasedStateMachine):
     @precondition(lambda self: self.one.outstanding)
     @rule(data=st.data())
     def read(self, data: st.DataObject) -> None:
-        """A late result arrives; its snapshots may be kept for others to start from."""
+        """A late result arrives; its checkpoints may be kept for others to start from."""
         found = [runner.read_oldest() for runner in self.runners]
         assert all(f == found[0] for f in found)
         self._keep(data, found[0])
@@ -154,26 +154,26 @@ class Histories(RuleBasedStateMachine):
     @precondition(lambda self: self.one.recent)
     @rule(data=st.data())
     def keep(self, data: st.DataObject) -> None:
-        """Keep snapshots that steps have published since, if their requests still own them."""
+        """Keep checkpoints that steps have published since, if their requests still own them."""
         found = [s for s in self.one.recent if self._owned(s)]
         for runner in self.runners:
             runner.recent.clear()
         self._keep(data, found)
 
-    def _owned(self, snapshot: Any) -> bool:
-        request = self.one.requests.get(snapshot.slot)
+    def _owned(self, checkpoint: Any) -> bool:
+        request = self.one.requests.get(checkpoint.slot)
         return (
             request is not None
-            and request.generation == snapshot.generation
-            and all(snapshot.column in group for group in request.blocks)
-            and request.still_has(snapshot.column)
+            and request.generation == checkpoint.generation
+            and all(checkpoint.column in group for group in request.blocks)
+            and request.still_has(checkpoint.column)
         )
 
     def _keep(self, data: st.DataObject, found: list[Any]) -> None:
-        for snapshot in found:
-            if self._owned(snapshot) and len(self.one.kept) < 6 and data.draw(st.booleans()):
+        for checkpoint in found:
+            if self._owned(checkpoint) and len(self.one.kept) < 6 and data.draw(st.booleans()):
                 for runner in self.runners:
-                    runner.keep(snapshot)
+                    runner.keep(checkpoint)
 
     @precondition(lambda self: self.one.kept)
     @rule(data=st.data())

@@ -211,7 +211,7 @@ def test_bounds_in_the_wrong_order_are_refused_beside_a_boundary_too(kind: str) 
     runs = RUNNERS[kind](block_size=16, num_draft=K, columns=12, debug=False)
     runs.admit(0, list(range(5)))
     runs.step([(0, 5, [], 1)])
-    while runs.requests[0].computed < 17:  # from there on, guesses could have passed token 16
+    while runs.requests[0].computed < 17:  # from there on, drafts could have passed token 16
         runs.step([(0, 1, [1, 2, 3], 4)])
     n = runs.requests[0].computed
     assert n == 17
@@ -219,7 +219,7 @@ def test_bounds_in_the_wrong_order_are_refused_beside_a_boundary_too(kind: str) 
         runs.manager.begin_step(StepRows([0], [n + 1], [n], [K + 1], [K]))  # type: ignore[arg-type]
 
 
-def test_guesses_behind_a_chunk_are_not_repeated_unchecked() -> None:
+def test_drafts_behind_a_chunk_are_not_repeated_unchecked() -> None:
     runs = RUNNERS["replay"](block_size=64, num_draft=K)
     runs.admit(0, list(range(9)))
     runs.step([(0, 5, [], 0)])

@@ -26,7 +26,7 @@ def test_a_window_that_does_not_hold_a_step_is_refused(k: int, window: int) -> N
 
 
 def test_a_state_is_written_when_the_next_tokens_would_not_fit() -> None:
-    """With every guess accepted, after 15 // 4 = 3 steps; with every window that there is."""
+    """With every draft accepted, after 15 // 4 = 3 steps; with every window that there is."""
     for window in (0, *range(K + 1, 16), 31):
         runs = ReplayRunner(num_draft=K, ring_tokens=window, block_size=BLOCK, columns=40)
         runs.admit(0, list(range(100)))
@@ -37,7 +37,7 @@ def test_a_state_is_written_when_the_next_tokens_would_not_fit() -> None:
             before = runs.written
             runs.step([(0, 1, [1, 2, 3], 4)])
             wrote += [n] if runs.written > before else []
-        # The prompt's state is whole, a later one lacks three guesses from the start.
+        # The prompt's state is whole, a later one lacks three drafts from the start.
         first, later = window // 4, max(window - 3, 0) // 4 + 1
         assert wrote == [*range(100 + 4 * first, 200, 4 * later)]
 
@@ -55,9 +55,9 @@ def test_the_host_knows_exactly_what_is_written_once_results_are_read() -> None:
 
 
 @pytest.mark.parametrize("depth", [0, 2])
-def test_the_window_changes_no_snapshot(depth: int) -> None:
-    """Whatever is accepted, retained and released: the same snapshots at the same time, of the same
-    bytes, wherever the states in memory stand."""
+def test_the_window_changes_no_checkpoint(depth: int) -> None:
+    """Whatever is accepted, retained and released: the same checkpoints at the same time, of the
+    same bytes, wherever the states in memory stand."""
     rng = random.Random(depth)
     windows = (0, K + 1, 15, 31)
     all_runs = [
@@ -76,7 +76,7 @@ def test_the_window_changes_no_snapshot(depth: int) -> None:
             runs.retain(0, BLOCK * (number % 3))
             for row in plan:
                 runs.step([row])
-            last.append(runs.manager.last_snapshot(0))
+            last.append(runs.manager.last_checkpoint(0))
             runs.release(0)
         assert last == [last[0]] * 4
         while all_runs[0].outstanding:

@@ -148,4 +148,4 @@ def test_a_boundary_left_to_the_next_step_is_a_hole() -> None:
     """As our own engine does it: vLLM has freed and shown the block by then."""
     _, holes = histories(0, 40, "lazy", asynchronous=False)
     assert len(holes) > 10
-    assert any("snapshot" in hole for hole in holes)
+    assert any("checkpoint" in hole for hole in holes)

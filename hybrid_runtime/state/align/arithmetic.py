@@ -93,7 +93,7 @@ def postcopy(
     boundary = final // block_size * block_size
     offset = boundary - certain
     acts = (offset >= 0) & (draft > 0) & (accepted > 0) & retention.keeps(boundary)
-    # Guesses beyond a boundary at R run in a later column than its own: no copy is onto itself.
+    # Drafts beyond a boundary at R run in a later column than its own: no copy is onto itself.
     return Move(acts, column, offset, boundary // block_size - 1)
 
 

@@ -74,7 +74,7 @@ class ColumnsPolicy:
             compile_moves(states, most, self.layout.block_size, self.in_place)
 
     def block_demand(self, rows: StepRows, known: Ints | None) -> BlockDemand:
-        """A row may write the column below its running one (a snapshot's), the running one,
+        """A row may write the column below its running one (a checkpoint's), the running one,
         and one per draft. A row that runs through several blocks at once reads the column that it
         ran in last, and those between stay empty."""
         low, high = self._columns(rows)
@@ -136,7 +136,7 @@ class ColumnsPolicy:
 
     def touched(self, rows: StepRows, computed: Ints, outputs: Positions) -> tuple[Ints2D, Ints2D]:
         """In-place rows that move read where the move reads. Written are the running column, one
-        per draft, and where a snapshot may be copied to."""
+        per draft, and where a checkpoint may be copied to."""
         n, block = len(rows), self.layout.block_size
         read, offset, write, _, cut = torch.stack(outputs).cpu().numpy()[:, :n].astype(np.int64)
         if self.in_place:

@@ -13,7 +13,7 @@ from hybrid_runtime.state.boundaries import Bools, Ints, RetentionRule, next_ret
 
 
 class Stored(NamedTuple):
-    """Snapshots of one step, `[rows]`: the boundary in tokens (0 = none), how many tokens it lies
+    """Checkpoints of one step, `[rows]`: the boundary in tokens (0 = none), how many tokens it lies
     behind those computed before the step (negative: before their end), and whether it costs a write
     beside the state's."""
 
@@ -22,7 +22,7 @@ class Stored(NamedTuple):
     extra: Bools
 
 
-def replay_snapshot(
+def replay_checkpoint(
     last_certain: Ints,
     computed: Ints,
     certain: Ints,
@@ -55,7 +55,7 @@ def replay_writes(
 
     pending: tokens computed before it that are not in the state.
     decodes: it can fold these and record its own; it writes in any case if not.
-    stores: it stores a snapshot, beside the state or as that.
+    stores: it stores a checkpoint, beside the state or as that.
     live: the state lies in the live column.
     ring_tokens: most tokens that may be pending.
     """
@@ -77,7 +77,7 @@ def replay_candidates(
     last_draft: Ints,
     retention: RetentionRule,
 ) -> Bools:
-    """Rows for which `replay_snapshot` may find an extra write, from bounds and `first_stored`.
+    """Rows for which `replay_checkpoint` may find an extra write, from bounds and `first_stored`.
 
     Exact when the counts are; a row without drafts ends on a boundary at no extra cost.
     """

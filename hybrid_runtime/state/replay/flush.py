@@ -1,4 +1,4 @@
-"""Last snapshots of requests that leave their slots, in the replay layout.
+"""Last checkpoints of requests that leave their slots, in the replay layout.
 
 The last tokens of a request may not be in its state yet: their records are in the ring. A boundary
 among the drafts that the last step accepted is stored by the next one; if none comes, the state
@@ -23,7 +23,7 @@ from hybrid_runtime.kernels.step.state_table import StateTable
 from hybrid_runtime.state import boundaries
 from hybrid_runtime.state.ledger import Ledger
 from hybrid_runtime.state.replay import arithmetic
-from hybrid_runtime.state.step import Snapshot, Step
+from hybrid_runtime.state.step import Checkpoint, Step
 
 
 class FlushInputs(NamedTuple):
@@ -40,9 +40,9 @@ class FlushInputs(NamedTuple):
 
 
 class Flusher:
-    """Finds last snapshots from exact counts, and folds those that no step is going to store.
+    """Finds last checkpoints from exact counts, and folds those that no step is going to store.
 
-    A snapshot is folded into the live block. The request needs that no longer, so no block has to
+    A checkpoint is folded into the live block. The request needs that no longer, so no block has to
     be allocated when blocks may be scarce.
     """
 
@@ -68,9 +68,10 @@ class Flusher:
         # among them, and tokens in the state after them.
         self._staging = Staging(5, slots, depth, device, waits)
 
-    def find(self, slot: int, step: Step | None) -> Snapshot | None:
-        """The snapshot that the counts known of `slot` lead to; else the last one that was stored,
-        of which a strategy that reads counts early may not have told yet; None: there is neither.
+    def find(self, slot: int, step: Step | None) -> Checkpoint | None:
+        """The checkpoint that the counts known of `slot` lead to; else the last one that was
+        stored, of which a strategy that reads counts early may not have told yet; None: there is
+        neither.
 
         step: the oldest outstanding one that has a row of the request; None: there is none.
         """
@@ -83,7 +84,7 @@ class Flusher:
             draft = step.rows.draft[row]
             certain = computed + step.rows.scheduled[row] - draft
             kept = step.kept.of(row)  # what has been retained since, the step doesn't store
-        stored = arithmetic.replay_snapshot(
+        stored = arithmetic.replay_checkpoint(
             before, computed, certain, draft, self._block_size, kept
         )
         boundary = int(stored.boundary[0])
@@ -95,7 +96,9 @@ class Flusher:
         if boundary <= before[0] or not possible:
             boundary = int(ledger.stored[slot])
             column = boundary // self._block_size - 1
-        return Snapshot(slot, int(ledger.generation[slot]), boundary, column) if boundary else None
+        return (
+            Checkpoint(slot, int(ledger.generation[slot]), boundary, column) if boundary else None
+        )
 
     def prepare(self) -> None:
         """Compile what `fold` launches, with a row that touches nothing."""
@@ -104,23 +107,23 @@ class Flusher:
             packed[0, 0] = -1
             self._launch(self._source, index, 1)
 
-    def fold(self, snapshots: Sequence[Snapshot]) -> int:
+    def fold(self, checkpoints: Sequence[Checkpoint]) -> int:
         """Fold those that belong in the live column, as `find` gives them, in one launch; how
         many."""
-        rows = [s for s in snapshots if s.column == self._live]
+        rows = [s for s in checkpoints if s.column == self._live]
         if not rows or self._source is None:
             return 0
         table = self._ledger
         index, packed = self._staging.take()
-        for i, snapshot in enumerate(rows):
-            packed[0, i] = slot = snapshot.slot
-            packed[1, slot] = snapshot.boundary - table.written[slot]
+        for i, checkpoint in enumerate(rows):
+            packed[0, i] = slot = checkpoint.slot
+            packed[1, slot] = checkpoint.boundary - table.written[slot]
             packed[2, slot] = table.written[slot] % self._ring
-            packed[3, slot] = snapshot.boundary - table.certain[slot]
-            packed[4, slot] = snapshot.boundary
+            packed[3, slot] = checkpoint.boundary - table.certain[slot]
+            packed[4, slot] = checkpoint.boundary
         self._launch(self._source, index, len(rows))
-        for snapshot in rows:
-            table.flushed(snapshot.slot, snapshot.boundary)
+        for checkpoint in rows:
+            table.flushed(checkpoint.slot, checkpoint.boundary)
         return len(rows)
 
     def _launch(self, source: FlushInputs, index: int, count: int) -> None:
@@ -132,8 +135,8 @@ class Flusher:
             cursor=cursor,
             write_column=self._read,
             writes=listed,
-            snapshot_column=self._read,
-            snapshot_after=offset,
+            checkpoint_column=self._read,
+            checkpoint_after=offset,
             certain=certain,
         )
         self._recurrence.flush(

@@ -1,4 +1,4 @@
-"""The replay layout: one live state per request, snapshots stored on the way past a boundary."""
+"""The replay layout: one live state per request, checkpoints stored on the way past a boundary."""
 
 from __future__ import annotations
 
@@ -43,20 +43,20 @@ from hybrid_runtime.state.placement import (
 from hybrid_runtime.state.replay import arithmetic
 from hybrid_runtime.state.replay.flush import Flusher, FlushInputs
 from hybrid_runtime.state.rows import StepRows
-from hybrid_runtime.state.step import Snapshot, Step, StepPositions
+from hybrid_runtime.state.step import Checkpoint, Step, StepPositions
 
 
 class ReplayPolicy:
     """The forward pass itself folds, stores and writes. Besides it there are only the launch that
     places a step (`advance`) and, for requests that end, `Flusher`'s.
 
-    The last column of a block table is the live one and always owned; the others hold snapshots. A
-    row starts from the state that its steps have written last: in the live column, or in a
+    The last column of a block table is the live one and always owned; the others hold checkpoints.
+    A row starts from the state that its steps have written last: in the live column, or in a
     boundary's if that step ended on a retained one without drafts. What it lacks is folded in from
     the ring of records, and it is written again when the step's tokens would not fit there or a
-    snapshot is stored. Rows that do not decode (`StepRows.decodes`) can neither fold nor record:
+    checkpoint is stored. Rows that do not decode (`StepRows.decodes`) can neither fold nor record:
     they find nothing pending and write in every step. No row can write what another one reads,
-    because a snapshot's column is written once.
+    because a checkpoint's column is written once.
 
     Which boundaries a step may store depends on the counts of the last one only, not on when the
     state was written.
@@ -82,7 +82,7 @@ class ReplayPolicy:
         self.slots = ReplaySlots(*(ints(v, ledger.max_requests) for v in (-1, -1, 0, 0)))
         self.outputs = out = ReplayPositions(*(ints(value) for value in IDLE))
         self.nowhere = ReplayPositions(*(ints(value) for value in IDLE))
-        inside = Cuts(out.snapshot_after, out.snapshot_column) if cuts else None
+        inside = Cuts(out.checkpoint_after, out.checkpoint_column) if cuts else None
         self.positions = StepPositions(out.read_column, out.offset, out.write_column, out, inside)
         self._ledger, self._waits, self._depth = ledger, waits, depth
         self._flusher: Flusher | None = None
@@ -96,17 +96,17 @@ class ReplayPolicy:
         )  # fmt: skip
 
     def check_hit(self, computed: int, column: int) -> None:
-        """A column of a boundary that is still ahead gets that boundary's snapshot, which is stored
-        before the step has read all of the state it starts from."""
+        """A column of a boundary that is still ahead gets that boundary's checkpoint, which is
+        stored before the step has read all of the state it starts from."""
         passed = computed // self.layout.block_size
         if not (column < passed or column == self._live):
             raise ValueError(
                 f"hit_column is {column} with computed={computed}; it must be the live column "
-                f"({self._live}) or below {passed}, because later snapshots go to those between"
+                f"({self._live}) or below {passed}, because later checkpoints go to those between"
             )
 
     def block_demand(self, rows: StepRows, known: Ints | None) -> BlockDemand:
-        """The snapshots that a row may write or read; the live column comes besides. All that the
+        """The checkpoints that a row may write or read; the live column comes besides. All that the
         bounds leave open may be written: exact ones leave a single boundary, and one at a cut."""
         booked = self._ledger.known.take(rows.index, axis=0, mode="wrap")
         low = self._first_stored(rows, booked)
@@ -170,7 +170,7 @@ class ReplayPolicy:
                 self._far(low, high, kept),
                 high,
                 "computed_max + rows.scheduled - rows.draft",
-                f"below any retained boundary that {self._live} snapshot columns do not reach",
+                f"below any retained boundary that {self._live} checkpoint columns do not reach",
             ),
         )
         may_store = arithmetic.replay_candidates(
@@ -220,7 +220,7 @@ class ReplayPolicy:
     ) -> tuple[Ints2D, Ints2D]:
         n = len(rows)
         reads = outputs.read_column[:n, None]
-        writes = torch.stack([outputs.write_column, outputs.snapshot_column], 1)[:n]
+        writes = torch.stack([outputs.write_column, outputs.checkpoint_column], 1)[:n]
         return reads.cpu().numpy().astype(np.int64), writes.cpu().numpy().astype(np.int64)
 
     def prepare_settle(
@@ -232,7 +232,7 @@ class ReplayPolicy:
     ) -> Callable[[NDArray[np.int32]], Outcome]:
         table, slot, draft = self._ledger, step.rows.slot, step.rows.draft
         kept, block = step.kept, self.layout.block_size
-        stored = arithmetic.replay_snapshot(
+        stored = arithmetic.replay_checkpoint(
             table.certain[slot], computed, certain, draft, block, kept
         )
         writes = arithmetic.replay_writes(
@@ -251,11 +251,11 @@ class ReplayPolicy:
 
         return book
 
-    def last_snapshot(self, slot: int, step: Step | None) -> Snapshot | None:
+    def last_checkpoint(self, slot: int, step: Step | None) -> Checkpoint | None:
         return None if self._flusher is None else self._flusher.find(slot, step)
 
-    def flush(self, snapshots: Sequence[Snapshot]) -> int:
-        return 0 if self._flusher is None else self._flusher.fold(snapshots)
+    def flush(self, checkpoints: Sequence[Checkpoint]) -> int:
+        return 0 if self._flusher is None else self._flusher.fold(checkpoints)
 
     def compile_flush(self) -> None:
         if self._flusher is not None:
@@ -284,7 +284,7 @@ class ReplayPolicy:
         return np.where(some, first // block - 1, 0), np.where(some, last // block - 1, -1)
 
     def _far(self, low: Ints, high: Ints, kept: RetentionRule) -> Bools:
-        """Rows that may store a snapshot for which there is no column."""
+        """Rows that may store a checkpoint for which there is no column."""
         most = self.columns * self.layout.block_size
         far = high >= most
         if not np.count_nonzero(far):
