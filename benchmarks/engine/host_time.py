@@ -66,7 +66,8 @@ PARTS = {
     "hand_out": (EngineCore, ("_postprocess",)),
 }
 """Methods whose time is a part's, without parts inside it; the rest of a step is "other"."""
-BLOCK = 256
+BLOCK = 1056
+"""Tokens of a block, the 8B's: a row crosses into another one every 420th step."""
 WARM_UP = 16
 
 

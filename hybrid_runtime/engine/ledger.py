@@ -91,6 +91,7 @@ class Ledger:
             self.most, self.prompt, self.hit, self.filed, self.turn, self.wants, self.epoch,
         ) = self.table  # fmt: skip
         self._ends = np.full((slots, 1, MAX_ENDS), _NO_TOKEN)
+        self._most_ends = 0  # of any request so far; no more columns are looked at
         self._max_length = max_length
 
     def admit(self, request: HasLine, hit: int, filed: int, turn: int) -> None:
@@ -113,6 +114,7 @@ class Ledger:
         if text or params.stop or params.logprobs is not None or len(ends) > MAX_ENDS:
             wants |= ONE_BY_ONE
         else:
+            self._most_ends = max(self._most_ends, len(ends))
             self._ends[request.slot] = _NO_TOKEN
             self._ends[request.slot, 0, : len(ends)] = list(ends)
         self.wants[request.slot] = wants
@@ -144,9 +146,9 @@ class Ledger:
         stands for broken logits. emitted: int `[rows, K + 2]`, tokens and their count. index: their
         slots."""
         tokens, count = emitted[:, :-1], emitted[:, -1]
-        lines = self.table[:, index]
-        ends = (tokens[:, :, None] == self._ends[index]).reshape(len(index), -1).any(1)
-        plain = (count > 0) & (lines[LENGTH] + count < lines[MOST])
-        plain &= (lines[WANTS] & ONE_BY_ONE) == 0
+        ends = self._ends[index, :, : self._most_ends]
+        ends = (tokens[:, :, None] == ends).reshape(len(index), -1).any(1)
+        plain = (count > 0) & (self.length[index] + count < self.most[index])
+        plain &= (self.wants[index] & ONE_BY_ONE) == 0
         plain &= ~(ends | (tokens < -1).any(1))
         return plain

@@ -13,7 +13,7 @@ from hybrid_runtime.device.transfer import Readback
 from hybrid_runtime.state.boundaries import Bools, Ints, prompt_cut
 from hybrid_runtime.state.checks import check_resolved
 from hybrid_runtime.state.ledger import Ledger
-from hybrid_runtime.state.placement import LayoutPolicy, Outcome
+from hybrid_runtime.state.placement import NO_ROWS, LayoutPolicy, Outcome
 from hybrid_runtime.state.step import Checkpoint, Step
 
 Book = Callable[[NDArray[np.int32]], None]
@@ -33,7 +33,7 @@ class Prepared(NamedTuple):
     current: Bools
     version: int
     certain: Ints
-    outcome: Callable[[NDArray[np.int32]], Outcome]
+    outcome: Callable[[NDArray[np.int32]], Outcome | None]
     inside: list[Checkpoint]
 
 
@@ -187,26 +187,34 @@ class InFlightSteps:
         if self._open[:1] != [step] or ledger.version != version:
             raise ValueError(f"step is {step.number}; no other call may come before its counts")
         bad = current & ((accepted < 0) | (accepted > rows.draft + 1))
-        if bad.any():
+        if np.count_nonzero(bad):
             i = int(bad.argmax())
             raise ValueError(
                 f"num_accepted[{i}] is {accepted[i]} in step {step.number}; it must be in "
                 f"0..{rows.draft[i] + 1}, drafts plus the bonus token"
             )
-        boundary, complete, copied = outcome(accepted)
-        dead = current & (accepted == 0) & (rows.draft > 0)
-        step.copied = np.flatnonzero(copied & current & ~dead)
-        self.rows_copied += len(step.copied)
-        step.published = inside + self._checkpoints(step, boundary, complete & current)
+        left = outcome(accepted)
+        dead = NO_ROWS
+        if np.count_nonzero(accepted) < len(rows):
+            dead = np.flatnonzero(current & (accepted == 0) & (rows.draft > 0))
+        step.copied, step.published = NO_ROWS, inside
+        if left is not None:
+            copied = left.copied & current
+            copied[dead] = False
+            step.copied = np.flatnonzero(copied)
+            self.rows_copied += len(step.copied)
+            step.published = inside + self._checkpoints(
+                step, left.boundary, left.complete & current
+            )
         for checkpoint in step.published:
             ledger.stored[checkpoint.slot] = checkpoint.boundary
         final = certain + np.maximum(accepted, 1) - 1
-        ledger.computed[rows.slot[current]] = final[current]
+        ledger.computed[rows.index[current]] = final[current]
         self._open.pop(0)
         self._shed()
         step.accepted = accepted
-        for slot in rows.slot[dead]:
-            ledger.release(int(slot))
+        for row in dead:
+            ledger.release(int(rows.slot[row]))
 
     def _checkpoints(self, step: Step, boundary: Ints, stored: Bools) -> list[Checkpoint]:
         """At each `boundary`, `[rows]`, that is `stored`."""

@@ -130,7 +130,7 @@ class LayoutPolicy(Protocol):
 
     def prepare_settle(
         self, step: Step, computed: Ints, certain: Ints, current: Bools
-    ) -> Callable[[NDArray[np.int32]], Outcome]:
+    ) -> Callable[[NDArray[np.int32]], Outcome | None]:
         """What the step leaves, as far as that needs no accepted counts; the call that takes them
         and books. Meaningless in rows that are not `current`.
 

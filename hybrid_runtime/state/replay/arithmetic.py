@@ -49,7 +49,12 @@ def replay_checkpoint(
 
 
 def replay_writes(
-    pending: Ints, scheduled: Ints, decodes: Bools, stores: Bools, live: Bools, ring_tokens: int
+    pending: Ints,
+    scheduled: Ints,
+    decodes: Bools,
+    stores: Bools | bool,
+    live: Bools,
+    ring_tokens: int,
 ) -> Bools:
     """Whether a step of the replay layout writes its states, from exact counts.
 

@@ -229,24 +229,32 @@ class ReplayPolicy:
         computed: Ints,
         certain: Ints,
         current: Bools,
-    ) -> Callable[[NDArray[np.int32]], Outcome]:
-        table, slot, draft = self._ledger, step.rows.slot, step.rows.draft
-        kept, block = step.kept, self.layout.block_size
-        stored = arithmetic.replay_checkpoint(
-            table.certain[slot], computed, certain, draft, block, kept
-        )
-        writes = arithmetic.replay_writes(
-            computed - table.written[slot], step.rows.scheduled, decoding(step.rows),
-            stored.boundary > 0, table.held[slot] == self._live, self.layout.ring_tokens,
+    ) -> Callable[[NDArray[np.int32]], Outcome | None]:
+        table, rows, slot = self._ledger, step.rows, step.rows.index
+        outcome: Outcome | None = None
+        stores: Bools | bool = False
+        column: Ints | int = self._live
+        # A row with drafts stores no checkpoint unless it was a candidate.
+        if not step.skipped or np.count_nonzero(rows.draft) < len(rows):
+            kept, block = step.kept, self.layout.block_size
+            stored = arithmetic.replay_checkpoint(
+                table.certain[slot], computed, certain, rows.draft, block, kept
+            )
+            stores = stored.boundary > 0
+            ends = (rows.draft == 0) & kept.keeps(certain)
+            column = np.where(ends, certain // block - 1, self._live)
+            outcome = Outcome(stored.boundary, stores, stored.extra)
+        writes = current & arithmetic.replay_writes(
+            computed - table.written[slot], rows.scheduled, decoding(rows),
+            stores, table.held[slot] == self._live, self.layout.ring_tokens,
         )  # fmt: skip
-        column = np.where((draft == 0) & kept.keeps(certain), certain // block - 1, self._live)
-        outcome = Outcome(stored.boundary, stored.boundary > 0, stored.extra)
-        writes = current & writes
+        every = np.count_nonzero(current) == len(rows)
 
-        def book(_: NDArray[np.int32]) -> Outcome:
-            table.certain[slot[current]] = certain[current]
+        def book(_: NDArray[np.int32]) -> Outcome | None:
+            at = slot if every else slot[current]
+            table.certain[at] = certain if every else certain[current]
+            table.held[at] = column if every or isinstance(column, int) else column[current]
             table.written[slot[writes]] = certain[writes]
-            table.held[slot[current]] = column[current]
             return outcome
 
         return book
