@@ -143,8 +143,8 @@ def test_a_few(served: Running) -> None:
 
 @pytest.mark.slow
 def test_many(served: Running) -> None:
-    statuses = fuzz(served, mixed(2, 600))
-    assert min(statuses[200], statuses[400]) > 150
+    statuses = fuzz(served, mixed(2, 1500))
+    assert min(statuses[200], statuses[400]) > 400
 
 
 @pytest.mark.slow
