@@ -1,6 +1,6 @@
 """Triton kernels on tensors only, installed as `hybrid_runtime.kernels`.
 
-Beside each kernel stands the plain-torch reference that specifies it; it runs on CPU tensors, and
+Beside each kernel is the plain-torch reference that specifies it; it runs on CPU tensors, and
 where a kernel's limits are exceeded.
 
 - `recurrence`: what state manager and engine know of a recurrence, as data and functions.

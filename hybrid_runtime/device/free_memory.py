@@ -1,4 +1,4 @@
-"""How much memory a device has, and how much of it nobody uses."""
+"""How much memory a device has, and how much of it is free."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def device_memory(device: torch.device) -> DeviceMemory:
     """Memory of a GPU or, for the CPU, of the host; a container's limit counts."""
     if device.type != "cuda":
         return host_memory()
-    gc.collect()  # engines that nobody uses any more hold theirs in cycles
+    gc.collect()  # engines that are not used any more hold theirs in cycles
     free, total = torch.cuda.mem_get_info(device)
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return DeviceMemory(free + unused, total)

@@ -1,4 +1,4 @@
-"""Every wait of the host for the device goes through `wait`, so that it is counted and can be told.
+"""Every wait of the host for the device goes through `wait`, which counts it.
 
 `sync_guard` turns implicit synchronisations into errors (torch's sync debug mode) and counts the
 explicit waits, which that mode does not see; `allowed` declares the places where waiting is the

@@ -206,14 +206,14 @@ class AsyncEngine(OneProcess):
                 await running.end()
 
     def _leave(self, client: Client) -> None:
-        """Nobody waits for this request any more."""
+        """This request has no caller any more."""
         if not client.ended:
             self._inbox.put(partial(self._abort, client.request))
 
     # -- on the engine's thread ------------------------------------------------------------------
 
     def _run(self) -> None:
-        """Serve until told to stop."""
+        """Serve until `close`."""
         if self.engine.model.device.type == "cuda":
             torch.cuda.set_device(self.engine.model.device)
         try:
@@ -268,7 +268,7 @@ class AsyncEngine(OneProcess):
             assert self._loop is not None
             try:
                 self._loop.call_soon_threadsafe(deliver, news)
-            except RuntimeError:  # the loop is closed: nobody waits any more
+            except RuntimeError:  # the loop is closed: no caller is left
                 self._stop()
                 self._abort_all()
 
@@ -289,7 +289,7 @@ class AsyncEngine(OneProcess):
         for request in requests:
             try:
                 self.engine.fail(request, error)
-            except Exception:  # nothing works any more, but nobody may wait for ever
+            except Exception:  # nothing works any more, but no caller may wait for ever
                 request.error, request.finish_reason = error, "error"
         self._publish(requests)
 

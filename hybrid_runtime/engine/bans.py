@@ -57,7 +57,7 @@ def bans(
 def _words(
     words: Collection[str], tokenizer: Tokenizer | None, vocabulary: int
 ) -> list[tuple[int, ...]]:
-    """Token ids of words, as a text begins with them and as they stand in it: tokenizers write a
+    """Token ids of words, as a text begins with them and as they are inside it: tokenizers write a
     word with a space in front as another token."""
     if words and tokenizer is None:
         raise ValueError("bad_words is text; without a tokenizer it must be empty")

@@ -22,7 +22,7 @@ class BlockPool:
     """Block ids `0 .. size-1`, owned by any number of requests, and findable by their content.
 
     A block that was filed under a key keeps its content after its last owner has gone, until
-    somebody needs the room: the one that was used longest ago goes first. Blocks without a key are
+    the room is needed: the one that was used longest ago goes first. Blocks without a key are
     taken before those, the warmest first. An owned block is never taken away.
     """
 
@@ -34,7 +34,7 @@ class BlockPool:
         self.reset()
 
     def reset(self) -> None:
-        """Nobody owns a block, and no content can be found, whatever was before."""
+        """No block has an owner, and no content can be found, whatever was before."""
         self._free = list(range(self.size - 1, -1, -1))
         self._owners = [0] * self.size
         self._key: list[bytes | None] = [None] * self.size
@@ -44,7 +44,7 @@ class BlockPool:
 
     @property
     def free(self) -> int:
-        """Blocks that nobody owns, those that are kept for their content included."""
+        """Blocks without owner, those that are kept for their content included."""
         return len(self._free) + len(self._idle)
 
     @property
@@ -197,7 +197,7 @@ class BlockTable:
         self._held[:, slot] = -1
 
     def reset(self) -> None:
-        """Nobody owns a block, whatever was before; their content is forgotten."""
+        """No block has an owner, whatever was before; their content is forgotten."""
         self.pool.reset()
         self._view.fill(FREE)
         self._held.fill(-1)

@@ -168,7 +168,7 @@ def pooler(config: EngineConfig, model: HybridModel, waits: Waits) -> Pooler:
 
 
 def prompt_logprobs(config: EngineConfig, model: HybridModel, waits: Waits) -> PromptLogprobs:
-    """What tells how likely the tokens of prompts were."""
+    """What makes log-probabilities of prompts."""
     ahead = config.steps_ahead_on(model.device)
     return PromptLogprobs(
         model.logits, model.vocab_size, config.max_prompt_tokens, ahead, model.device, waits

@@ -1,4 +1,4 @@
-"""Who waits for a request: what it gets, from the engine's thread to the event loop."""
+"""What a caller gets of its request, from the engine's thread to the event loop."""
 
 from __future__ import annotations
 
@@ -14,10 +14,12 @@ from hybrid_runtime.engine.request import Completion, FinishReason, Request
 class Delta:
     """What a request has got since its last delta.
 
-    text: characters that no stop string can cut off any more. tokens: ids, those of a stop string
-    included. finish_reason: why it ended, None until then. completion: the whole answer, with the
-    last delta. logprobs: of each of the tokens, if asked for. prompt_logprobs: with the first
-    delta, as of `Completion`.
+    text: characters that no stop string can cut off any more.
+    tokens: ids, those of a stop string included.
+    finish_reason: why it ended, None until then.
+    completion: the whole answer, with the last delta.
+    logprobs: of each of the tokens, if asked for.
+    prompt_logprobs: with the first delta, as of `Completion`.
     """
 
     text: str

@@ -71,7 +71,7 @@ class EngineConfig:
     be. What depends on the model is checked by `layout`, which needs no weights."""
 
     drafter: DrafterName | Literal["auto"] | None = "auto"
-    """Who drafts: "mtp" or "eagle" (a draft head), "ngram" (prompt look-up), None (nobody), or
+    """Who drafts: "mtp" or "eagle" (a draft head), "ngram" (prompt look-up), None (no drafts), or
     "auto": the first of these three that there is."""
 
     num_speculative_tokens: int | None = None
@@ -273,7 +273,7 @@ class EngineConfig:
         if self.max_tokens_per_step < least:
             raise ValueError(
                 f"max_tokens_per_step is {self.max_tokens_per_step}; with "
-                f"num_speculative_tokens={k} it must be at least {least}, or nobody could decode"
+                f"num_speculative_tokens={k} it must be at least {least}, or no row could decode"
             )
         self._check_synthetic(k)
 

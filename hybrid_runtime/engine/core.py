@@ -35,8 +35,9 @@ logger = logging.getLogger(__name__)
 class Results(NamedTuple):
     """What a step has brought.
 
-    emitted: int32 `[rows, K + 2]`, tokens of each row (tail -1) and their count. embeddings: by
-    row. logprobs: of the tokens, int32 `[rows, K + 1, words]`; None if nobody wants them.
+    emitted: int32 `[rows, K + 2]`, tokens of each row (tail -1) and their count.
+    embeddings: by row.
+    logprobs: of the tokens, int32 `[rows, K + 1, words]`; None if no row wants them.
     prompt_logprobs: of prompts, int32 `[tokens, words]` by row.
     """
 
@@ -53,10 +54,10 @@ class EngineCore:
     inconsistent, and is rebuilt at the next step. Only requests and what they have emitted are
     believed; those that have not ended are computed again, and the prefix cache is empty.
 
-    eos: tokens that end a text. greedy, sampling: which drafts are accepted in steps in which no
-    row samples, and in the others. steps_ahead: steps that stay queued when `step` returns.
-    pooler, prompt_logprobs: None until somebody wants an embedding, or log-probabilities of a
-    prompt, and then what `make_pooler` and `make_prompt_logprobs` give.
+    eos: tokens that end a text.
+    greedy, sampling: how drafts are verified in steps in which no row samples, and in the others.
+    steps_ahead: steps that stay queued when `step` returns.
+    pooler, prompt_logprobs: made when first needed, by `make_pooler` and `make_prompt_logprobs`.
     """
 
     def __init__(
@@ -196,7 +197,7 @@ class EngineCore:
     # -- schedule --------------------------------------------------------------------------------
 
     def _schedule(self) -> tuple[list[Request], Schedule | None]:
-        """The requests whose time is over, and the rows of the next step, if anybody can run."""
+        """The requests whose time is over, and the rows of the next step, if any can run."""
         late = self._expire()
         admitted = self._scheduler.admit()
         if admitted:
@@ -387,7 +388,7 @@ class EngineCore:
         return Results(emitted, embeddings, logprobs, scores)
 
     def _checkpoints(self, step: Step) -> dict[int, list[Checkpoint]]:
-        """The checkpoints that a step has left, by slot; none where nobody would look for them."""
+        """The checkpoints that a step has left, by slot; none without a prefix cache."""
         by_slot: dict[int, list[Checkpoint]] = {}
         if self._scheduler.cache is not None and step.published:
             for checkpoint in self._runner.manager.published(step):

@@ -21,11 +21,11 @@ ALIGNED = 64
 class DeviceTables:
     """int32 tables `[slots, columns]`, FREE at first.
 
-    host: each table as the host has it; whoever changes one sets `changed`.
+    host: each table as the host has it; a change of one must set `changed`.
     device: the same as of the last `upload`, at addresses that never change.
 
-    columns: of each table. depth: pinned buffers that are used in turn, one for each upload that
-    may not have run yet.
+    columns: of each table.
+    depth: pinned buffers that are used in turn, one for each upload that may not have run yet.
     """
 
     def __init__(

@@ -60,17 +60,20 @@ class Engine(OneProcess):
     ) -> None:
         """Take memory for a model whose weights are loaded.
 
-        tokenizer: None = prompts are token ids, and there is no text. eos_token_ids: tokens that
-        end a text; None = those of the model's config. head: the network of drafter "mtp" or
-        "eagle". chat_template: makes a prompt of a conversation. default_params: of requests that
-        come without; None = greedy. Raises `ValueError` for a config that does not go with the
+        tokenizer: None = prompts are token ids, and there is no text.
+        eos_token_ids: tokens that end a text; None = those of the model's config.
+        head: the network of drafter "mtp" or "eagle".
+        chat_template: makes a prompt of a conversation.
+        default_params: of requests that come without; None = greedy.
+
+        Raises `ValueError` for a config that does not go with the
         model, the head or the device's memory.
         """
         enter_process()
         config = config.resolved(head)
         layout = config.layout(model)
         plan = build.memory_plan(config, layout, model, head)
-        self.model: Any = model  # whoever has loaded it knows its class
+        self.model: Any = model  # its class is known where it was loaded
         self.config, self.tokenizer = config, tokenizer
         self.chat_template = chat_template
         self.default_params = default_params or SamplingParams()
@@ -107,8 +110,9 @@ class Engine(OneProcess):
     ) -> Engine:
         """Engine for a checkpoint directory or hub id.
 
-        device: None = a GPU where there is one. dtype: of the weights, keys and values; "auto" =
-        the checkpoint's own; None = that on a GPU, float32 on a CPU.
+        device: None = a GPU where there is one.
+        dtype: of the weights, keys and values; "auto" = the checkpoint's own; None = that on a GPU,
+            float32 on a CPU.
         eagle_path: the EAGLE head's own checkpoint; None = the sub-directory `eagle` of `path`.
         options: the fields of `EngineConfig`. All of them are checked before weights are loaded.
         """
@@ -131,8 +135,11 @@ class Engine(OneProcess):
         deadline: float | None = None,
     ) -> Request:
         """Queue one prompt (text or token ids); `ValueError` if it can never run, `QueueFull` if
-        too many wait. tenant: who must not find what others have computed. deadline: seconds from
-        now, after which it ends with what it has."""
+        too many wait.
+
+        tenant: only its own requests find what this one leaves in the prefix cache.
+        deadline: seconds from now, after which it ends with what it has.
+        """
         self.check_queue()
         return self.add(self.prepare(prompt, params, tenant=tenant, deadline=deadline))
 
@@ -280,11 +287,11 @@ class Engine(OneProcess):
         raise_errors: bool = True,
     ) -> list[Completion]:
         """Complete all prompts; `params` for all, or one per prompt. The `n` completions of a
-        prompt stand side by side.
+        prompt are neighbours.
 
         All prompts are checked before the first is run, and queued as there is room. What the step
         of a prompt raises is raised here, after the others have ended; with `raise_errors=False`
-        it stands in that prompt's `Completion`, whose `finish_reason` is "error".
+        it is in that prompt's `Completion`, whose `finish_reason` is "error".
         """
         prompts = prompt_list(prompts)
         given = each_params(self.default_params if params is None else params, len(prompts))
@@ -322,9 +329,11 @@ class Engine(OneProcess):
         """Token ids of a conversation, up to where the assistant's answer begins. Changes nothing,
         so any thread may call it.
 
-        messages: mappings with `role` and `content`. tools: JSON schemas of functions that may be
-        called. template_options: further variables of the checkpoint's chat template, such as
-        `enable_thinking`. Raises `ValueError` for a checkpoint without one, or messages that it
+        messages: mappings with `role` and `content`.
+        tools: JSON schemas of functions that may be called.
+        template_options: further variables of the chat template, such as `enable_thinking`.
+
+        Raises `ValueError` for a checkpoint without one, or messages that it
         refuses.
         """
         text = rendered(self.chat_template, messages, tools, template_options)
@@ -342,9 +351,13 @@ class Engine(OneProcess):
         hidden states after its final norm.
 
         pooling: "last", the last token's (with an end-of-text token, if the tokenizer adds one), or
-        "mean" over all tokens. instruction: what stands in front of every prompt, text or ids as
-        they are; its tokens run, and are left out of the mean. normalize: to length 1. progress:
-        show a bar. `ValueError` for a prompt that is empty or, instruction included, longer than
+            "mean" over all tokens.
+        instruction: put in front of every prompt, text or ids as they are; its tokens run, and are
+            left out of the mean.
+        normalize: to length 1.
+        progress: show a bar.
+
+        `ValueError` for a prompt that is empty or, instruction included, longer than
         `max_model_len`. What the step of a prompt raises is raised here, after the others have
         ended.
         """

@@ -79,7 +79,7 @@ class Ledger:
     filed: leading blocks whose keys and values others can find.
     turn: prompts run in the order of these, see `Scheduler`.
     wants: bits, see `SAMPLED`.
-    epoch: changes when a request leaves the slot, so that later results are known to be nobody's.
+    epoch: changes when a request leaves the slot, so that late results are dropped.
 
     table: all columns, `[columns, slots]`; a request's `line` is its slot's.
     """
@@ -95,7 +95,7 @@ class Ledger:
         self._max_length = max_length
 
     def admit(self, request: HasLine, hit: int, filed: int, turn: int) -> None:
-        """Let a request live in its slot, with so many tokens computed."""
+        """Give a request its slot, with so many tokens computed."""
         prompt, length = len(request.prompt), request.length
         most = min(prompt + request.max_tokens, self._max_length)
         line = self.table[:, request.slot]
@@ -143,8 +143,11 @@ class Ledger:
 
     def go_on(self, index: Ints, emitted: Ints) -> Bools:
         """Rows that have emitted tokens which just follow their text: none of them can end it, or
-        stands for broken logits. emitted: int `[rows, K + 2]`, tokens and their count. index: their
-        slots."""
+        means broken logits.
+
+        index: their slots.
+        emitted: int `[rows, K + 2]`, tokens and their count.
+        """
         tokens, count = emitted[:, :-1], emitted[:, -1]
         ends = self._ends[index, :, : self._most_ends]
         ends = (tokens[:, :, None] == ends).reshape(len(index), -1).any(1)

@@ -33,7 +33,9 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """What an `Engine` is made of. head: the drafter's network, None where it needs none.
+    """What an `Engine` is made of.
+
+    head: the drafter's network, None where it needs none.
     chat_template: None where the checkpoint has none."""
 
     model: HybridModel

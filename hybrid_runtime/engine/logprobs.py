@@ -12,8 +12,9 @@ class TokenLogprobs(NamedTuple):
     """Of one token of the output, by the model's own distribution: before penalties, biases,
     temperature and what limits the choice.
 
-    logprob: of the token. top: id and log-probability of the most likely tokens, as many as were
-    asked for, the most likely first.
+    logprob: of the token.
+    top: id and log-probability of the most likely tokens, as many as were asked for, the most
+        likely first.
     """
 
     logprob: float

@@ -84,7 +84,7 @@ class Memory:
         return cls(kv, state, states, caches, records)
 
     def release(self) -> None:
-        """Give the bytes of all blocks back, whoever still holds their tensors."""
+        """Give the bytes of all blocks back, also where their tensors are still held."""
         parts = [
             part
             for layer in (self.caches.kv, self.states)

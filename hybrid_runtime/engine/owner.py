@@ -14,7 +14,7 @@ class EngineClosed(RuntimeError):
 class Owner:
     """The thread that uses an engine: the first one that does, until it ends or hands over.
 
-    closed: nobody may use it any more.
+    closed: no thread may use it any more.
     """
 
     def __init__(self) -> None:
@@ -24,7 +24,7 @@ class Owner:
 
     def check(self) -> None:
         """Take the engine for this thread. Raises `RuntimeError`, naming both threads, if another
-        one has it or this process is a fork of the engine's, `EngineClosed` if nobody may."""
+        one has it or this process is a fork of the engine's, `EngineClosed` after `close`."""
         enter_process()
         if self.closed:
             raise EngineClosed("the engine is closed")
@@ -46,5 +46,5 @@ class Owner:
         self._thread = thread
 
     def close(self) -> None:
-        """Let nobody have it any more."""
+        """Refuse all threads from now on."""
         self.closed = True

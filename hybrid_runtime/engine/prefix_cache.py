@@ -2,7 +2,7 @@
 
 A hit needs both kinds, at one boundary: the keys and values of every block below it, and the state
 checkpoint at it. The key of block `i` is a hash of all tokens up to its end, begun with the
-tenant's name, so that nobody finds what another tenant has computed.
+tenant's name, so that no tenant finds what another one has computed.
 
 What a drafter needs of the prefix: its keys and values lie in the same blocks as the target's. They
 were written with the true next token at every position but the block's last, whose next token is
@@ -33,9 +33,9 @@ class PrefixStats:
     """What was found, since construction.
 
     queried_tokens, hit_tokens: of requests when they were admitted, after a preemption again.
-    evictions: blocks that made room for others. host_blocks: blocks that came from the host tier.
-    short: admissions by why their hit was not longer (see `Hit`); those whose longer prefix nobody
-    ever had are not counted.
+    evictions: blocks that made room for others.
+    host_blocks: blocks that came from the host tier.
+    short: admissions by why their hit was not longer, see `Hit`; None is not counted.
     """
 
     queried_tokens: int = 0
@@ -192,8 +192,8 @@ class PrefixCache:
             cuts.append((start // every + 1) * every)
         return min(cuts, default=request.length)
 
-    def lacks(self, request: Request, checkpoint: Checkpoint) -> bool:
-        """Whether this state of a request's text, in a block it owns, could be found but is not."""
+    def is_unfiled(self, request: Request, checkpoint: Checkpoint) -> bool:
+        """Whether this checkpoint, in a block that the request owns, can be filed and is not."""
         self._hash(request)
         index = checkpoint.boundary // self.block
         if index > len(request.hashes) or self.state.block(request.slot, checkpoint.column) < 0:

@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 @contextmanager
 def progress_bar(shown: bool, what: str) -> Iterator[Callable[[int, int], None]]:
-    """A bar while the body runs, which tells how many are done, of how many. shown: False = none,
+    """A bar while the body runs: how many are done, of how many. shown: False = none,
     True = where standard error is a terminal."""
     console = Console(stderr=True)
     with Progress(

@@ -61,9 +61,11 @@ class Hit:
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """What the engine knows of a request. What it asks in each step stands in the ledger.
+    """What the engine knows of a request. Its numbers are in the ledger.
 
-    id: the engine's number of it. prompt, params: as submitted. seed: of its random numbers.
+    id: the engine's number of it.
+    prompt, params: as submitted.
+    seed: of its random numbers.
     stream: decodes its output; None before the first token.
     slot: row of the batch, -1 while it waits or has ended.
     line: int64 `[columns]`, of the ledger's table while it has a slot; its own when it has left,
@@ -71,12 +73,13 @@ class Request:
     computed, computed_min, computed_max, prefill, filed, turn: its numbers there, see `Ledger`.
     output, text: tokens emitted so far, and their text (empty without a tokenizer).
     finish_reason, error: why it ended; the exception if that is "error".
-    submitted: seconds of perf_counter. lasts: seconds until it ends with what it has.
+    submitted: seconds of perf_counter.
+    lasts: seconds until it ends with what it has.
     times: per arrival of tokens, seconds of perf_counter and how many arrived.
     tenant: requests of other tenants find nothing that it computed.
     restarts: how often it lost its slot before it ended.
     hit: what it found in the prefix cache when it was last admitted.
-    hashes: keys of its full blocks in the prefix cache, as far as somebody asked for them.
+    hashes: keys of its full blocks in the prefix cache, as far as they were needed.
     logprobs: of its output if asked for, perhaps of more; see `output_logprobs`.
     prompt_logprobs: of the leading tokens of its prompt if asked for, without the first's; see
     `all_prompt_logprobs`.
@@ -209,12 +212,12 @@ class Request:
     @property
     def all_prompt_logprobs(self) -> list[TokenLogprobs | None] | None:
         """Log-probabilities of each token of the prompt, None for the first, fewer if it ended
-        before they were known; None if nobody asked."""
+        before they were known; None if not wanted."""
         return None if self.params.prompt_logprobs is None else [None, *self.prompt_logprobs]
 
     @property
     def output_logprobs(self) -> list[TokenLogprobs] | None:
-        """Log-probabilities of each token of the output; None if nobody asked."""
+        """Log-probabilities of each token of the output; None if not wanted."""
         return None if self.params.logprobs is None else self.logprobs[: len(self.output)]
 
     def append(
@@ -262,7 +265,8 @@ class Request:
 class Completion:
     """The answer to one prompt.
 
-    text, tokens: the output. prompt_tokens: length of the prompt.
+    text, tokens: the output.
+    prompt_tokens: length of the prompt.
     finish_reason: "stop" (end of text, stop token or stop string), "length", "abort", "deadline" or
     "error"; `error` then says what went wrong, and other requests are not affected.
     time_to_first_token: seconds from `submit`.

@@ -23,14 +23,18 @@ from hybrid_runtime.state.step import Checkpoint
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """Rows of one step; rows that decode (one certain token and K drafts) stand first.
+    """Rows of one step; rows that decode (one certain token and K drafts) come first.
 
-    requests: of the rows. epochs: of their slots, int `[rows]`, by which to know rows whose request
-    has left meanwhile. rows: what runs. shape: of the step. wants: what some row wants,
-    bits as of `ledger.SAMPLED`. samples: some row brings a token. has_logprobs: its
-    log-probability comes with it. pooled: rows whose embedding is complete after the step.
+    requests: of the rows.
+    epochs: of their slots, int `[rows]`, by which to know rows whose request has left meanwhile.
+    rows: what runs.
+    shape: of the step.
+    wants: what some row wants, bits as of `ledger.SAMPLED`.
+    samples: some row brings a token.
+    has_logprobs: its log-probability comes with it.
+    pooled: rows whose embedding is complete after the step.
     prompt_logprobs: rows of whose prompts log-probabilities are wanted, and the positions from and
-    to (exclusive) whose hidden states give those of the tokens behind them.
+        to (exclusive) whose hidden states give those of the tokens behind them.
     """
 
     requests: list[Request]
@@ -55,7 +59,7 @@ class Scheduler:
     to need. Where blocks run out later, the youngest gives its own back and waits again, in front
     of the queue: what it has computed is computed again, from its last checkpoint that is still
     there, and its text goes on as if nothing had happened. The oldest always comes through, because
-    `check` refuses whoever could need more than there is.
+    `check` refuses requests that could need more than there is.
     """
 
     def __init__(
@@ -91,7 +95,7 @@ class Scheduler:
 
     def reset(self, requests: Iterable[Request]) -> None:
         """After an exception anywhere: `requests` wait, in this order, to be computed again, and
-        nobody else is known. The device must have run all that was launched."""
+        no others are known. The device must have run all that was launched."""
         self.manager.reset()
         self.kv.reset()
         self.state.reset()
@@ -179,7 +183,7 @@ class Scheduler:
         for request in requests:
             request.computed = request.computed_min
             checkpoint = self.manager.last_checkpoint(request.slot)
-            if checkpoint is not None and self.cache.lacks(request, checkpoint):
+            if checkpoint is not None and self.cache.is_unfiled(request, checkpoint):
                 last[request.slot] = checkpoint
         self.manager.flush(list(last.values()))
         for request in requests:
@@ -203,7 +207,7 @@ class Scheduler:
 
     def preempt(self, request: Request) -> None:
         """Take a running request's blocks and let it begin again when there is room. Steps that are
-        queued may still write them; whoever gets them is launched later on the same stream."""
+        queued may still write them; later owners are launched later on the same stream."""
         self.close([request])
         self.retire(request)
         request.forget()
@@ -238,7 +242,7 @@ class Scheduler:
         return -(-tokens // self.block_size)
 
     def schedule(self) -> Schedule | None:
-        """Rows of the next step, with their blocks handed out; None when nobody can run.
+        """Rows of the next step, with their blocks handed out; None when no request can run.
 
         Positions are bounds as long as results are in flight. A request that may have ended, but
         is not known to, runs on: at worst one row is wasted. Where blocks are short, chunks end at

@@ -12,8 +12,9 @@ from hybrid_runtime.state.stats import Stats
 class Counts:
     """Results read so far.
 
-    steps: steps. emitted: tokens added to texts. draft_steps, draft_emitted: rows with drafts, and
-    the tokens that they emitted.
+    steps: steps.
+    emitted: tokens added to texts.
+    draft_steps, draft_emitted: rows with drafts, and the tokens that they emitted.
     """
 
     steps: int = 0

@@ -17,17 +17,18 @@ Ints = NDArray[np.integer[Any]]
 Bools = NDArray[np.bool_]
 
 NEVER = np.iinfo(np.int32).max
-"""Position that no sequence reaches: what `next_retained` answers when nothing is retained."""
+"""Position that no sequence reaches: what `next_retained` returns when nothing is retained."""
 LONGEST = 2**30
 """Positions, lengths and periods lie below it, so that the sum of two fits int32."""
 
 
 class RetentionRule(NamedTuple):
-    """Boundaries whose checkpoint somebody keeps: multiples of `every` (0 = none), and two
-    positions.
+    """Boundaries that get a checkpoint.
 
-    Each `[rows]` in tokens, or one int for all rows, which is cheaper; a position of 0 stands for
-    "no such position".
+    Each field `[rows]` in tokens, or one int for all rows, which is cheaper.
+
+    every: its multiples are retained; 0: none.
+    first, second: so are these two boundaries; 0: no such boundary.
     """
 
     every: Ints | int

@@ -95,7 +95,7 @@ class StateLayout:
 
     @property
     def replays(self) -> bool:
-        """For `state` alone: outside it nobody asks which layout it is."""
+        """Whether the layout is replay; only `state` asks."""
         return self.kind == "replay"
 
     @property

@@ -1,4 +1,4 @@
-"""The host's ledger of slots: who lives where, and what is known without asking the device."""
+"""The host's ledger of slots: which request has each, and what is known without the device."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class StateColumns(NamedTuple):
 
     column_min, column_max: bounds on the column.
     certain: at least so many tokens are in them whatever is accepted (replay).
-    decoded: the row was one that decodes, so the state may lack tokens of the ring (replay).
+    decoded: the row was one that decodes, so tokens of the ring may be pending (replay).
     """
 
     column_min: NDArray[Any] | int
@@ -46,7 +46,7 @@ class Ledger:
         LAST_DRAFT: the step's drafts. OPEN_STEP: its number while it has not ended, -1 if it has,
         FLUSHED if the slot's state was overwritten by its last checkpoint. CERTAIN, DECODED: as of
         `StateColumns`.
-    live: a request lives in the slot.
+    live: a request has the slot.
     computed: exact tokens computed after the last settled step.
     certain: those of them that are no drafts of that step, exactly (replay).
     written: tokens in the state in memory after it, exactly (replay).
@@ -84,7 +84,7 @@ class Ledger:
         self.generation[:] = 0
 
     def reset(self) -> None:
-        """Nobody lives anywhere, whatever was there before."""
+        """No slot holds a request, whatever was there before."""
         self.version += 1
         self.live[:] = False
         self.generation += 1
@@ -108,7 +108,7 @@ class Ledger:
             _integer("hit_column", column, (columns or LONGEST) - 1)
 
     def admit(self, slot: int, computed: int, column: int | None) -> int:
-        """Let a request live in a free slot; the slot's generation."""
+        """Give a request a free slot; the slot's generation."""
         held = NONE if column is None else column
         self.live[slot] = True
         self.known[slot] = held, held, 0, NONE, computed, 0
@@ -132,7 +132,7 @@ class Ledger:
         self.version += 1
 
     def holds(self, slot: int, generation: int) -> bool:
-        """Whether the request of `generation` still lives in `slot`."""
+        """Whether the request of `generation` still has `slot`."""
         return bool(self.live[slot]) and int(self.generation[slot]) == generation
 
     def kept(self, slot: NDArray[Any]) -> RetentionRule:

@@ -1,4 +1,4 @@
-"""HybridStateManager: keeps states right under prefix caching and speculation."""
+"""HybridStateManager: where states are read and written under prefix caching and speculation."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class HybridStateManager(OneProcess):
         replay layout no state is copied, because the runner's verify pass folds and stores:
         strategies differ in their waits only.
     in_place: the runner's kernels read and write one column, so states are moved there before the
-        forward pass; otherwise kernels take separate read and write positions, and none are moved.
+        forward pass (columns layout). False: kernels take a column to read and one to write.
     steps_in_flight: steps that may be outstanding (begun, results not yet read) beyond the current.
     readback: whether accepted counts are copied to the host; a runner that fetches them itself
         hands them in through `resolve`.
@@ -104,7 +104,7 @@ class HybridStateManager(OneProcess):
                 layout, ledger, device, in_place, prompt_cuts, self._staging, self._stats
             )
         )
-        with torch.inference_mode():  # outside of which nobody writes such a tensor in place
+        with torch.inference_mode():  # outside of which torch refuses to write it in place
             self._computed: Tensor = from_dlpack(self._policy.slots.computed)
         self._saved = SavedUpload(ledger, self._policy, layout.block_size)
         counts = Readback(max_rows, steps_in_flight + 1, device, self._waits)
@@ -137,7 +137,7 @@ class HybridStateManager(OneProcess):
         groups: Mapping[int, int] | None = None,
         flush_inputs: FlushInputs | None = None,
     ) -> None:
-        """Tell the manager, once, where the state lives.
+        """Give the manager, once, the memory of states and block tables.
 
         states: {layer: (conv_states, matrices)} with the shapes of the layout's checkpoint behind
             a leading block dimension.
@@ -199,7 +199,7 @@ class HybridStateManager(OneProcess):
         self._placement.reset()
 
     def holds(self, slot: int) -> bool:
-        """Whether a request lives in `slot`; an abandoned step leaves none in its slots."""
+        """Whether a request has `slot`; an abandoned step leaves none in its slots."""
         self._ledger.require_slot(slot)
         return bool(self._ledger.live[slot])
 

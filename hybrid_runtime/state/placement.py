@@ -82,7 +82,7 @@ class LayoutPolicy(Protocol):
 
     @property
     def nowhere(self) -> Any:
-        """Stand-ins for `outputs` where no row is placed."""
+        """`outputs` of a launch that places no row; never read."""
 
     @property
     def positions(self) -> StepPositions:

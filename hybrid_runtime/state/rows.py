@@ -22,12 +22,11 @@ class StepRows:
     slot: row of the persistent batch, -1 for a padded row or one whose step is to be discarded.
     computed_min, computed_max: bounds on the tokens computed before the step; equal when exact.
     scheduled: tokens run, of which the last `draft` are drafts.
-    decodes: bool `[rows]`, whether the kernel that will run the row can go on from a state that
-        stands elsewhere than at the row's start. Replay: the update kernel can, which folds what is
-        pending and records the row's tokens; prompt kernels cannot. None: rows with drafts do so,
-        the others write their state. Columns: only in-place runners need to say so, whether the
-        kernel reads a state at an offset within the running column (plain-decode and prefill
-        kernels of other engines often cannot). None: all can.
+    decodes: bool `[rows]`. Replay: the kernels for decoding rows run the row, which fold what is
+        pending and record the row's tokens. None: those with drafts; the others write their state.
+        Columns, in-place runners only: the row's kernel reads a state at an offset within the
+        running column, as plain-decode and prefill kernels of other engines often cannot. None:
+        all do.
 
     Derived once, because a step asks for them many times:
 

@@ -36,11 +36,11 @@ class StepPositions(NamedTuple):
     rows that do not run.
 
     read_column: column that a row starts from; -1: from the zero state, nothing is read.
-    read_offset: where the state starts there: so many columns further (SSM state), so many inputs
-        into the window. In the replay layout the SSM state lies in `read_column` itself.
-    write_column: the running column. In the columns layout the state after R + j tokens goes to
-        column `write_column + j` and the window to `write_column`; in the replay layout the window
-        and, if the step writes it, the state after R tokens go to `write_column`.
+    read_offset: where the state starts there: the matrix so many columns further, the conv_state
+        at that input. In the replay layout the matrix lies in `read_column` itself.
+    write_column: the running column. In the columns layout the matrix after R + j tokens goes to
+        column `write_column + j` and the conv_state to `write_column`; in the replay layout the
+        conv_state and, if the step writes it, the matrix after R tokens go to `write_column`.
     replay: what a verify pass of the replay layout folds and stores; None in the columns layout.
     cuts: where rows without drafts leave a checkpoint on the way; None without `prompt_cuts`. The
         same memory as `replay.checkpoint_after` and its column, which say more in rows with drafts.

@@ -2,7 +2,7 @@
 
 A kernel launched with `pdl` starts once every program of the launch ahead has ended or let it
 start, and calls `pdl_wait` before it loads or stores anything. All its programs do, so when it ends
-the launch ahead has ended too, and order on the stream holds for everybody behind it.
+the launch ahead has ended too, and order on the stream holds for every launch behind it.
 """
 
 from __future__ import annotations

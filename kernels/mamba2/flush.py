@@ -1,7 +1,7 @@
 """Flush: the exact state of chosen rows of the replay layout, in all layers at once.
 
-The last tokens of a request may be pending. Whoever needs its whole state (the request ends or is
-preempted, a boundary is to be shared) has them folded in here.
+The last tokens of a request may be pending. Where its whole state is needed (it ends or is
+preempted, a boundary is to be shared), they are folded in here.
 """
 
 # mypy: disable-error-code="assignment"

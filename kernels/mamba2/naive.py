@@ -4,8 +4,8 @@ Recurrence (Dao and Gu 2024, "Transformers are SSMs", section 3): with
 ``dt = clamp(softplus(dt_raw + dt_bias))`` and ``A = -exp(A_log)`` per head,
 ``h_t = exp(dt_t A) h_{t-1} + dt_t x_t B_t^T`` and ``y_t = h_t C_t + D x_t``.
 
-In the replay layout a request's state in memory may lack its last tokens, the pending ones; their
-records are in the ring. A step reads the state, folds them in, goes on over its own tokens, and
+In the replay layout the last tokens of a request may be pending: not in its state in memory, their
+records in the ring. A step reads the state, folds them in, goes on over its own tokens, and
 stores the state after its last certain token only if `ReplayPositions.writes` says so. The records
 of tokens that are in no state then go to the ring.
 """

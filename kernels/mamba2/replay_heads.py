@@ -131,7 +131,7 @@ def combine_group(Bs, Cs, j, i, base, shape, SCALES: tl.constexpr, dot_type: tl.
 def store_state(p_state, h, element, inside, key, place):
     if place is not None:
         h = round_state(h, element, key, place)
-    # Nobody reads it before the next step: evict it first.
+    # Not read before the next step: evict it first.
     tl.store(p_state, h.to(p_state.dtype.element_ty), mask=inside, cache_modifier=".cs")
 
 

@@ -145,7 +145,7 @@ def _selective_state_update_kernel(
             tl.store(written, y.to(out_type), mask=in_dim & live)
             written = states + blocks[i].to(tl.int64) * state_stride + element
             kept = h.to(states.dtype.element_ty)
-            # Nobody reads it before the next step: evict it first.
+            # Not read before the next step: evict it first.
             tl.store(written, kept, mask=whole & stored, cache_modifier=".cs")
 
 

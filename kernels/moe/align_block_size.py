@@ -1,6 +1,6 @@
 """Tokens sorted by expert and cut into blocks, so that a program works for one expert.
 
-The host knows only how many blocks there can be at most, so nobody waits for the device: a launch
+The host knows only how many blocks there can be at most, and does not wait for more: a launch
 over the blocks has a program for each that is possible, and those without tokens end at once.
 """
 

@@ -1,4 +1,4 @@
-"""The ring of records: how many tokens it holds, and how many a state in memory may lack.
+"""The ring of records: how many tokens it holds, and how many may be pending.
 
 These are rules of all recurrences, not of one. The layers of a model share the rows of a step, and
 with them the ring's length and when a state is written, whatever their recurrences. And the reason
@@ -11,9 +11,9 @@ MAX_TOKENS = 16
 """Most tokens of a row that the kernels take."""
 
 SHORT_RING_TOKENS, LONG_RING_TOKENS = 15, 31
-"""Most tokens that a state in memory may lack: a product of the kernels sums over 16 tokens or over
-32, and a step that writes folds one of its own besides the pending ones. There is none in between,
-because the kernels tell the two from each other by the length of the ring."""
+"""Values of `ring_tokens`, the most tokens that may be pending: a product of the kernels sums over
+16 tokens or over 32, and a step that writes folds one of its own besides the pending ones. There is
+none in between, because the kernels know which of the two it is by the length of the ring."""
 
 
 def default_ring_tokens(num_speculative_tokens: int) -> int:

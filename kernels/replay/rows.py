@@ -18,8 +18,7 @@ class ReplayRows(NamedTuple):
     draft: int32 `[rows]`, how many of the row's last tokens are drafts.
     positions: where its state is read and written, `[rows]` each.
     ring_length: tokens of a slot's ring by which `positions` were made, of a manager
-        `layout.ring_length`; `replay_update` refuses records of another. None: whoever placed the
-        rows went by the records themselves.
+        `layout.ring_length`; `replay_update` refuses records of another. None: that of the records.
     """
 
     block_table: Tensor

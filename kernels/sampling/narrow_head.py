@@ -24,8 +24,8 @@ SMALLEST = 2.0**-100
 """Lines of numbers below are rounded as if this were among them: what they would have to be
 multiplied by is infinite for the smallest, which tokens that training never met may have."""
 PART = 128
-"""Tokens side by side of which the two best are proposed. One is not enough: the best token of all
-may stand beside one that only looks better in 8 bits."""
+"""Neighbouring tokens of which the two best are proposed. One is not enough: the best token of all
+may have a neighbour that only looks better in 8 bits."""
 CANDIDATES = 8
 """Proposed tokens that are scored in full."""
 _FEWEST = CANDIDATES * PART
@@ -150,7 +150,7 @@ def _propose_kernel(
     PDL: tl.constexpr,
 ):
     """The two best tokens of a part, by 8 bits; one program per BLOCK_M lines and part. Programs of
-    the same part stand side by side, so that its tokens are read once.
+    the same part are neighbours, so that its tokens are read once.
 
     A key orders tokens by their logit; its low bits say which one of its part it is.
     """

@@ -120,16 +120,16 @@ def banned_reference(
     position, drafted = position.long(), drafts.shape[1]
     until, end = penalties.ban_until[at], penalties.ban_end[at].long()
     tokens = penalties.ban_tokens[at].long()
-    # Of each token of a ban: which it is, and how far before the banned one it must stand.
+    # Of each token of a ban: which it is, and how far before the banned one it must be.
     index = torch.arange(tokens.shape[1], device=at.device).expand_as(tokens).contiguous()
     ban = torch.searchsorted(end, index, right=True).clamp(max=end.shape[1] - 1)
     back = end.gather(1, ban) - 1 - index
-    stands = position[:, None] + drafted - back
-    text = penalties.history[at].gather(1, stands.clamp(0, penalties.history.shape[1] - 1))
+    source = position[:, None] + drafted - back
+    text = penalties.history[at].gather(1, source.clamp(0, penalties.history.shape[1] - 1))
     if drafted:
-        draft = drafts.gather(1, (stands - position[:, None]).clamp(0, drafted - 1))
-        text = torch.where(stands >= position[:, None], draft, text)
-    text = torch.where(stands >= penalties.prompt_length[at][:, None], text, -1)
+        draft = drafts.gather(1, (source - position[:, None]).clamp(0, drafted - 1))
+        text = torch.where(source >= position[:, None], draft, text)
+    text = torch.where(source >= penalties.prompt_length[at][:, None], text, -1)
     differs = torch.where(back > 0, text != tokens, False)
     differs = torch.zeros_like(until).scatter_add(1, ban, differs.int())
     holds = (position[:, None] + drafted < until) & (differs == 0)

@@ -1,7 +1,7 @@
 """Bookkeeping at the start of a step: finish the previous step's counts, place the new one.
 
 The device owns the exact counts; the host sends `entries` (see `entry`), and one launch turns them
-into positions to read and write. Every slot stands in exactly one entry, so no two programs touch
+into positions to read and write. Every slot is in exactly one entry, so no two programs touch
 the same slot. Results of a step go to a buffer of that step's own, so that none is read while
 another program writes it.
 """

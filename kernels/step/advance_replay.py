@@ -44,7 +44,7 @@ class ReplayPlace(NamedTuple):
 
     block_size: tokens of a block; retained boundaries are multiples of it.
     live_column: column of the live states.
-    ring_tokens: most tokens (W) that a state may lack; 0: every step writes.
+    ring_tokens: most tokens (W) that may be pending after a step; 0: every step writes.
     ring: tokens of a slot's ring of records (L).
     cuts: rows without drafts leave a checkpoint inside, see `cut_reference`.
     """
@@ -80,17 +80,17 @@ class ReplayPositions(NamedTuple):
 
     read_column: column of the state that is read; -1 = zero state, nothing is read, nothing is
         pending.
-    offset: accepted drafts of the row's last step (a - 1): where in the old convolution window
-        the inputs start.
+    offset: accepted drafts of the row's last step (a - 1): where in the old conv_state the
+        inputs start.
     pending: tokens of the ring that are folded in on reading, n - b.
     cursor: index in the ring of the first of them, b % L. The row's own token i goes to
         `(cursor + pending + i) % L`.
-    write_column: column that gets the convolution's window in every step, and the state if
+    write_column: column that gets the conv_state in every step, and the matrix if
         `writes`; -1 = padded row. Usually `read_column`; another one after a prefix hit.
     writes: 1: the state after R = n + s - d tokens is stored, and the inputs of the d drafts. 0:
         the state stays as it is in `read_column`, which is `write_column`, and the inputs of all s
         tokens are stored.
-    checkpoint_column: column that also gets the state and window after `n + checkpoint_after`
+    checkpoint_column: column that also gets the state after `n + checkpoint_after`
         tokens; -1 = no checkpoint. Only in a row that writes.
     checkpoint_after: `-offset + 1 .. s - d`.
     certain: R; enters the key of stochastic rounding of the state that is written, and

@@ -1,4 +1,4 @@
-"""Block boundaries: where the state at one belongs, and whether anybody keeps its checkpoint.
+"""Block boundaries: where the state at one belongs, and whether its checkpoint is kept.
 
 Each rule once in plain torch and once for kernels; tests tie both to `state.boundaries`, which has
 them for the host.
@@ -68,10 +68,11 @@ def last_boundary_reference(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The last boundary that a row has reached, all int `[rows]`.
 
-    certain: tokens R that were in the state whatever was accepted. computed: tokens n' that are.
-    Returns the boundary in tokens; how many columns (or window positions) above the running column
-    its state lies, negative if the step began behind it; and the column in which a prefix hit will
-    look for it.
+    certain: tokens R that were in the state whatever was accepted.
+    computed: tokens n' that are.
+    Returns the boundary in tokens; how many columns (or conv_state positions) above the running
+    column its state lies, negative if the step began behind it; and the column in which a prefix
+    hit will look for it.
     """
     boundary = computed // block_size * block_size
     return boundary, boundary - certain, boundary // block_size - 1

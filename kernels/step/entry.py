@@ -2,8 +2,8 @@
 
 The host packs a step into one int32 table `entries`, `[lines, ENTRY_FIELDS]`: a line per row of the
 step, then a line per slot whose previous step only has to be finished. `advance` turns it into two
-int32 tables by row, `placed` `[4, rows]` and `moves` `[3, rows]`. Everybody who reads or writes one
-of these tables does so by the names below.
+int32 tables by row, `placed` `[4, rows]` and `moves` `[3, rows]`. All readers and writers of these
+tables use the names below.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ ADMIT_COMPUTED = Constant(5)
 ADMIT_COLUMN = Constant(6)
 """Column that holds their state, -1 = none (zero state)."""
 DECODES = Constant(7)
-"""1 = the row's kernel can go on from a state that stands elsewhere than at the row's start: at an
-offset (columns layout), or with tokens pending, and it records the row's own (replay layout)."""
+"""1 = the row's kernel reads a state at an offset (columns layout), or folds pending tokens and
+records the row's own (replay layout)."""
 EVERY = Constant(8)
 """Retained are boundaries at multiples of so many tokens, 0 = none,"""
 FIRST = Constant(9)

@@ -158,8 +158,8 @@ def _decide_move_kernel(
         conv_position_stride, conv_channel_stride, TILING,
     )  # fmt: skip
     # Every program decides on all rows, so what it decides from may change only when all of them
-    # have read it: whoever comes last writes the counts. Behind the moves, where nobody waits for
-    # thousands of programs to be counted.
+    # have read it: the last one writes the counts. Behind the moves, where no program waits for
+    # thousands of others to be counted.
     tl.debug_barrier()
     if tl.atomic_add(arrived, 1) == tl.num_programs(0) - 1:
         tl.store(arrived, 0)

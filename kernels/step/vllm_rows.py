@@ -111,7 +111,7 @@ def place_rows_reference(
         cu_seqlens: int32 [rows + 1], index of each row's first token.
         counts: vLLM's own; the column is not used.
         block_size: tokens of a Mamba block.
-        ring: tokens of a slot's ring in the window cache.
+        ring: tokens of a slot's ring of records.
     """
     rows = len(slot)
     step.slot.fill_(-1)
@@ -258,7 +258,7 @@ def decide_flush_reference(
         flush: its first `count` lines are written.
         totals: int64 [2], states moved, by phase; the second is added to.
         block_size: tokens of a Mamba block.
-        ring: tokens of a slot's ring in the window cache.
+        ring: tokens of a slot's ring of records.
     """
     line = entries[:count].long()
     slot = line[:, REQUEST]

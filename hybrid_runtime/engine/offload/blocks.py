@@ -34,7 +34,9 @@ class Runs(NamedTuple):
 class Usage(NamedTuple):
     """Host blocks of a group, by what they are doing; their sum is its size.
 
-    free: can be allocated. used: owned. in_flight: freed, but a copy still reads or writes them.
+    free: can be allocated.
+    used: owned.
+    in_flight: freed, but a copy still reads or writes them.
     """
 
     free: int
@@ -78,7 +80,7 @@ class HostGroup:
         self.reset()
 
     def reset(self) -> None:
-        """Nobody owns a block, whatever was before, and no copy is under way."""
+        """No block has an owner, whatever was before, and no copy is under way."""
         self._free = list(range(self.size - 1, -1, -1))
         self._owned[:] = False
         self._quarantine: list[tuple[int, Int64s]] = []

@@ -41,8 +41,8 @@ class HostCache:
         try:
             ticket = self.tier.store(group, device)
             if ticket is None:
-                lacking = min(len(device) - room.usage().free, len(found))
-                oldest = [found.popitem(last=False)[1] for _ in range(lacking)]
+                missing = min(len(device) - room.usage().free, len(found))
+                oldest = [found.popitem(last=False)[1] for _ in range(missing)]
                 self.tier.free(group, oldest)
                 ticket = self.tier.store(group, device)
         except Exception:

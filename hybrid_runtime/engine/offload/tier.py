@@ -21,8 +21,8 @@ Blocks = Sequence[int] | NDArray[np.integer]
 class HostTierStats:
     """What was moved since construction.
 
-    asked: copies, one for each run of bytes of each block. submitted: copies that the driver was
-    given, after neighbours were joined.
+    asked: copies, one for each run of bytes of each block.
+    submitted: copies that the driver was given, after neighbours were joined.
     """
 
     stored_blocks: int = 0
@@ -37,8 +37,9 @@ class HostTier:
     """Host blocks beside device blocks, moved by copies that the host never waits for.
 
     groups: per kind of block ("kv", "state"), the device tensors `[blocks, ...]`, with any strides,
-    in which a block of that kind has its bytes. num_blocks: host blocks per kind. path: how copies
-    are submitted; None = the best that the driver has.
+        in which a block of that kind has its bytes.
+    num_blocks: host blocks per kind.
+    path: how copies are submitted; None = the best that the driver has.
 
     Copies run on a stream of their own (see `CopyStream`), each batch behind what the current
     stream was given before it; `Ticket` orders what comes after. A device block that is stored may

@@ -1,4 +1,4 @@
-"""Align-mode arithmetic on NumPy arrays: which column a state lives in, and when it must move.
+"""Align-mode arithmetic on NumPy arrays: which column a state is in, and when it must move.
 
 Words and shapes as in `state.boundaries`.
 """
@@ -19,8 +19,12 @@ from hybrid_runtime.state.boundaries import (
 
 
 class Move(NamedTuple):
-    """Copy of one state per row: SSM from column `source + offset`, window from column `source` at
-    `offset`. Both land in column `target` at offset 0; rows with `acts` false move nothing.
+    """Copy of one state per row, `[rows]` each.
+
+    acts: whether the row moves anything.
+    source: column of the conv_state.
+    offset: input at which the conv_state starts there; the matrix is so many columns further.
+    target: column that gets both, at offset 0.
     """
 
     acts: Bools
@@ -56,7 +60,7 @@ def postcopy_candidates(
 def can_skip_mamba_postprocess(
     scheduler_output: Any, input_batch: Any, requests: Any, mamba_block_size: int
 ) -> bool:
-    """True when no accepted count of this step can require a state copy, so nobody need know it.
+    """True when no accepted count of this step can require a state copy.
 
     Front for runners shaped like the one in vllm-project/vllm#42574, duck-typed:
     `scheduler_output.num_scheduled_tokens` {request id: s}, `.scheduled_spec_decode_tokens`
@@ -86,8 +90,9 @@ def postcopy(
     """After a step: the copy that puts the boundary's state where a prefix hit will look for it.
 
     With n' = R + a - 1 and boundary = (n' // B) * B: when boundary >= R, the state after `boundary`
-    tokens lies `boundary - R` columns (or window positions) above the running `column` and belongs
-    in column `boundary // B - 1`. `accepted == 0` with drafts is a dead row and moves nothing.
+    tokens lies `boundary - R` columns (or conv_state positions) above the running `column` and
+    belongs in column `boundary // B - 1`. A row with drafts and `accepted == 0` is dead and moves
+    nothing.
     """
     final = certain + np.maximum(accepted, 1) - 1
     boundary = final // block_size * block_size

@@ -13,9 +13,12 @@ from hybrid_runtime.state.boundaries import Bools, Ints, RetentionRule, next_ret
 
 
 class Stored(NamedTuple):
-    """Checkpoints of one step, `[rows]`: the boundary in tokens (0 = none), how many tokens it lies
-    behind those computed before the step (negative: before their end), and whether it costs a write
-    beside the state's."""
+    """Checkpoints of one step, `[rows]`.
+
+    boundary: tokens in the checkpoint; 0: there is none.
+    after: the same less the tokens computed before the step.
+    extra: it costs a write beside the state's.
+    """
 
     boundary: Ints
     after: Ints

@@ -70,8 +70,8 @@ class Flusher:
 
     def find(self, slot: int, step: Step | None) -> Checkpoint | None:
         """The checkpoint that the counts known of `slot` lead to; else the last one that was
-        stored, of which a strategy that reads counts early may not have told yet; None: there is
-        neither.
+        stored, which a strategy that reads counts early may not have published yet; None: there
+        is neither.
 
         step: the oldest outstanding one that has a row of the request; None: there is none.
         """

@@ -52,11 +52,11 @@ class ReplayPolicy:
 
     The last column of a block table is the live one and always owned; the others hold checkpoints.
     A row starts from the state that its steps have written last: in the live column, or in a
-    boundary's if that step ended on a retained one without drafts. What it lacks is folded in from
-    the ring of records, and it is written again when the step's tokens would not fit there or a
-    checkpoint is stored. Rows that do not decode (`StepRows.decodes`) can neither fold nor record:
-    they find nothing pending and write in every step. No row can write what another one reads,
-    because a checkpoint's column is written once.
+    boundary's if that step ended on a retained one without drafts. Pending tokens are folded in
+    from the ring of records, and it is written again when the step's tokens would not fit there or
+    a checkpoint is stored. Rows that do not decode (`StepRows.decodes`) can neither fold nor
+    record: nothing may be pending, and they write in every step. No row can write what another
+    one reads, because a checkpoint's column is written once.
 
     Which boundaries a step may store depends on the counts of the last one only, not on when the
     state was written.
@@ -141,7 +141,7 @@ class ReplayPolicy:
         last_draft, low = known[:, Ledger.LAST_DRAFT], self._first_stored(rows, known)
         high, kept = rows.certain_max, self._ledger.kept(rows.index)
         after_decode = known[:, Ledger.DECODED] > 0
-        # Not said of a row, it means only that the row writes; then one token may fold.
+        # Where `decodes` is None, a row without drafts writes, but may fold one token.
         scans = np.zeros(len(rows), bool) if rows.decodes is None else ~decodes
         refuse(
             self._ledger,
