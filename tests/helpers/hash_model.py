@@ -43,7 +43,7 @@ class HashRunner:
         conv_dtype: torch.dtype = torch.float32,
         ssm_dtype: torch.dtype = torch.float32,
         groups: int = 1,
-        layers: int = 2,
+        layers: int | None = None,
         columns: int = 24,
         channels: int = 2,
         ssm_shape: tuple[int, int, int] = (1, 2, 4),
@@ -67,6 +67,7 @@ class HashRunner:
         )  # fmt: skip
         each = columns if own_all else num_draft + 6
         count = num_blocks or groups * max_requests * each + 64
+        layers = groups if layers is None else layers
         self.states = {i: self.layout.allocate(count, device) for i in range(layers)}
         self.tables = [
             torch.full((max_requests, columns), -1, dtype=torch.int32, device=device)
@@ -84,6 +85,12 @@ class HashRunner:
         return None
 
     # -- requests and blocks ---------------------------------------------------------------------
+
+    def state_bytes(self) -> list[torch.Tensor]:
+        """Copies of all bytes of the states, padding included."""
+        empty = torch.empty(0, dtype=torch.uint8, device=self.manager.device)
+        storages = [pair[0].untyped_storage() for pair in self.states.values()]
+        return [torch.empty_like(empty).set_(s).clone() for s in storages]  # type: ignore[call-overload]
 
     def admit(self, slot: int, tokens: list[int], hit: Kept | None = None) -> None:
         request = Request(slot, list(tokens), blocks=[{} for _ in self.tables])

@@ -1,6 +1,6 @@
 """Steps that begin, run, end and are read at any time, in any order and with anything in between.
 
-A state machine over the rolling-hash model of `hash_model`: unlike in `test_state_machine`,
+A state machine over the rolling-hash model of `hash_model`: unlike in `Histories`,
 several steps may be open at once, as on a pipeline stage, and end late and out of turn; requests
 are aborted, preempted, resumed from a saved state, killed by a count of 0 or lost to a failed
 forward pass while their steps are open, and their slots are taken again at once.

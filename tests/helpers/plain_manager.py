@@ -10,35 +10,62 @@ import torch
 from helpers.toy_recurrences import HASH
 from numpy.typing import NDArray
 
-from hybrid_runtime.state import HybridStateManager, StateLayout, StepRows
+from hybrid_runtime.state import HybridStateManager, StateLayout, Step, StepRows
 
 K, SLOTS, COLUMNS, BLOCK = 3, 4, 12, 8
 LAYOUT = StateLayout(HASH.recurrence, K, BLOCK)
 
 
-def manager(layout: StateLayout = LAYOUT, **options: Any) -> HybridStateManager:
+def tables(columns: int = COLUMNS) -> torch.Tensor:
+    return torch.arange(SLOTS * columns, dtype=torch.int32).view(SLOTS, columns)
+
+
+def manager(
+    *slots: int, kind: Any = "columns", columns: int = COLUMNS, **options: Any
+) -> HybridStateManager:
+    """A manager in which `slots` have been admitted."""
+    layout = StateLayout(HASH.recurrence, K, BLOCK, kind=kind)
     made = HybridStateManager(layout, SLOTS, K, "cpu", **options)
-    made.bind({0: layout.allocate(SLOTS * COLUMNS, "cpu")}, tables())
+    made.bind({0: layout.allocate(SLOTS * columns, "cpu")}, tables(columns))
+    for slot in slots:
+        made.admit(slot)
     return made
 
 
-def tables() -> torch.Tensor:
-    return torch.arange(SLOTS * COLUMNS, dtype=torch.int32).view(SLOTS, COLUMNS)
+def started(*slots: int, prompt: int = 5, **options: Any) -> HybridStateManager:
+    """A manager whose `slots` have read their prompts."""
+    made, n = manager(*slots, **options), len(slots)
+    run(made, StepRows.exact(slots, [0] * n, [prompt] * n, [0] * n), 1)
+    return made
+
+
+def run(made: HybridStateManager, rows: StepRows, *accepted: int) -> Step:
+    """A whole step; one count is that of all rows."""
+    step = made.begin_step(rows)
+    made.end_step(step, counts(*np.full(len(rows), accepted)))
+    return step
 
 
 def counts(*values: int) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int32)
 
 
-def started(*slots: int, prompt: int = 5, **options: Any) -> HybridStateManager:
-    """A manager whose `slots` have read their prompts."""
-    made = manager(**options)
-    for slot in slots:
-        made.admit(slot)
-    n = len(slots)
-    step = made.begin_step(StepRows.exact(slots, [0] * n, [prompt] * n, [0] * n))
-    made.end_step(step, counts(*[1] * n))
-    return made
+def between(low: Any, high: Any, scheduled: Any, draft: Any) -> StepRows:
+    """Rows of slots 0 .. that have computed `low .. high` tokens; one number is that of all."""
+    n = len(low)
+    fields = range(n), low, high, scheduled, draft
+    return StepRows(*(np.full(n, field, np.int32) for field in fields))
+
+
+def exact(computed: list[int], scheduled: Any, draft: Any) -> StepRows:
+    return between(computed, computed, scheduled, draft)
+
+
+def rows(**changes: Any) -> StepRows:
+    """A decode step of slots 0 and 1 after 5 tokens each, with changes."""
+    fields = {"slot": [0, 1], "computed_min": [5, 5], "computed_max": [5, 5]}
+    fields |= {"scheduled": [4, 4], "draft": [3, 3]} | changes
+    return StepRows(**{name: np.array(value, np.int32) for name, value in fields.items()})
 
 
 def checkpoint(made: HybridStateManager) -> list[Any]:
@@ -47,13 +74,6 @@ def checkpoint(made: HybridStateManager) -> list[Any]:
     device = [t.clone() for t in (*made._policy.slots, *made._policy.outputs)]
     host: list[NDArray[Any]] = [
         slot_table.live, slot_table.known, slot_table.computed, slot_table.certain,
-        slot_table.written, slot_table.held, slot_table.stored,
+        slot_table.written, slot_table.held, slot_table.stored, slot_table.lines,
     ]  # fmt: skip
     return [*(t.tolist() for t in device), *(a.tolist() for a in host), stats.steps, stats.uploads]
-
-
-def rows(**changes: Any) -> StepRows:
-    """A decode step of slots 0 and 1 after 5 tokens each, with changes."""
-    fields = {"slot": [0, 1], "computed_min": [5, 5], "computed_max": [5, 5]}
-    fields |= {"scheduled": [4, 4], "draft": [3, 3]} | changes
-    return StepRows(**{name: np.array(value, np.int32) for name, value in fields.items()})

@@ -5,11 +5,12 @@ what comes out must be the hash of exactly the right tokens.
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import torch
 from helpers.hash_model import HashRunner
-from helpers.hash_request import PRIME, Kept, Open, Request, prefix_hash
+from helpers.hash_request import PRIME, TOKENS, Kept, Open, Request, Row, prefix_hash
 
 from hybrid_runtime.kernels.step.advance_replay import IDLE, ReplaySlots
 from hybrid_runtime.state import allowed
@@ -235,3 +236,17 @@ class ReplayRunner(HashRunner):
 
 
 RUNNERS: dict[str, type[HashRunner]] = {"columns": HashRunner, "replay": ReplayRunner}
+
+
+def two_running(kind: str, **options: Any) -> HashRunner:
+    """Slots 0 and 1 of 4 have read their prompts, of 5 tokens each."""
+    runs = RUNNERS[kind](max_requests=4, columns=16, **options)
+    for slot in (0, 1):
+        runs.admit(slot, list(range(5)))
+    runs.step([(0, 5, [], 1), (1, 5, [], 1)])
+    return runs
+
+
+def decode_row(rng: random.Random, slot: int) -> Row:
+    """Three drafts, of which any number is accepted."""
+    return slot, 1, [rng.randrange(TOKENS) for _ in range(3)], rng.randrange(1, 5)

@@ -36,3 +36,7 @@ def frame_is_whole(out: Tensor) -> bool:
     """Nothing was written beside a place that `framed` gave."""
     assert out._base is not None
     return bool(out._base[[0, -1]].isnan().all())
+
+
+def all_equal(these: list[Tensor], those: list[Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(these, those, strict=True))

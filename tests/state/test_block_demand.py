@@ -9,29 +9,39 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 import torch
+from helpers.hash_model import HashRunner
+from helpers.plain_manager import (
+    BLOCK,
+    SLOTS,
+    K,
+    between,
+    exact,
+    manager,
+    run,
+)
+from helpers.replay_model import ReplayRunner
 from helpers.toy_recurrences import HASH
 from hypothesis import given, settings
 
-from hybrid_runtime.state import BlockDemand, HybridStateManager, StateLayout, StepRows
+from hybrid_runtime.state import (
+    BlockDemand,
+    HybridStateManager,
+    StateLayout,
+    Step,
+    StepRows,
+)
 from hybrid_runtime.state.align.columns import ColumnsPolicy
-from hybrid_runtime.state.step import Step
 
-SLOTS, COLUMNS, LONGEST = 3, 48, 100
+WIDTH, LONGEST = 48, 100
 layouts = pytest.mark.parametrize("kind", ["columns", "replay"])
 
 
-def manager(kind: Any, k: int, block: int, **options: Any) -> HybridStateManager:
+def wide(kind: Any, k: int, block: int, **options: Any) -> HybridStateManager:
     layout = StateLayout(HASH.recurrence, k, block, kind=kind)
     made = HybridStateManager(layout, SLOTS, k, "cpu", max_rows=SLOTS + 1, **options)
-    table = torch.arange(SLOTS * COLUMNS, dtype=torch.int32).view(SLOTS, COLUMNS)
-    made.bind({0: layout.allocate(SLOTS * COLUMNS, "cpu")}, table)
+    table = torch.arange(SLOTS * WIDTH, dtype=torch.int32).view(SLOTS, WIDTH)
+    made.bind({0: layout.allocate(SLOTS * WIDTH, "cpu")}, table)
     return made
-
-
-def between(low: list[int], high: list[int], scheduled: list[int], draft: list[int]) -> StepRows:
-    """Rows of slots 0 .. that have computed `low .. high` tokens."""
-    fields = [*range(len(low))], low, high, scheduled, draft
-    return StepRows(*(np.array(field, np.int32) for field in fields))
 
 
 @dataclass
@@ -70,7 +80,7 @@ def touched(made: HybridStateManager, step: Step, row: int) -> tuple[set[int], s
 
 
 def check(made: HybridStateManager, demand: BlockDemand, step: Step, row: int) -> None:
-    always = {-1, COLUMNS - 1} if made.layout.replays else {-1}
+    always = {-1, WIDTH - 1} if made.layout.replays else {-1}
     first, fresh, last, kept = (int(part[row]) for part in demand)
     reads, writes = touched(made, step, row)
     writes |= {s.column for s in made.published(step) if s.slot == step.rows.slot[row]}
@@ -88,13 +98,13 @@ def check(made: HybridStateManager, demand: BlockDemand, step: Step, row: int) -
     prompt_cuts=st.booleans(),
     filed=st.booleans(),
 )
-@settings(max_examples=150)
+@settings(max_examples=60)
 def test_every_column_that_a_step_touches_is_demanded(
     kind: str, data: st.DataObject, k: int, larger: int, prompt_cuts: bool, filed: bool
 ) -> None:
     """For any bounds around the exact counts; without `known` as with it."""
     block = k + larger
-    made = manager(kind, k, block, prompt_cuts=prompt_cuts)
+    made = wide(kind, k, block, prompt_cuts=prompt_cuts)
     requests = [Request() for _ in range(SLOTS)]
     for slot in range(SLOTS):
         made.admit(slot)
@@ -140,7 +150,7 @@ def _row(data: st.DataObject, slot: int, request: Request, k: int, block: int) -
 def test_wide_bounds_own_the_lowest_boundary_that_may_be_stored() -> None:
     """Between 5 and 40 tokens: the drafts of the last step may have passed any of four
     boundaries, and it was the first one."""
-    made = manager("replay", 3, 8)
+    made = wide("replay", 3, 8)
     made.admit(0)
     for n, s, d in ((0, 5, 0), (5, 4, 3)):
         step = made.begin_step(between([n], [n + 35 * (d > 0)], [s], [d]))
@@ -156,7 +166,7 @@ def test_wide_bounds_own_the_lowest_boundary_that_may_be_stored() -> None:
 @pytest.mark.parametrize("draft", [0, 3])
 def test_exact_counts_own_no_more_than_one_checkpoints_column(draft: int) -> None:
     """However long the request, and whether or not its checkpoints are still to be filed."""
-    made, n = manager("replay", 3, 8), 0
+    made, n = wide("replay", 3, 8), 0
     made.admit(0)
     while n < LONGEST:
         scheduled = 4 if n else 5
@@ -171,7 +181,7 @@ def test_exact_counts_own_no_more_than_one_checkpoints_column(draft: int) -> Non
 
 def test_a_chunk_that_begins_at_a_boundary_owns_no_column_for_it() -> None:
     """The chunk before has stored that checkpoint."""
-    made = manager("replay", 3, 8, prompt_cuts=True)
+    made = wide("replay", 3, 8, prompt_cuts=True)
     made.admit(0)
     made.end_step(made.begin_step(StepRows.exact([0], [0], [8], [0])), torch.tensor([1]).int())
     _, fresh, last, _ = made.block_demand(StepRows.exact([0], [8], [8], [0]))
@@ -180,8 +190,51 @@ def test_a_chunk_that_begins_at_a_boundary_owns_no_column_for_it() -> None:
 
 def test_a_state_in_a_boundarys_column_is_all_that_is_owned_below() -> None:
     """A step that stores nothing reads it there."""
-    made = manager("replay", 3, 8)
+    made = wide("replay", 3, 8)
     made.admit(0)
     made.end_step(made.begin_step(StepRows.exact([0], [0], [24], [0])), torch.tensor([1]).int())
     demand = made.block_demand(StepRows.exact([0], [24], [1], [0]))
     assert [int(part[0]) for part in demand] == [2, 0, -1, 2]
+
+
+def test_a_state_beside_drafts_holds_no_checkpoints_column() -> None:
+    """It is in the live column, although the step ended on a boundary, and a row beside it did so
+    without drafts."""
+    made = manager(0, 1, kind="replay")
+    run(made, exact([0, 0], [7, 7], [0, 0]), 1, 1)
+    run(made, exact([7, 7], [4, 1], [3, 0]), 1, 1)
+    demand = made.block_demand(exact([8, 8], [4, 4], [3, 3]))
+    assert demand.kept.tolist() == [-1, 0]
+
+
+def test_a_state_in_a_boundarys_column_is_held_beside_the_next_boundarys() -> None:
+    made = manager(0, kind="replay")
+    run(made, exact([0], [BLOCK], [0]), 1)
+    demand = made.block_demand(exact([BLOCK], [BLOCK], [0]))
+    assert (demand.first.tolist(), demand.last.tolist()) == ([0], [1])
+
+
+def test_columns_held_are_bounded() -> None:
+    """A running request owns its running column, K more, and at most two below (#55450)."""
+    runs = HashRunner(num_draft=K, max_requests=1, block_size=BLOCK, columns=40)
+    runs.admit(0, list(range(20)))
+    runs.step([(0, 8, [], 0)])
+    runs.step([(0, 8, [], 0)])
+    runs.step([(0, 4, [], 1)])
+    for i in range(60):
+        runs.step([(0, 1, [1] * (i % (K + 1)), 1 + i % (i % (K + 1) + 1))])
+        assert len(runs.requests[0].blocks[0]) <= 2 + 1 + K
+
+
+def test_blocks_per_request_are_bounded() -> None:
+    """The live block, and at most a checkpoint's that is being written or read beside it."""
+    runs = ReplayRunner(num_draft=K, max_requests=1, block_size=BLOCK, columns=40)
+    runs.admit(0, list(range(20)))
+    for certain in (8, 8, 4):
+        runs.step([(0, certain, [], int(certain == 4))])
+        assert len(runs.requests[0].blocks[0]) <= 3
+    for i in range(60):
+        runs.step([(0, 1, [1] * (i % (K + 1)), 1 + i % (i % (K + 1) + 1))])
+        assert len(runs.requests[0].blocks[0]) <= 2
+    assert runs.copies
+    assert runs.direct

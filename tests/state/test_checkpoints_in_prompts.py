@@ -29,8 +29,7 @@ def finish(runs: HashRunner, slot: int, rng: random.Random, steps: int) -> None:
 
 
 @layouts
-@pytest.mark.parametrize("depth", [0, 2])
-@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize(("depth", "groups"), [(0, 1), (2, 2)])
 def test_states_of_every_chunk_that_passes_one_boundary(kind: str, depth: int, groups: int) -> None:
     """From each position to ends up to a block behind the boundary, one of them a boundary itself;
     then the rest of the prompt, drafts, and a request that starts from the cut."""

@@ -2,7 +2,8 @@
 
 A rule-based state machine drives four runners (one per strategy) in lock-step with the rolling-hash
 model of `hash_model`, which checks each state that a step reads against the tokens it must stand
-for, and each published checkpoint against its prefix.
+for, and each published checkpoint against its prefix. Then the same for steps that begin, run, end
+and are read at any time, with anything in between: see `helpers.interleavings`.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import pytest
 import torch
 from helpers.hash_model import HashRunner
 from helpers.hash_request import TOKENS
+from helpers.interleavings import Interleavings
 from helpers.replay_model import RUNNERS
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
@@ -208,4 +210,15 @@ TestReplayHistories = pytest.mark.slow(ReplayHistories.TestCase)
 # On a GPU each check is a round trip; the kernels under it are what is tested there.
 TestHistories.settings = TestReplayHistories.settings = settings(
     max_examples=30 if DEVICE == "cuda" else 200, stateful_step_count=40
+)
+
+
+class ReplayInterleavings(Interleavings):
+    kind = "replay"
+
+
+TestInterleavings = pytest.mark.slow(Interleavings.TestCase)
+TestReplayInterleavings = pytest.mark.slow(ReplayInterleavings.TestCase)
+TestInterleavings.settings = TestReplayInterleavings.settings = settings(
+    max_examples=100, stateful_step_count=40
 )

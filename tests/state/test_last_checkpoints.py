@@ -3,11 +3,24 @@ among the drafts that its last step accepted is found by whoever comes next."""
 
 from __future__ import annotations
 
+import random
 from functools import cache
 from typing import Any
 
 import pytest
 import torch
+from helpers.hash_model import HashRunner
+from helpers.marks import slow
+from helpers.plain_manager import (
+    BLOCK,
+    K,
+    counts,
+    exact,
+    manager,
+    run,
+    started,
+)
+from helpers.replay_model import decode_row, two_running
 from helpers.small_engine import (
     Script,
     engine,
@@ -24,10 +37,12 @@ from transformers import NemotronHForCausalLM
 
 from hybrid_runtime.engine import Engine, SamplingParams
 from hybrid_runtime.engine.request import Request
+from hybrid_runtime.state import (
+    Checkpoint,
+    StepRows,
+)
 
 __all__ = ["hf", "tokenizer"]  # fixtures
-
-BLOCK, K = 8, 3
 
 
 @cache
@@ -182,12 +197,12 @@ def test_what_others_have_left_is_not_folded_again(
     assert launches(runs) == (1, 1)
 
 
-@pytest.mark.parametrize("steps_ahead", [0, 1])
-@pytest.mark.parametrize("steps", [2, 3, 4])
+@pytest.mark.parametrize("case", [(2, 0), (3, 1), *slow((2, 1), (3, 0), (4, 0), (4, 1))], ids=str)
 def test_a_preempted_request_recomputes_less_than_a_block(
-    hf: NemotronHForCausalLM, tokenizer: Tokenizer, steps: int, steps_ahead: int
+    hf: NemotronHForCausalLM, tokenizer: Tokenizer, case: tuple[int, int]
 ) -> None:
     """Also of its prompt, if it has only begun."""
+    steps, steps_ahead = case
     for length in range(17, 17 + BLOCK):
         prompt = text(length, 90 + length)
         runs = scripted(hf, tokenizer, [prompt], [3, 2, 3], steps_ahead=steps_ahead)
@@ -201,3 +216,113 @@ def test_a_preempted_request_recomputes_less_than_a_block(
         assert request.hit.tokens == known // BLOCK * BLOCK
         same_text(hf, prompt, request.output, right_text(hf, prompt)[:20])
         nothing_leaked(runs)
+
+
+# -- the manager's side ------------------------------------------------------------
+
+
+def with_last_checkpoint() -> tuple[HashRunner, Checkpoint]:
+    """A replayed request whose last step accepted the drafts around a boundary."""
+    runs = two_running("replay")
+    runs.step([(0, 1, [1, 2, 3], 4)])
+    checkpoint = runs.manager.last_checkpoint(0)
+    assert checkpoint == (0, 0, 8, 15)
+    return runs, checkpoint
+
+
+def test_a_stale_checkpoint_is_refused() -> None:
+    runs, checkpoint = with_last_checkpoint()
+    made = runs.manager
+    runs.release(0)
+    with pytest.raises(ValueError, match=r"checkpoints\[0\] is .*left the slot"):
+        made.flush([checkpoint])
+    runs.admit(0, list(range(5)))
+    runs.step([(0, 5, [], 1)])
+    runs.step([(0, 1, [1, 2, 3], 4)])
+    with pytest.raises(ValueError, match=r"checkpoints\[0\] is .*left the slot"):
+        made.flush([checkpoint])
+    assert made.stats().flush_launches == 1  # before the release
+    runs.step([decode_row(random.Random(4), 0)])  # checks the state
+
+
+def test_a_checkpoint_is_flushed_at_once_and_once() -> None:
+    runs, checkpoint = with_last_checkpoint()
+    made = runs.manager
+    bad: Any
+    for bad in (
+        [checkpoint, checkpoint],
+        [checkpoint._replace(boundary=9)],  # the live block would hold one token too many
+        [checkpoint._replace(boundary=16)],
+        [checkpoint._replace(column=0)],  # it would not be stored at all
+        [checkpoint._replace(slot=9)],
+        [tuple(checkpoint)],
+        checkpoint,
+        None,
+    ):
+        with pytest.raises(ValueError, match=r"checkpoints\[\d\] is|slot is 9|checkpoints is None"):
+            made.flush(bad)
+    opened = runs.begin([decode_row(random.Random(4), 0)])
+    with pytest.raises(ValueError, match=r"checkpoints\[0\] is .*must be what last_checkpoint"):
+        made.flush([checkpoint])
+    runs.forward(opened)
+    runs.end(opened)
+    with pytest.raises(ValueError, match=r"checkpoints\[0\] is .*must be what last_checkpoint"):
+        made.flush([checkpoint])
+    runs.read_oldest()
+    assert made.stats().flush_launches == 0
+
+
+def test_no_step_follows_a_flush() -> None:
+    runs, checkpoint = with_last_checkpoint()
+    made = runs.manager
+    made.flush([checkpoint])
+    with pytest.raises(ValueError, match=r"checkpoints\[0\] is .*must be what last_checkpoint"):
+        made.flush([checkpoint])
+    with pytest.raises(ValueError, match=r"rows.slot\[0\] is 0; .* not flushed; release it"):
+        made.begin_step(StepRows.exact([0], [9], [4], [3]))
+    runs.manager.release(0)
+    made.admit(0)
+    runs.step([decode_row(random.Random(4), 1)])
+
+
+@pytest.mark.parametrize("stored", [False, True])
+def test_a_queued_step_keeps_the_rule_that_it_began_with(stored: bool) -> None:
+    runs = two_running("replay", depth=1)
+    runs.step([(0, 1, [1, 2, 3], 4)])
+    runs.read_oldest()
+    runs.retain(0, BLOCK if stored else 0)
+    opened = runs.begin([(0, 1, [1, 2, 3], 1)])  # folds the drafts and stores their boundary
+    runs.forward(opened)
+    runs.end(opened)
+    runs.manager.retain(0, 0 if stored else BLOCK)
+    assert runs.manager.last_checkpoint(0) == ((0, 0, 8, 0) if stored else None)
+
+
+def test_a_checkpoint_of_a_layout_that_flushes_none_is_refused() -> None:
+    made = started(0)
+    with pytest.raises(ValueError, match=r"checkpoints\[0\] is .*must be what last_checkpoint"):
+        made.flush([Checkpoint(0, 0, 8, 0)])
+
+
+def test_a_last_checkpoint_is_never_the_former_tenants() -> None:
+    """Whose queued step ends on a boundary, and writes it into blocks that are its own."""
+    made = manager(0, kind="replay")
+    run(made, exact([0], [BLOCK], [0]), 1)
+    made.release(0)
+    made.admit(0)
+    assert made.last_checkpoint(0) is None
+
+
+def test_a_last_checkpoint_is_not_expected_of_a_step_that_may_never_run() -> None:
+    made = manager(0, kind="replay")
+    step = made.begin_step(exact([0], [BLOCK], [0]))
+    assert made.last_checkpoint(0) is None
+    made.end_step(step, counts(1))
+    assert made.last_checkpoint(0) == Checkpoint(slot=0, generation=0, boundary=BLOCK, column=0)
+
+
+def test_a_last_checkpoint_outlives_steps_that_store_none() -> None:
+    made = manager(0, kind="replay")
+    run(made, exact([0], [BLOCK], [0]), 1)
+    made.accepted(run(made, exact([BLOCK], [1], [0]), 1))
+    assert made.last_checkpoint(0) == Checkpoint(slot=0, generation=0, boundary=BLOCK, column=0)

@@ -1,4 +1,4 @@
-"""Rules of the manager that no other test needed: each of these fails without the rule."""
+"""Results that come late, out of turn or never, and requests that left meanwhile."""
 
 from __future__ import annotations
 
@@ -8,87 +8,128 @@ import numpy as np
 import pytest
 import torch
 from helpers.hash_model import HashRunner
-from helpers.toy_recurrences import HASH
+from helpers.hash_request import Open, Row
+from helpers.plain_manager import (
+    COLUMNS,
+    between,
+    checkpoint,
+    counts,
+    exact,
+    manager,
+    rows,
+    run,
+    started,
+)
+from helpers.replay_model import RUNNERS
+from helpers.tensors import all_equal
 
-from hybrid_runtime.state import Checkpoint, HybridStateManager, StateLayout, StepRows, Strategy
+from hybrid_runtime.state import (
+    Checkpoint,
+    StepRows,
+    Strategy,
+)
 
-K, SLOTS, COLUMNS, BLOCK = 3, 4, 12, 8
 STRATEGIES = get_args(Strategy)
-layouts = pytest.mark.parametrize("kind", ["columns", "replay"])
+layouts = pytest.mark.parametrize("kind", sorted(RUNNERS))
 
 
-def manager(kind: Any, slots: int = SLOTS, **options: Any) -> HybridStateManager:
-    """A manager in which `slots` have been admitted."""
-    layout = StateLayout(HASH.recurrence, K, BLOCK, kind=kind)
-    made = HybridStateManager(layout, SLOTS, K, "cpu", **options)
-    table = torch.arange(SLOTS * COLUMNS, dtype=torch.int32).view(SLOTS, COLUMNS)
-    made.bind({0: layout.allocate(SLOTS * COLUMNS, "cpu")}, table)
-    for slot in range(slots):
-        made.admit(slot)
-    return made
+# -- rows whose requests have left ------------------------------------------------------------
 
 
-def counts(*values: int) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.int32)
+def test_a_late_result_cannot_reach_the_slots_next_tenant() -> None:
+    """Finish and admit between the end of a step and the arrival of its counts (#51571)."""
+    made = started(0, 1, steps_in_flight=2)
+    step = made.begin_step(rows())
+    made.end_step(step, counts(4, 4))
+    made.release(0)
+    assert made.admit(0) == 1
+    following = made.begin_step(
+        StepRows(*(np.array(v, np.int32) for v in ([1, 0], [6, 0], [9, 0], [4, 3], [3, 0])))
+    )
+    made.end_step(following, counts(2, 1))
+    assert made.accepted(step).tolist() == [4, 4]
+    assert [s.slot for s in made.published(step)] == [1]
+    assert made._ledger.computed[:2].tolist() == [0, 9]
+    made.accepted(following)
+    assert made._ledger.computed[:2].tolist() == [3, 11]
+    assert made.computed[:2].tolist() == [0, 9]
 
 
-def between(low: list[int], high: list[int], scheduled: list[int], draft: list[int]) -> StepRows:
-    """Rows of slots 0 .. that have computed `low .. high` tokens."""
-    fields = [*range(len(low))], low, high, scheduled, draft
-    return StepRows(*(np.array(field, np.int32) for field in fields))
+def test_a_late_result_says_nothing_of_the_next_tenants_state() -> None:
+    """Which has 13 tokens. Had the step of 5 been booked for it, 8 would have to be folded in."""
+    made = manager(0, kind="replay", debug=True)
+    step = run(made, exact([0], [5], [0]), 1)
+    made.release(0)
+    made.admit(0, computed=13, hit_column=COLUMNS - 1)
+    made.accepted(step)
+    run(made, exact([13], [4], [3]), 1)
+    assert made.positions.replay is not None
+    assert made.positions.replay.pending[0] == 0
 
 
-def exact(computed: list[int], scheduled: list[int], draft: list[int]) -> StepRows:
-    return StepRows.exact(range(len(computed)), computed, scheduled, draft)
+@pytest.mark.parametrize("point", ["begun", "run", "ended", "begun again"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_an_aborted_write_is_never_published(point: str, strategy: Any) -> None:
+    """Abort between schedule and write, and retry in the same slot (#56525): no checkpoint of the
+    first try may be found, nor may its bytes reach the second."""
+    runs = HashRunner(strategy=strategy, depth=2)
+    runs.admit(0, list(range(5)))
+    runs.step([(0, 5, [], 1)])
+    opened = runs.begin([(0, 1, [1, 2, 3], 4)])  # 5 + 4 tokens: passes 8
 
+    def abort_and_retry(now: str) -> None:
+        if now == point:
+            runs.release(0)
+            runs.admit(0, [9] * 6)
 
-def run(made: HybridStateManager, rows: StepRows, *accepted: int) -> Any:
-    step = made.begin_step(rows)
-    made.end_step(step, counts(*accepted))
-    return step
-
-
-def contents(runs: HashRunner, slot: int) -> list[torch.Tensor]:
-    """The states in all blocks of a request."""
-    blocks = list(runs.requests[slot].blocks[0].values())
-    return [part[blocks].clone() for pair in runs.states.values() for part in pair]
-
-
-# Requests that leave between the beginning and the end of a step
-
-
-def crossing(strategy: str) -> tuple[HashRunner, Any]:
-    """A step that has run, in which slot 0 passes a boundary; so does slot 1 in the row behind."""
-    runs = HashRunner(max_requests=2, strategy=strategy, own_all=True, columns=12)
-    for slot in (0, 1):
-        runs.admit(slot, list(range(5)))
-    runs.step([(0, 5, [], 1), (1, 5, [], 1)])
-    opened = runs.begin([(slot, 1, [1, 2, 3], 4) for slot in (0, 1)])
+    abort_and_retry("begun")
     runs.forward(opened)
-    return runs, opened
+    abort_and_retry("run")
+    before = runs.state_bytes()
+    runs.end(opened)
+    assert all_equal(before, runs.state_bytes()) == (point in ("begun", "run"))
+    abort_and_retry("ended")
+    if point == "begun again":
+        again = runs.begin([(0, 1, [], 1)])
+        runs.forward(again)
+        abort_and_retry("begun again")
+        runs.end(again)
+    later = runs.begin([(0, 6, [], 1)])
+    assert runs.manager.published(opened.step) == []
+    runs.forward(later)
+    runs.end(later)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_row_that_left_takes_no_copy_from_those_that_stay(strategy: str) -> None:
     """The row behind still gets its checkpoint, and the slot's next tenant none of the bytes."""
-    runs, opened = crossing(strategy)
+    runs = HashRunner(max_requests=2, strategy=strategy, own_all=True, columns=12)
+    for slot in (0, 1):
+        runs.admit(slot, list(range(5)))
+    runs.step([(0, 5, [], 1), (1, 5, [], 1)])
+    opened = runs.begin([(slot, 1, [1, 2, 3], 4) for slot in (0, 1)])  # both pass a boundary
+    runs.forward(opened)
     runs.release(0)
     runs.admit(0, [9] * 6)
     for column, block in runs.requests[0].blocks[0].items():
         runs.pool.fill(block, column)
-    before = contents(runs, 0)
+    owned = list(runs.requests[0].blocks[0].values())
+
+    def contents() -> list[torch.Tensor]:
+        return [part[owned].clone() for pair in runs.states.values() for part in pair]
+
+    before = contents()
     runs.end(opened)
     (checkpoint,) = runs.read_oldest()  # and checks its bytes
     assert (checkpoint.slot, checkpoint.boundary) == (1, 8)
-    for now, then in zip(contents(runs, 0), before, strict=True):
-        assert torch.equal(now, then)
+    assert all_equal(contents(), before)
 
 
 @pytest.mark.parametrize("strategy", ["auto", "defer"])
 def test_nothing_is_launched_or_waited_for_when_all_candidates_have_left(
     strategy: Strategy,
 ) -> None:
-    made = manager("columns", 2, strategy=strategy)
+    made = manager(0, 1, strategy=strategy)
     run(made, exact([0, 0], [5, 1], [0, 0]), 1, 1)
     step = made.begin_step(exact([5, 1], [4, 4], [3, 3]))
     assert step.candidates.tolist() == [0]
@@ -98,10 +139,96 @@ def test_nothing_is_launched_or_waited_for_when_all_candidates_have_left(
     assert (made.stats().copy_launches, made.stats().waits) == (launches, waits)
 
 
+def test_counts_of_rows_without_requests_are_those_of_the_sampler() -> None:
+    made = started(0, 1)
+    step = made.begin_step(rows())
+    made.end_step(step, counts(77, 2))
+    made.release(0)
+    assert made.accepted(step).tolist() == [77, 2]
+    given_up = made.begin_step(StepRows.exact([1], [7], [1], [0]))
+    made.abandon(given_up)
+    assert made.accepted(given_up).tolist() == [0]
+
+
+# -- counts of 0 ------------------------------------------------------------
+
+
+def test_zero_accepted_with_drafts_kills_the_row_and_no_other() -> None:
+    made = started(0, 1)
+    step = made.begin_step(rows())
+    made.end_step(step, counts(0, 4))
+    assert [s.slot for s in made.published(step)] == [1]
+    with pytest.raises(ValueError, match="holds no request"):
+        made.release(0)
+    following = made.begin_step(rows(slot=[-1, 1], computed_min=[0, 9], computed_max=[0, 9]))
+    assert following.write_column[:2].tolist() == [-1, 1]
+
+
+@layouts
+def test_a_dead_row_stays_dead_over_several_steps(kind: str) -> None:
+    """Though its next steps, placed nowhere, end with counts as if it ran."""
+    made = manager(0, 1, kind=kind, steps_in_flight=3)
+    run(made, exact([0, 0], [5, 5], [0, 0]), 1, 1)
+    run(made, exact([5, 5], [4, 4], [3, 3]), 0, 1)
+    for n in (6, 7, 8):
+        step = run(made, between([n, n], [n + 3, n + 3], [4, 4], [3, 3]), 1, 1)
+        assert step.write_column[0] == step.read_column[0] == -1
+        assert step.write_column[1] >= 0
+
+
+def test_a_dead_row_ends_when_the_host_reads_it_whatever_the_strategy() -> None:
+    for strategy in STRATEGIES:
+        runs = HashRunner(strategy=strategy, depth=2)
+        for slot in (0, 1):
+            runs.admit(slot, [1, 2, 3])
+        runs.step([(0, 3, [], 1), (1, 3, [], 1)])
+        runs.step([(0, 1, [1, 2, 3], 0), (1, 1, [1, 2, 3], 4)])
+        while runs.outstanding:
+            runs.read_oldest()
+        assert list(runs.requests) == [1]
+        runs.admit(0, [4, 5])
+        runs.step([(1, 1, [1, 2, 3], 4), (0, 2, [], 1)])
+        for _ in range(5):
+            runs.step([(0, 1, [1, 2, 3], 4), (1, 1, [], 1)])
+
+
+# -- steps that end late, out of turn or never ----------------------------------------
+
+
+def test_ending_older_steps_leaves_the_youngest_ones_positions() -> None:
+    """Positions are valid until the next `begin_step`, whatever ends before the forward pass."""
+    made = manager(steps_in_flight=2)
+    steps = []
+    for slot in range(3):
+        made.admit(slot)
+        steps.append(made.begin_step(StepRows.exact([slot], [0], [5], [0])))
+    made.end_step(steps[0], counts(1))
+    made.end_step(steps[1], counts(1))
+    assert steps[2].write_column.tolist() == [0, -1, -1, -1]
+
+
+@pytest.mark.parametrize("readback", [True, False])
+def test_abandoned_steps_do_not_push_older_results_out(readback: bool) -> None:
+    """Buffers go round by step number: those of a result on its way must not come round again."""
+    made = manager(steps_in_flight=1, readback=readback)
+    made.admit(0)
+    first = made.begin_step(StepRows.exact([0], [0], [8], [0]))
+    made.end_step(first, counts(1))
+    for _ in range(30):
+        made.admit(1)
+        made.abandon(made.begin_step(StepRows.exact([1], [0], [5], [0])))
+        if not readback:
+            made.resolve(first, np.array([1]))
+    made.admit(2)
+    made.end_step(made.begin_step(StepRows.exact([2], [0], [5], [0])), counts(1))
+    assert made.accepted(first).tolist() == [1]
+    assert [s.boundary for s in made.published(first)] == [8]
+
+
 def test_a_steps_places_are_kept_until_its_counts_are_folded_in() -> None:
     """Also when it ends last: as many steps as may be outstanding have begun since."""
     for depth in (0, 1, 2):
-        made = manager("columns", depth + 2, steps_in_flight=depth)
+        made = manager(*range(depth + 2), steps_in_flight=depth)
         steps = [
             made.begin_step(StepRows.exact([slot], [0], [5 + slot], [0]))
             for slot in range(depth + 1)
@@ -114,165 +241,125 @@ def test_a_steps_places_are_kept_until_its_counts_are_folded_in() -> None:
         assert made.computed[0] == 5
 
 
-def test_a_step_whose_results_were_read_is_not_abandoned() -> None:
-    made = manager("columns", 1)
-    step = run(made, exact([0], [5], [0]), 1)
-    made.accepted(step)
-    with pytest.raises(ValueError, match="step is 0, whose results have been read; it is over"):
-        made.abandon(step)
-    assert made.holds(0)
+def test_an_abandoned_step_releases_its_rows_only() -> None:
+    made = started(0, 1, 2)
+    step = made.begin_step(rows())
+    made.abandon(step)
+    with pytest.raises(ValueError, match="holds no request"):
+        made.release(0)
+    following = made.begin_step(StepRows.exact([2], [5], [4], [3]))
+    assert following.read_column[0] == 0
+    made.end_step(following, counts(2))
+    assert made.accepted(following).tolist() == [2]
+    assert made.published(step) == []
 
 
-def test_a_late_result_says_nothing_of_the_next_tenants_state() -> None:
-    """Which has 13 tokens. Had the step of 5 been booked for it, 8 would have to be folded in."""
-    made = manager("replay", 1, debug=True)
-    step = run(made, exact([0], [5], [0]), 1)
-    made.release(0)
-    made.admit(0, computed=13, hit_column=COLUMNS - 1)
-    made.accepted(step)
-    run(made, exact([13], [4], [3]), 1)
-    assert made.positions.replay is not None
-    assert made.positions.replay.pending[0] == 0
-
-
-# Counts that the device has and the host has not
-
-
-@layouts
-def test_a_dead_row_stays_dead_over_several_steps(kind: str) -> None:
-    """Though its next steps, placed nowhere, end with counts as if it ran."""
-    made = manager(kind, 2, steps_in_flight=3)
-    run(made, exact([0, 0], [5, 5], [0, 0]), 1, 1)
-    run(made, exact([5, 5], [4, 4], [3, 3]), 0, 1)
-    for n in (6, 7, 8):
-        step = run(made, between([n, n], [n + 3, n + 3], [4, 4], [3, 3]), 1, 1)
-        assert step.write_column[0] == step.read_column[0] == -1
-        assert step.write_column[1] >= 0
-
-
-@layouts
-def test_a_count_beyond_the_drafts_moves_no_further_than_they_reach(kind: str) -> None:
-    """And is told when the host sees it."""
-    made = manager(kind, 2)
-    run(made, exact([0, 0], [5, 5], [0, 0]), 1, 1)
-    step = run(made, exact([5, 5], [4, 4], [3, 3]), 99, 1)
-    following = made.begin_step(between([6, 6], [9, 9], [4, 4], [3, 3]))
-    assert made.computed[:2].tolist() == [9, 6]
-    assert following.read_offset[:2].max() <= K
-    with pytest.raises(ValueError, match=r"num_accepted\[0\] is 99 in step 1; it must be in 0..4"):
+def test_reset_forgets_requests_and_steps_wherever_they_were() -> None:
+    made, fresh = started(0, 1, 2), started(0, 1)
+    step = made.begin_step(rows())
+    made.end_step(step, counts(2, 1))
+    made.begin_step(rows(slot=[2, -1]))
+    made.reset()
+    assert not any(made.holds(slot) for slot in range(3))
+    with pytest.raises(ValueError, match="is not outstanding"):
         made.accepted(step)
+    for slot in (0, 1):
+        made.admit(slot)
+    read = made.begin_step(StepRows.exact([0, 1], [0, 0], [5, 5], [0, 0]))
+    made.end_step(read, counts(1, 1))
+    placed, wanted = made.begin_step(rows()), fresh.begin_step(rows())
+    for field in ("read_column", "read_offset", "write_column"):
+        assert torch.equal(getattr(placed, field)[:2], getattr(wanted, field)[:2])
+    made.end_step(placed, counts(2, 1))
+    assert made.accepted(placed).tolist() == [2, 1]
+    assert made._ledger.computed[:2].tolist() == [7, 6]
 
 
-@pytest.mark.parametrize("in_place", [False, True])
-def test_a_boundary_that_nobody_keeps_leaves_the_state_where_it_is(in_place: bool) -> None:
-    """All drafts accepted, up to the block's end: no copy home, so the offset stays."""
-    runs = HashRunner(max_requests=1, in_place=in_place)
-    runs.admit(0, list(range(4)))
-    runs.retain(0, 0)
-    runs.step([(0, 4, [], 1)])
-    runs.step([(0, 1, [1, 2, 3], 4)])
-    assert runs.requests[0].computed == BLOCK
-    runs.step([(0, 1, [1, 2, 3], 2)])  # checks the state that it reads
+def test_counts_may_be_handed_in() -> None:
+    made = started(0, 1, readback=False)
+    with pytest.raises(ValueError, match="readback is False"):
+        made.accepted(made._in_flight._open[0])
+    made.resolve(made._in_flight._open[0], np.array([1, 1]))
+    step = made.begin_step(rows())
+    made.end_step(step, counts(4, 2))
+    made.resolve(step, np.array([4, 2]))
+    assert [s.boundary for s in made.published(step)] == [8]
+    assert made.stats().readbacks == 0
 
 
-# What is refused, and what is ruled out
-
-
-def test_steady_decode_ends_where_the_table_does() -> None:
-    """A draft needs its column even in a row that has none, whether or not lines are sent."""
-    made = manager("columns", 1)
-    last = (COLUMNS - K) * BLOCK
-    run(made, exact([0], [last - 3], [0]), 1)
-    run(made, exact([last - 3], [1], [0]), 1)
-    uploads = made.stats().uploads
-    run(made, exact([last - 2], [1], [0]), 1)
-    run(made, exact([last - 1], [1], [0]), 1)
-    assert made.stats().uploads == uploads  # repeated, so the next one is compared first
-    message = rf"computed_max \+ rows.scheduled\[0\] is {last + 1}; it must be a position"
-    with pytest.raises(ValueError, match=message):
-        made.begin_step(exact([last], [1], [0]))
-
-
-def test_a_row_with_drafts_may_not_jump_from_the_lowest_column_it_may_be_in() -> None:
-    """With 4 of 4 .. 7 tokens it ran in column 0; 8 and 9 more then end in column 2."""
-    made = manager("columns", 1)
-    run(made, exact([0], [3], [0]), 1)
-    run(made, exact([3], [4], [3]), 1)
-    run(made, between([4], [7], [4], [3]), 4)
-    with pytest.raises(ValueError, match=r"rows.scheduled\[0\] is 9; it must be draft \+ 1"):
-        made.begin_step(between([5], [11], [9], [3]))
-
-
-def test_a_fresh_request_moves_nothing_before_its_first_step() -> None:
-    made = manager("columns", 2, in_place=True)
-    run(made, exact([0, 0], [5, 20], [0, 0]), 1, 1)
-    assert made.stats().copy_launches == 0
-
-
-def test_without_drafts_now_and_before_no_checkpoint_costs_a_write() -> None:
-    """However little the host knows: the state itself is the checkpoint."""
-    made = manager("replay", 1, steps_in_flight=3)
-    run(made, exact([0], [4], [0]), 1)
-    run(made, exact([4], [4], [3]), 4)
-    assert not run(made, between([5], [8], [1], [0]), 1).skipped
-    assert run(made, between([6], [9], [1], [0]), 1).skipped
-
-
-@pytest.mark.parametrize("draft", [3, 2], ids=["repeated", "packed"])
-def test_results_that_came_in_rule_out_boundaries_stored_before(draft: int) -> None:
-    """The last step began when 4 .. 7 tokens were known. Now it is 11: the state has at least 8 of
-    them, so that boundary has been stored."""
-    made = manager("replay", 1)
-    run(made, exact([0], [3], [0]), 1)
-    run(made, exact([3], [4], [3]), 4)
-    run(made, between([4], [7], [4], [3]), 4)
-    uploads = made.stats().uploads
-    assert made.begin_step(exact([11], [draft + 1], [draft])).skipped
-    assert (made.stats().uploads == uploads) == (draft == 3)
-
-
-# Columns of the replay layout
-
-
-def test_a_state_beside_drafts_holds_no_checkpoints_column() -> None:
-    """It is in the live column, although the step ended on a boundary, and a row beside it did so
-    without drafts."""
-    made = manager("replay", 2)
-    run(made, exact([0, 0], [7, 7], [0, 0]), 1, 1)
-    run(made, exact([7, 7], [4, 1], [3, 0]), 1, 1)
-    demand = made.block_demand(exact([8, 8], [4, 4], [3, 3]))
-    assert demand.kept.tolist() == [-1, 0]
-
-
-def test_a_state_in_a_boundarys_column_is_held_beside_the_next_boundarys() -> None:
-    made = manager("replay", 1)
-    run(made, exact([0], [BLOCK], [0]), 1)
-    demand = made.block_demand(exact([BLOCK], [BLOCK], [0]))
-    assert (demand.first.tolist(), demand.last.tolist()) == ([0], [1])
-
-
-# Last checkpoints
-
-
-def test_a_last_checkpoint_is_never_the_former_tenants() -> None:
-    """Whose queued step ends on a boundary, and writes it into blocks that are its own."""
-    made = manager("replay", 1)
-    run(made, exact([0], [BLOCK], [0]), 1)
+@layouts
+def test_what_is_prepared_changes_nothing_and_holds_until_another_call(kind: Any) -> None:
+    made = started(0, 1, prompt=8, kind=kind, readback=False)
+    step, ones = made._in_flight._open[0], np.ones(2, np.int32)
+    before = checkpoint(made)
+    settle = made.prepare_settle(step)
+    with pytest.raises(ValueError, match=r"num_accepted\[1\] is 2"):
+        settle(np.array([1, 2], np.int32))
+    assert checkpoint(made) == before
     made.release(0)
-    made.admit(0)
-    assert made.last_checkpoint(0) is None
+    before = checkpoint(made)
+    with pytest.raises(ValueError, match=r"step is 0; no other call"):
+        settle(ones)
+    assert checkpoint(made) == before
+    settle = made.prepare_settle(step)
+    settle(ones)
+    assert made.published(step) == [Checkpoint(1, 0, 8, 0)]
+    with pytest.raises(ValueError, match=r"step is 0; no other call"):
+        settle(ones)
+    made.prepare_settle(step)(ones)  # it has settled: nothing happens
 
 
-def test_a_last_checkpoint_is_not_expected_of_a_step_that_may_never_run() -> None:
-    made = manager("replay", 1)
-    step = made.begin_step(exact([0], [BLOCK], [0]))
-    assert made.last_checkpoint(0) is None
-    made.end_step(step, counts(1))
-    assert made.last_checkpoint(0) == Checkpoint(slot=0, generation=0, boundary=BLOCK, column=0)
+@layouts
+@pytest.mark.parametrize("late", [1, 3])
+def test_steps_may_end_late_and_out_of_turn(kind: str, late: int) -> None:
+    """As on a stage of a pipeline: other slots' steps begin before a step's counts exist."""
+    runs = RUNNERS[kind](max_requests=6, depth=8, columns=20, own_all=True, layers=1)
+    for slot in range(6):
+        runs.admit(slot, list(range(1 + slot)))
+    waiting = []
+    for number in range(60):
+        slot = number % 6
+        row: Row = (slot, 1 + slot, [], 1) if number < 6 else (slot, 1, [5, 6, 7], 1 + number % 4)
+        waiting.append(runs.begin([row]))
+        runs.forward(waiting[-1])
+        if len(waiting) > late:
+            runs.end(waiting.pop(number % 2))
+        while len(runs.outstanding) > 8 and runs.outstanding[0].step.ended:
+            runs.read_oldest()
+    for opened in waiting:
+        runs.end(opened)
+    while runs.outstanding:
+        runs.read_oldest()
+    assert runs.manager.stats().rows_copied
 
 
-def test_a_last_checkpoint_outlives_steps_that_store_none() -> None:
-    made = manager("replay", 1)
-    run(made, exact([0], [BLOCK], [0]), 1)
-    made.accepted(run(made, exact([BLOCK], [1], [0]), 1))
-    assert made.last_checkpoint(0) == Checkpoint(slot=0, generation=0, boundary=BLOCK, column=0)
+@pytest.mark.parametrize(
+    ("late", "options"), [(1, {}), (8, {}), (8, {"strategy": "always"}), (8, {"in_place": True})]
+)
+def test_postprocessing_any_number_of_steps_late(late: int, options: dict[str, Any]) -> None:
+    """As on a stage of a pipeline: between a step's forward pass and its counts lie `late` steps of
+    other slots. The states are those of a run that is never late."""
+    found = []
+    for delay in (0, late):
+        runs = HashRunner(max_requests=9, depth=8, columns=12, own_all=True, layers=1, **options)
+        for slot in range(9):
+            runs.admit(slot, list(range(1 + slot)))
+        waiting: list[Open] = []
+        for number in range(45):
+            slot = number % 9
+            first = number < 9
+            row: Row = (slot, 1 + slot, [], 1) if first else (slot, 1, [5, 6, 7], 1 + number % 4)
+            waiting.append(runs.begin([row]))
+            if len(waiting) > delay:  # before the youngest step runs
+                runs.forward(waiting[-1])
+                runs.end(waiting.pop(0))
+            else:
+                runs.forward(waiting[-1])
+            while len(runs.outstanding) > 8 and runs.outstanding[0].step.ended:
+                runs.read_oldest()
+        for opened in waiting:
+            runs.end(opened)
+        while runs.outstanding:
+            runs.read_oldest()
+        found.append(runs.state_bytes())
+    assert all_equal(*found)

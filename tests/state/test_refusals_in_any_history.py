@@ -331,7 +331,7 @@ class ReplayMisuse(Misuse):
 
 
 TestMisuse, TestReplayMisuse = Misuse.TestCase, ReplayMisuse.TestCase
-TestMisuse.settings = TestReplayMisuse.settings = settings(max_examples=40, stateful_step_count=40)
+TestMisuse.settings = TestReplayMisuse.settings = settings(max_examples=20, stateful_step_count=40)
 
 
 class MoreMisuse(Misuse):

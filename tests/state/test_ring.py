@@ -64,7 +64,7 @@ def test_the_window_changes_no_checkpoint(depth: int) -> None:
         ReplayRunner(num_draft=K, ring_tokens=w, block_size=BLOCK, depth=depth, columns=40)
         for w in windows
     ]
-    for number in range(12):
+    for number in range(8):
         prompt = [rng.randrange(99) for _ in range(rng.randint(1, BLOCK))]
         plan: list[Row] = [(0, len(prompt), [], 1)]
         for _ in range(rng.randint(1, 14)):

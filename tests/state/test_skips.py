@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from helpers.marks import slow
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -153,7 +154,7 @@ def test_division_by_multiplication_is_exact(positions: list[int], block: int) -
         assert (boundaries.blocks_below(values.astype(dtype), block) == values // block).all()
 
 
-@pytest.mark.parametrize("block", range(2, 10))
+@pytest.mark.parametrize("block", [*range(2, 7), *slow(7, 8, 9)])
 def test_precopy_finds_the_state_wherever_the_last_step_left_it(block: int) -> None:
     """Exhaustively over two steps, columns that move backwards included."""
     backwards = shifted = 0

@@ -16,7 +16,9 @@ from hybrid_runtime.kernels.mamba2.recurrence import mamba2
 from hybrid_runtime.kernels.recurrence import CheckpointSpec, TensorSpec
 from hybrid_runtime.models.registry import load_config
 from hybrid_runtime.models.states import nemotron_h_states
-from hybrid_runtime.state import StateLayout
+from hybrid_runtime.state import (
+    StateLayout,
+)
 from hybrid_runtime.state.layout import ALIGNMENT
 
 SUPER = SimpleNamespace(
@@ -150,3 +152,15 @@ def test_parts_that_cannot_roll_back_are_refused(changes: dict[str, Any], messag
 def test_no_blocks_are_refused() -> None:
     with pytest.raises(ValueError, match="num_blocks is 0"):
         StateLayout(HASH.recurrence, 3, 16).allocate(0, "cpu")
+
+
+def test_a_request_needs_less_than_half_the_bytes() -> None:
+    """Nemotron-3 Super's layers, 3 drafts, one checkpoint: 1 + 1 states and the records."""
+    sizes = {
+        kind: StateLayout(mamba2(128, 64, 128, 8, 4, torch.bfloat16), 3, 4336, kind=kind)
+        for kind in ("columns", "replay")
+    }
+    ratio = {k: layout.bytes_per_request(40, checkpoints=1) for k, layout in sizes.items()}
+    assert 0.4 < ratio["replay"] / ratio["columns"] < 0.45
+    assert sizes["columns"].record_bytes == 0
+    assert sizes["replay"].record_bytes == 19 * ((128 * 64 + 8 * 128) * 2 + 128 * 4)

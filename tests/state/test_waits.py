@@ -11,7 +11,13 @@ from helpers.hash_model import HashRunner
 from helpers.toy_recurrences import HashRule
 
 from hybrid_runtime.device.sync import Waits, wait
-from hybrid_runtime.state import allowed, sync_guard
+from hybrid_runtime.state import (
+    HybridStateManager,
+    StateLayout,
+    StepRows,
+    allowed,
+    sync_guard,
+)
 
 
 def test_waits_are_counted_and_declared_ones_apart() -> None:
@@ -78,7 +84,6 @@ def test_explicit_waits_are_counted_when_they_wait() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("in_place", [False, True])
 def test_three_hundred_steps_of_the_manager_never_synchronise(in_place: bool) -> None:
-    from hybrid_runtime.state import HybridStateManager, StateLayout, StepRows
 
     layout = StateLayout(HashRule(64, (4, 8, 16)).recurrence, 3, 32)
     manager = HybridStateManager(layout, 8, 3, "cuda", in_place=in_place)
@@ -123,3 +128,11 @@ def test_users_hear_nothing_of_torchs_debug_mode() -> None:
     """It warns, once a process, of being a prototype."""
     refused = "error:Synchronization debug mode:UserWarning"
     subprocess.run([sys.executable, "-W", refused, "-c", WAITS], check=True)
+
+
+def test_guards_with_equal_counts_are_told_apart() -> None:
+    with sync_guard() as outer:
+        with sync_guard() as inner, allowed("nothing"):
+            pass
+        wait(None, Waits(), "counts")
+    assert (outer.count, inner.count) == (1, 0)

@@ -1,197 +1,71 @@
-"""Steps that end late, out of turn or never, and requests that come and go around them."""
+"""Whole runs of the hash model, which checks each state that is read, folded and stored: any
+prompts, drafts, neighbours, row orders and leftovers in memory."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, get_args
 
 import numpy as np
 import pytest
 import torch
 from helpers.hash_model import HashRunner
-from helpers.hash_request import Open, Row
-from helpers.toy_recurrences import HASH
+from helpers.plain_manager import (
+    BLOCK,
+    SLOTS,
+    K,
+)
+from helpers.replay_model import RUNNERS, ReplayRunner
+from helpers.tensors import all_equal
 
-from hybrid_runtime.device.sync import Waits, wait
 from hybrid_runtime.state import (
-    HybridStateManager,
-    StateLayout,
     StepRows,
     Strategy,
-    allowed,
-    sync_guard,
 )
 
-K, SLOTS, BLOCK = 3, 4, 8
 STRATEGIES = get_args(Strategy)
-LAYOUT = StateLayout(HASH.recurrence, K, BLOCK)
+layouts = pytest.mark.parametrize("kind", sorted(RUNNERS))
 
 
-def manager(**options: Any) -> HybridStateManager:
-    made = HybridStateManager(LAYOUT, SLOTS, K, "cpu", **options)
-    table = torch.arange(SLOTS * 12, dtype=torch.int32).view(SLOTS, 12)
-    made.bind({0: LAYOUT.allocate(SLOTS * 12, "cpu")}, table)
-    return made
-
-
-def ones(n: int = 1) -> torch.Tensor:
-    return torch.ones(n, dtype=torch.int32)
-
-
-def pools(runs: HashRunner) -> list[torch.Tensor]:
-    """Copies of all state bytes, padding included."""
-    storages = [pair[0].untyped_storage() for pair in runs.states.values()]
-    empty = torch.empty(0, dtype=torch.uint8)
-    return [torch.empty_like(empty).set_(s).clone() for s in storages]  # type: ignore[call-overload]
-
-
-def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
-    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
-
-
-# Ends and failures out of turn
-
-
-def test_ending_older_steps_leaves_the_youngest_ones_positions() -> None:
-    """Positions are valid until the next `begin_step`, whatever ends before the forward pass."""
-    made = manager(steps_in_flight=2)
-    steps = []
+@pytest.mark.parametrize("length", range(1, K + 4))
+def test_short_prompts_are_prefills_whatever_their_length(length: int) -> None:
+    """A prompt as long as a verify step is none (#53051); its first decode starts from it."""
+    runs = HashRunner(num_draft=K, max_requests=4, block_size=BLOCK)
     for slot in range(3):
-        made.admit(slot)
-        steps.append(made.begin_step(StepRows.exact([slot], [0], [5], [0])))
-    made.end_step(steps[0], ones())
-    made.end_step(steps[1], ones())
-    assert steps[2].write_column.tolist() == [0, -1, -1, -1]
+        runs.admit(slot, list(range(length)))
+    runs.step([(slot, length, [], 1) for slot in range(3)])
+    for _ in range(12):
+        runs.step([(slot, 1, [7, 8, 9], 1 + slot) for slot in range(3)])
 
 
-@pytest.mark.parametrize("readback", [True, False])
-def test_abandoned_steps_do_not_push_older_results_out(readback: bool) -> None:
-    """Buffers go round by step number: those of a result on its way must not come round again."""
-    made = manager(steps_in_flight=1, readback=readback)
-    made.admit(0)
-    first = made.begin_step(StepRows.exact([0], [0], [8], [0]))
-    made.end_step(first, ones())
-    for _ in range(30):
-        made.admit(1)
-        made.abandon(made.begin_step(StepRows.exact([1], [0], [5], [0])))
-        if not readback:
-            made.resolve(first, np.array([1]))
-    made.admit(2)
-    made.end_step(made.begin_step(StepRows.exact([2], [0], [5], [0])), ones())
-    assert made.accepted(first).tolist() == [1]
-    assert [s.boundary for s in made.published(first)] == [8]
+def test_a_fresh_request_may_begin_with_a_verify() -> None:
+    runs = HashRunner(num_draft=K, max_requests=2, block_size=BLOCK)
+    runs.admit(0, [5])
+    runs.step([(0, 1, [1, 2, 3], 3)])
+    runs.step([(0, 1, [1, 2, 3], 4)])
 
 
-@pytest.mark.parametrize("strategy", ["blocking", "defer"])
-def test_host_strategies_refuse_to_end_out_of_turn_and_change_nothing(strategy: Any) -> None:
-    made = manager(strategy=strategy, steps_in_flight=2)
-    for slot in range(2):
-        made.admit(slot)
-        made.end_step(made.begin_step(StepRows.exact([slot], [0], [5], [0])), ones())
-    older = made.begin_step(StepRows.exact([0], [5], [4], [3]))
-    younger = made.begin_step(StepRows.exact([1], [5], [4], [3]))
-    four = torch.tensor([4], dtype=torch.int32)
-    with pytest.raises(ValueError, match=r"step is 3; step 2 must end first"):
-        made.end_step(younger, four)
-    assert not younger.ended
-    made.end_step(older, ones())
-    made.end_step(younger, four)
-    assert [s.boundary for s in made.published(younger)] == [8]
-    assert made.published(older) == []
+def test_drafts_behind_a_chunk() -> None:
+    """The first step of a request may end in drafts, and its certain tokens on a boundary."""
+    runs = ReplayRunner(num_draft=K, block_size=BLOCK, max_requests=3)
+    for slot, prompt in enumerate((5, 8, 11)):
+        runs.admit(slot, list(range(prompt)))
+    runs.step([(0, 5, [1, 2, 3], 4), (1, 8, [1, 2, 3], 2), (2, 11, [1], 2)])
+    assert [s[:3] for s in runs.recent] == [(1, 0, 8)]
+    for i in range(20):
+        runs.step([(slot, 1, [i, slot], 1 + (i + slot) % 3) for slot in (2, 0, 1)])
+    assert (0, 0, 8, 0) in runs.recent
+    assert runs.direct == 0
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_steps_without_rows_are_steps(strategy: Any) -> None:
-    made = manager(strategy=strategy)
-    for _ in range(4):
-        step = made.begin_step(StepRows.exact([], [], [], []))
-        assert step.write_column.tolist() == [-1] * SLOTS
-        made.end_step(step, ones(0))
-        assert made.published(step) == []
-
-
-def test_guards_with_equal_counts_are_told_apart() -> None:
-    with sync_guard() as outer:
-        with sync_guard() as inner, allowed("nothing"):
-            pass
-        wait(None, Waits(), "counts")
-    assert (outer.count, inner.count) == (1, 0)
-
-
-@pytest.mark.parametrize("late", range(9))
-@pytest.mark.parametrize("strategy", ["always", "auto"])
-@pytest.mark.parametrize("in_place", [False, True])
-def test_postprocessing_any_number_of_steps_late(strategy: Any, late: int, in_place: bool) -> None:
-    """As on a stage of a pipeline: between a step's forward pass and its counts lie `late` steps of
-    other slots. The states are those of a run that is never late."""
-    found = []
-    for delay in (0, late):
-        runs = HashRunner(
-            max_requests=9,
-            depth=8,
-            strategy=strategy,
-            in_place=in_place,
-            columns=12,
-            own_all=True,
-            layers=1,
-        )
-        for slot in range(9):
-            runs.admit(slot, list(range(1 + slot)))
-        waiting: list[Open] = []
-        for number in range(45):
-            slot = number % 9
-            first = number < 9
-            row: Row = (slot, 1 + slot, [], 1) if first else (slot, 1, [5, 6, 7], 1 + number % 4)
-            waiting.append(runs.begin([row]))
-            if len(waiting) > delay:  # before the youngest step runs
-                runs.forward(waiting[-1])
-                runs.end(waiting.pop(0))
-            else:
-                runs.forward(waiting[-1])
-            while len(runs.outstanding) > 8 and runs.outstanding[0].step.ended:
-                runs.read_oldest()
-        for opened in waiting:
-            runs.end(opened)
-        while runs.outstanding:
-            runs.read_oldest()
-        found.append(pools(runs))
-    assert same(*found)
-
-
-# Requests that come and go
-
-
-@pytest.mark.parametrize("point", ["begun", "run", "ended", "begun again"])
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_an_aborted_write_is_never_published(point: str, strategy: Any) -> None:
-    """Abort between schedule and write, and retry in the same slot (#56525): no checkpoint of the
-    first try may be found, nor may its bytes reach the second."""
-    runs = HashRunner(strategy=strategy, depth=2)
-    runs.admit(0, list(range(5)))
-    runs.step([(0, 5, [], 1)])
-    opened = runs.begin([(0, 1, [1, 2, 3], 4)])  # 5 + 4 tokens: passes 8
-
-    def abort_and_retry(now: str) -> None:
-        if now == point:
-            runs.release(0)
-            runs.admit(0, [9] * 6)
-
-    abort_and_retry("begun")
-    runs.forward(opened)
-    abort_and_retry("run")
-    before = pools(runs)
-    runs.end(opened)
-    assert same(before, pools(runs)) == (point in ("begun", "run"))
-    abort_and_retry("ended")
-    if point == "begun again":
-        again = runs.begin([(0, 1, [], 1)])
-        runs.forward(again)
-        abort_and_retry("begun again")
-        runs.end(again)
-    later = runs.begin([(0, 6, [], 1)])
-    assert runs.manager.published(opened.step) == []
-    runs.forward(later)
-    runs.end(later)
+def test_nan_in_one_request_stays_there() -> None:
+    runs = HashRunner(num_draft=K, max_requests=2, block_size=BLOCK)
+    for slot in (0, 1):
+        runs.admit(slot, [1, 2, 3])
+    runs.step([(0, 3, [], 1), (1, 3, [], 1)])
+    for block in runs.requests[0].blocks[0].values():
+        runs.pool.fill(block, float("nan"))
+    for _ in range(20):
+        runs.step([(1, 1, [4, 5, 6], 4)])  # the harness checks every state it reads
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -202,7 +76,7 @@ def test_a_step_of_padded_rows_changes_no_byte(strategy: Any) -> None:
         runs.admit(slot, list(range(6 + slot)))
     runs.step([(slot, 6 + slot, [], 1) for slot in range(SLOTS)])
     runs.step([(slot, 1, [1, 2, 3], 2) for slot in range(SLOTS)])
-    before = pools(runs)
+    before = runs.state_bytes()
     made = runs.manager
     leftovers = StepRows(
         np.full(4, -1, np.int32),
@@ -215,7 +89,7 @@ def test_a_step_of_padded_rows_changes_no_byte(strategy: Any) -> None:
     assert step.skipped
     made.end_step(step, torch.tensor([4, 0, 9, 2], dtype=torch.int32))
     assert made.published(step) == []
-    assert same(before, pools(runs))
+    assert all_equal(before, runs.state_bytes())
     runs.step([(slot, 1, [1, 2, 3], 4) for slot in range(SLOTS)])
 
 
@@ -228,28 +102,9 @@ def test_row_order_changes_nothing() -> None:
         runs.step([(slot, 3 + slot, [], 1) for slot in order])
         for i in range(12):
             runs.step([(s, 1, [s] * ((i + s) % 4), 1 + i % ((i + s) % 4 + 1)) for s in order])
-        found.append(pools(runs))
-    assert same(found[0], found[1])
-    assert same(found[0], found[2])
-
-
-def test_strategies_differ_in_launches_and_waits_only() -> None:
-    stats = {}
-    for strategy in STRATEGIES:
-        runs = HashRunner(strategy=strategy)
-        for slot in range(SLOTS):
-            runs.admit(slot, list(range(3 + slot)))
-        runs.step([(slot, 3 + slot, [], 1) for slot in range(SLOTS)])
-        for i in range(20):
-            runs.step([(s, 1, [1, 2, 3], 1 + (i + s) % 4) for s in range(SLOTS)])
-        stats[strategy] = runs.manager.stats()
-    for name in ("steps", "skipped", "candidate_rows", "rows_copied", "bytes_copied", "readbacks"):
-        values = {s: getattr(stats[s], name) for s in STRATEGIES}
-        assert len(set(values.values())) == 1, (name, values)
-        assert values["auto"] > 0
-    launches = [stats[s].copy_launches for s in ("auto", "always")]
-    assert launches == [stats["auto"].steps - stats["auto"].skipped, stats["always"].steps]
-    assert stats["defer"].copy_launches <= stats["auto"].copy_launches
+        found.append(runs.state_bytes())
+    assert all_equal(found[0], found[1])
+    assert all_equal(found[0], found[2])
 
 
 @pytest.mark.parametrize("in_place", [False, True])
@@ -271,17 +126,33 @@ def test_what_a_block_held_before_does_not_matter(garbage: float, in_place: bool
     assert runs.manager.stats().rows_copied
 
 
-@pytest.mark.parametrize("k", [0, 1, 2, 8])
-@pytest.mark.parametrize("conv_layout", ["SD", "DS"])
+@pytest.mark.parametrize("drafts", [(3, 0, 1, 3, 0), (0, 0, 3, 2), (1, 3, 0, 3), (2, 2, 0, 0, 3)])
 @pytest.mark.parametrize("in_place", [False, True])
-def test_any_number_of_drafts(k: int, conv_layout: str, in_place: bool) -> None:
-    runs = HashRunner(
-        num_draft=k,
-        block_size=k + 1 + k % 2,
-        conv_layout=conv_layout,
-        in_place=in_place,
-        columns=90,
-    )
+def test_any_order_of_draft_counts(drafts: tuple[int, ...], in_place: bool) -> None:
+    """A step without drafts after one with them starts from the accepted state (#52942)."""
+    for offset in range(BLOCK):
+        runs = HashRunner(max_requests=1, layers=1, in_place=in_place)
+        runs.admit(0, list(range(1 + offset)))
+        runs.step([(0, 1 + offset, [], 1)])
+        for d in drafts * 3:
+            for a in {1, d + 1}:
+                runs.step([(0, 1, [9] * d, a)])
+
+
+VARIANTS: list[tuple[str, dict[str, Any]]] = [
+    ("columns", {}), ("columns", {"conv_layout": "DS"}), ("columns", {"in_place": True}),
+    ("columns", {"in_place": True, "conv_layout": "DS"}), ("replay", {}),
+    ("replay", {"conv_layout": "DS"}), ("replay", {"ring_tokens": 0}),
+    ("replay", {"ring_tokens": "shortest"}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("k", [0, 1, 2, 8, 15])
+@pytest.mark.parametrize(("kind", "options"), VARIANTS, ids=str)
+def test_any_number_of_drafts(k: int, kind: str, options: dict[str, Any]) -> None:
+    if options.get("ring_tokens") == "shortest":
+        options = {"ring_tokens": min(k + 1, 15)}
+    runs = RUNNERS[kind](num_draft=k, block_size=k + 1 + k % 2, columns=90, **options)
     runs.admit(0, [1, 2, 3])
     runs.step([(0, 3, [], 1)])
     for i in range(40):
@@ -289,9 +160,10 @@ def test_any_number_of_drafts(k: int, conv_layout: str, in_place: bool) -> None:
         runs.step([(0, 1, [i] * d, 1 + i % (d + 1))])
 
 
-def test_a_prefix_deep_in_the_table_is_resumed_in_every_group() -> None:
+@layouts
+def test_a_prefix_deep_in_the_table_is_resumed_in_every_group(kind: str) -> None:
     """The column of a hit follows from the state's block size, in each group's own table."""
-    runs = HashRunner(groups=3, layers=3, columns=40, max_requests=3)
+    runs = RUNNERS[kind](groups=3, layers=3, columns=40, max_requests=3)
     runs.admit(0, list(range(200)))
     for _ in range(25):
         runs.step([(0, 8, [], 0)])
@@ -303,41 +175,3 @@ def test_a_prefix_deep_in_the_table_is_resumed_in_every_group() -> None:
     runs.step([(2, 3, [], 1), (1, 3, [], 1)])
     for _ in range(12):
         runs.step([(1, 1, [1, 2, 3], 3), (2, 1, [1, 2, 3], 2)])
-
-
-def run(act: Callable[[], object], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        act()
-
-
-def test_the_last_column_is_used_and_none_beyond() -> None:
-    """The narrowest group's table counts, and drafts need their columns too."""
-    made = HybridStateManager(LAYOUT, 1, K, "cpu")
-    tables = [torch.zeros(1, width, dtype=torch.int32) for width in (9, 6)]
-    states = {i: LAYOUT.allocate(4, "cpu") for i in range(2)}
-    made.bind(states, tables, {0: 0, 1: 1})
-    made.admit(0)
-    last = 6 - K  # columns that may run
-    run(
-        lambda: made.begin_step(StepRows.exact([0], [0], [last * BLOCK + 1], [0])),
-        r"computed_max \+ rows.scheduled\[0\] is 25",
-    )
-    step = made.begin_step(StepRows.exact([0], [0], [last * BLOCK], [0]))
-    assert step.write_column.tolist() == [last - 1]
-    run(lambda: made.bind(states, tables), "bound already")
-
-
-def test_a_dead_row_ends_when_the_host_reads_it_whatever_the_strategy() -> None:
-    for strategy in STRATEGIES:
-        runs = HashRunner(strategy=strategy, depth=2)
-        for slot in (0, 1):
-            runs.admit(slot, [1, 2, 3])
-        runs.step([(0, 3, [], 1), (1, 3, [], 1)])
-        runs.step([(0, 1, [1, 2, 3], 0), (1, 1, [1, 2, 3], 4)])
-        while runs.outstanding:
-            runs.read_oldest()
-        assert list(runs.requests) == [1]
-        runs.admit(0, [4, 5])
-        runs.step([(1, 1, [1, 2, 3], 4), (0, 2, [], 1)])
-        for _ in range(5):
-            runs.step([(0, 1, [1, 2, 3], 4), (1, 1, [], 1)])
