@@ -82,6 +82,7 @@ def test_what_does_not_compile_is_told_and_launches_work_again(driver: None) -> 
         _double[(1,)](torch.ones(64), 64, TILE=64)
 
 
+@pytest.mark.slow
 def test_threads_parse_while_finalisers_run(driver: None) -> None:
     """CPython 3.11 raises SystemError where two threads parse at once; 3.12 and later do not."""
     every = vars(chunk_scan_kernels).values()

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.interpreter import elsewhere, kernels, run_in_interpreter
+from helpers.interpreter import elsewhere, kernels, plain, run_in_interpreter
 from helpers.replayed import check_replay
 from helpers.state_rows import Rows, prefill_rows
 from helpers.tensors import DEVICE, ints, noise, same_bytes
@@ -140,6 +140,7 @@ def test_states_at_a_cut(dtype: torch.dtype, states_dtype: torch.dtype) -> None:
     assert (mine - reference).abs().max() <= 8e-3 * reference.abs().max()
 
 
+@plain
 def test_references_as_in_two_calls() -> None:
     """In fp64 every rounding of the references but that of the states themselves is gone."""
     rows, cuts = cut_rows()

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 import triton
-from helpers.interpreter import elsewhere, kernels, run_in_interpreter
+from helpers.interpreter import kernels
 from torch import Tensor
 
 from hybrid_runtime.kernels.layers.embedding import embedding, embedding_reference
@@ -23,11 +23,6 @@ from hybrid_runtime.models.norm import GatedRMSNorm, RMSNorm
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
 EPS = 1e-5
-
-
-@elsewhere
-def test_in_the_interpreter() -> None:
-    run_in_interpreter(__file__)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers.interpreter import elsewhere, kernels, run_in_interpreter
+from helpers.interpreter import elsewhere, kernels, plain, run_in_interpreter
 from helpers.marks import cases
 from torch import Tensor
 
@@ -133,6 +133,7 @@ def exact(given: dict[str, Tensor], fine: torch.dtype = torch.float64) -> Tensor
     return total
 
 
+@plain
 @pytest.mark.parametrize("case", cases(CASES, {}))
 def test_fused_moe_reference(case: Case) -> None:
     given = inputs(case)
@@ -203,6 +204,7 @@ def test_align_block_size(
             assert torch.equal(blocks[:, used], want.blocks[:, used])
 
 
+@plain
 def test_most_blocks_is_the_most() -> None:
     for ids, experts, block in ((1, 1, 16), (4, 5, 2), (9, 3, 4), (12, 3, 4), (7, 2, 3)):
         sizes = itertools.product(range(ids + 1), repeat=experts)
@@ -210,6 +212,7 @@ def test_most_blocks_is_the_most() -> None:
         assert max_blocks(ids, experts, block) == max(needed)
 
 
+@plain
 def test_wrong_experts_are_refused() -> None:
     given = inputs(BASE)
     for change, message in (
@@ -299,6 +302,7 @@ def test_nobody_waits_and_a_graph_replays(tokens: int) -> None:
         assert torch.equal(y, run())
 
 
+@plain
 def test_blocks_grow_with_the_tokens_of_an_expert() -> None:
     for dtype in (torch.float32, torch.bfloat16):
         sizes = [moe_tiling(tokens * 6, 128, dtype).block_m for tokens in (1, 64, 512, 8192)]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.hopper import compiled, spilled
-from helpers.interpreter import INTERPRETED, elsewhere, kernels, run_in_interpreter
+from helpers.interpreter import INTERPRETED, elsewhere, kernels, plain, run_in_interpreter
 from helpers.nearest import round_to_nearest
 from torch import Tensor
 from triton.runtime.jit import JITFunction
@@ -168,6 +168,7 @@ def test_no_lines() -> None:
     assert by_kernel(normal(0, 64), normal(300, 64)).tolist() == []
 
 
+@plain
 def test_a_weight_in_8_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = normal(300, 64) * torch.logspace(-6, 3, 300, device=DEVICE)[:, None]
     weight[7] = 0
@@ -190,6 +191,7 @@ TYPES = {
 }  # fmt: skip
 
 
+@plain
 @pytest.mark.parametrize("lines", [1, 32, 64, 80])
 @pytest.mark.parametrize("size", [2688, 4096, 4480])
 def test_the_product_streams_8_bits(lines: int, size: int, tmp_path: Path) -> None:
@@ -210,6 +212,7 @@ def test_the_product_streams_8_bits(lines: int, size: int, tmp_path: Path) -> No
     assert code.metadata.shared <= 99 * 1024  # Ada has less than Hopper
 
 
+@plain
 @pytest.mark.parametrize("size", [2688, 4096, 4480])
 def test_what_surrounds_the_product(size: int, tmp_path: Path) -> None:
     kernel = narrow_head._best_kernel

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.hopper import compiled
-from helpers.interpreter import elsewhere, kernels, run_in_interpreter
+from helpers.interpreter import kernels, plain
 from torch import Tensor
 from transformers import RepetitionPenaltyLogitsProcessor
 from triton.runtime.jit import JITFunction
@@ -102,11 +102,6 @@ def case(
     )  # fmt: skip
 
 
-@elsewhere
-def test_in_the_interpreter() -> None:
-    run_in_interpreter(__file__)
-
-
 @kernels
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_penalties_equal_the_reference(dtype: torch.dtype) -> None:
@@ -119,6 +114,7 @@ def test_penalties_equal_the_reference(dtype: torch.dtype) -> None:
         torch.testing.assert_close(got[slot >= 0], wanted[slot >= 0], rtol=1e-5, atol=1e-5)
 
 
+@plain
 def test_a_position_sees_the_drafts_before_it() -> None:
     """As if those had been decoded one by one."""
     logits, given, slot, position, drafts = case(3)
@@ -136,6 +132,7 @@ def test_a_position_sees_the_drafts_before_it() -> None:
                 history[slot[row], at] = drafts[row, ahead].clamp(min=0)
 
 
+@plain
 @pytest.mark.parametrize("allows", [False, True])
 def test_banned_is_what_would_complete_a_ban(allows: bool) -> None:
     """A plain search in the output and the drafts before a position; the prompt does not count."""
@@ -162,6 +159,7 @@ def test_banned_is_what_would_complete_a_ban(allows: bool) -> None:
     assert not {(0, 2), (2, 1)} & held
 
 
+@plain
 def test_repetition_equals_that_of_transformers() -> None:
     logits, given, slot, position, drafts = case(4, presence=0, frequency=0)
     given = given._replace(bias=0 * given.bias, ban_until=0 * given.ban_until)
@@ -175,6 +173,7 @@ def test_repetition_equals_that_of_transformers() -> None:
             torch.testing.assert_close(got[row, 0], wanted[0])
 
 
+@plain
 def test_presence_and_frequency_count_the_output_alone() -> None:
     logits, given, slot, position, drafts = case(5, repetition=1)
     given = given._replace(bias=0 * given.bias, ban_until=0 * given.ban_until)
@@ -187,6 +186,7 @@ def test_presence_and_frequency_count_the_output_alone() -> None:
         torch.testing.assert_close(got[row, 0], logits[row, 0] - penalty)
 
 
+@plain
 @pytest.mark.parametrize("name", ["_count_kernel", "_penalise_kernel", "_bias_kernel"])
 def test_compiles_for_hopper(name: str) -> None:
     kernel = getattr(penalties, name)

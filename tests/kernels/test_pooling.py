@@ -4,17 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers.interpreter import elsewhere, kernels, run_in_interpreter
+from helpers.interpreter import kernels
 from torch import Tensor
 
 from hybrid_runtime.kernels.layers import pooling
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
-@elsewhere
-def test_in_the_interpreter() -> None:
-    run_in_interpreter(__file__)
 
 
 def ints(*values: int) -> Tensor:

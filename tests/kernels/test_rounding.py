@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.marks import slow
 from helpers.small_engine import (
     VOCABULARY,
     engine,
@@ -136,7 +137,7 @@ def serve(runs: Engine, order: list[int], seeds: list[int]) -> dict[int, tuple[l
     return {n: (request.output, states[n]) for n, request in requests.items()}
 
 
-@pytest.mark.parametrize("ahead", [0, 1])
+@pytest.mark.parametrize("ahead", [*slow(0), 1])
 def test_a_request_keeps_its_text_wherever_it_runs(
     hf: NemotronHForCausalLM, tokenizer: Tokenizer, ahead: int
 ) -> None:
@@ -149,8 +150,8 @@ def test_a_request_keeps_its_text_wherever_it_runs(
     for n in range(4):
         assert moved[n][0] == first[n][0]
         assert (moved[n][1] == first[n][1]).float().mean() > 0.99
-        alone = serve(engine(hf, tokenizer, **options), [n], seeds)
-        assert alone[n][0] == first[n][0]
+    alone = serve(engine(hf, tokenizer, **options), [3], seeds)
+    assert alone[3][0] == first[3][0]
     nearest = serve(engine(hf, tokenizer, **options | {"stochastic_rounding": False}), [0], seeds)
     assert 0.2 < (nearest[0][1] == first[0][1]).float().mean() < 0.9
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.hopper import compiled
-from helpers.interpreter import elsewhere, kernels, run_in_interpreter
+from helpers.interpreter import kernels, plain
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -16,11 +16,6 @@ from triton.runtime.jit import JITFunction
 from hybrid_runtime.kernels.sampling import accept, argmax, uniform
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
-@elsewhere
-def test_in_the_interpreter() -> None:
-    run_in_interpreter(__file__)
 
 
 @kernels
@@ -134,6 +129,7 @@ COMPILED = [
 NUMBERS = {"rows", "count", "width", "stride"}
 
 
+@plain
 @pytest.mark.parametrize(("kernel", "constants", "types"), COMPILED)
 def test_compiles_for_hopper(
     kernel: JITFunction, constants: dict[str, Any], types: dict[str, str]

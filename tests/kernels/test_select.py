@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.hopper import compiled, spilled
-from helpers.interpreter import elsewhere, kernels, run_in_interpreter
+from helpers.interpreter import elsewhere, kernels, plain, run_in_interpreter
 from helpers.sampling import misdrawn, sampling_tensors
 from torch import Tensor
 from triton.runtime.jit import JITFunction
@@ -85,7 +85,7 @@ def test_in_the_interpreter(kind: str) -> None:
         (torch.bfloat16, 1),
         pytest.param(torch.float32, 2, marks=pytest.mark.slow),
         pytest.param(torch.bfloat16, 3, marks=pytest.mark.slow),
-        (torch.float16, 4),
+        pytest.param(torch.float16, 4, marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -229,6 +229,7 @@ TYPES: dict[str, str] = dict.fromkeys(
 ) | {"seed": "*i64"}  # fmt: skip
 
 
+@plain
 @pytest.mark.parametrize("type_", ["*bf16", "*fp32"])
 @pytest.mark.parametrize("keeps", [False, True])
 def test_select_compiles_for_hopper(type_: str, keeps: bool, tmp_path: Any) -> None:
@@ -249,6 +250,7 @@ def test_select_compiles_for_hopper(type_: str, keeps: bool, tmp_path: Any) -> N
     assert "ld.global.v4" in code.asm["ptx"]  # 16 bytes at once
 
 
+@plain
 def test_probabilities_compile_for_hopper() -> None:
     kernel = probabilities._probabilities_kernel
     if not isinstance(kernel, JITFunction):

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.hopper import compiled
-from helpers.interpreter import elsewhere, kernels, run_in_interpreter
+from helpers.interpreter import kernels, plain
 from torch import Tensor
 from triton.runtime.jit import JITFunction
 
@@ -25,11 +25,6 @@ from hybrid_runtime.kernels.step.prepare_inputs import StepInputs
 GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if GPU else "cpu")
 SLOTS, LENGTH = 6, 300
-
-
-@elsewhere
-def test_in_the_interpreter() -> None:
-    run_in_interpreter(__file__)
 
 
 def ints(*values: int) -> Tensor:
@@ -151,10 +146,9 @@ def committed(
 
 
 @kernels
-@pytest.mark.parametrize("seed", [1, 2, 3])
 @pytest.mark.parametrize("case", ROWS.values(), ids=ROWS)
-def test_commit_tokens(case: tuple[int, list[tuple[int, int, int]]], seed: int) -> None:
-    world = World(*case, seed=seed)
+def test_commit_tokens(case: tuple[int, list[tuple[int, int, int]]]) -> None:
+    world = World(*case, seed=1)
     found = list(committed(world, commit_tokens.commit_tokens))
     wanted = list(committed(world, commit_tokens.commit_tokens_reference))
     for name, a, b in zip(
@@ -220,6 +214,7 @@ COMPILED: list[tuple[Any, dict[str, Any]]] = [
 NUMBERS = {"num_rows", "rows", "pad", "num_tokens"}
 
 
+@plain
 @pytest.mark.parametrize(("kernel", "constants"), COMPILED)
 def test_compiles_for_hopper(kernel: JITFunction, constants: dict[str, Any]) -> None:
     if not isinstance(kernel, JITFunction):
@@ -239,6 +234,7 @@ LAUNCHED_DIRECTLY = (
 NUMBERS_OF_ALL = NUMBERS | {"num_entries", "max_rows", "live_column", "window", "ring"}
 
 
+@plain
 @pytest.mark.parametrize("kernel", LAUNCHED_DIRECTLY)
 def test_one_handle_serves_launches_with_any_numbers(kernel: Any) -> None:
     if not isinstance(kernel, JITFunction):

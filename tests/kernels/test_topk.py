@@ -7,17 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.interpreter import elsewhere, kernels, run_in_interpreter
+from helpers.interpreter import kernels, plain
 from helpers.marks import cases
 
 from hybrid_runtime.kernels.moe.topk import topk, topk_reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-
-
-@elsewhere
-def test_in_the_interpreter() -> None:
-    run_in_interpreter(__file__)
 
 
 @dataclass(frozen=True)
@@ -84,6 +79,7 @@ def ranked(values: list[float], count: int) -> list[int]:
     return sorted(range(len(values)), key=lambda i: (-values[i], i))[:count]
 
 
+@plain
 @pytest.mark.parametrize("case", cases(ROUTINGS, {}))
 def test_topk_reference(case: Routing) -> None:
     given = routing(case)
@@ -130,6 +126,7 @@ def test_topk_of_nan_names_experts_that_exist() -> None:
     assert torch.equal(topk_ids[:2], topk(**given)[1][:2])
 
 
+@plain
 def test_impossible_routings_are_refused() -> None:
     given = routing(ROUTE)
     for change, message in (
