@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -28,6 +28,7 @@ from helpers.replay_model import RUNNERS, decode_row, two_running
 from hybrid_runtime.state import (
     HybridStateManager,
     StepRows,
+    Strategy,
 )
 
 layouts = pytest.mark.parametrize("kind", sorted(RUNNERS))
@@ -76,13 +77,15 @@ def test_lists_and_other_integers_are_converted() -> None:
 
 
 @layouts
-def test_a_step_without_rows_is_a_step(kind: str) -> None:
-    runs, rng = two_running(kind, depth=1), random.Random(2)
+@pytest.mark.parametrize("strategy", get_args(Strategy))
+def test_a_step_without_rows_is_a_step(kind: str, strategy: str) -> None:
+    runs, rng = two_running(kind, depth=1, strategy=strategy), random.Random(2)
     nothing = StepRows.exact([], [], [], [])
     for _ in range(4):
         runs.step([decode_row(rng, 0), decode_row(rng, 1)])
         runs.read_oldest()
         step = runs.manager.begin_step(nothing)
+        assert step.write_column.tolist() == [-1] * 4
         runs.manager.end_step(step, counts())
         assert runs.manager.published(step) == []
 
