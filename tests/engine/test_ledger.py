@@ -92,6 +92,18 @@ def test_the_longest_text_ends_a_request() -> None:
         assert ledger.go_on(np.zeros(1, int), np.array([tokens])).tolist() == [plain]
 
 
+def test_output_from_before_a_preemption_counts_to_its_end() -> None:
+    ledger = Ledger(1, 100)
+    request = admitted(ledger, 0, max_tokens=6)
+    request.output += [7, 8, 9]
+    ledger.leave(request)
+    ledger.admit(request, hit=4, filed=1, turn=0)
+    assert (request.prefill, ledger.most[0]) == (8, 11)
+    for count, plain in ((2, True), (3, False)):
+        tokens = [7] * count + [-1] * (4 - count) + [count]
+        assert ledger.go_on(np.zeros(1, int), np.array([tokens])).tolist() == [plain]
+
+
 def test_what_a_slot_expected_is_forgotten_with_its_request() -> None:
     ledger = Ledger(1, 100)
     admitted(ledger, 0, stop_token_ids=(7, 8), temperature=1.0)
