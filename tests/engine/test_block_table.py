@@ -47,6 +47,18 @@ def test_what_is_forgotten_leaves_a_block_as_any_other() -> None:
         assert (pool.find(key), pool.free, pool.take()) == (None, 1, block)
 
 
+def test_giving_back_a_shared_block_makes_no_room() -> None:
+    pool = BlockPool(1)
+    table = BlockTable(pool, DeviceTables(2, (2,), torch.device("cpu"), 2, Waits()), 0)
+    one = BlockDemand(*(np.array([column]) for column in (0, 0, 0, 0)))
+    table.allocate(table.changes(np.array([0]), one))
+    table.adopt(1, 0, [table.block(0, 0)])
+    further = table.changes(np.array([1]), BlockDemand(*(column + 1 for column in one)))
+    assert not table.can_allocate(further)
+    table.free(0)
+    assert table.can_allocate(further)
+
+
 @pytest.mark.parametrize("always", [None, COLUMNS - 1])
 @given(steps=st.lists(STEP, max_size=8), size=st.integers(4, SLOTS * COLUMNS))
 def test_slots_own_what_they_demand(
