@@ -233,6 +233,10 @@ def test_wrong_files(checkpoint: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=rf"tensor {names[1]} is missing in .*part-1"):
         load_model(Checkpoint(checkpoint), "cpu", torch.float32)
     save_file({n: tensors[n] for n in names[1::2]}, checkpoint / "part-1.safetensors")
+    index.write_text(json.dumps({"weight_map": files | {names[1]: "part-0.safetensors"}}))
+    with pytest.raises(ValueError, match=rf"tensor {names[1]} is missing in .*part-0"):
+        load_model(Checkpoint(checkpoint), "cpu", torch.float32)
+    index.write_text(json.dumps({"weight_map": files}))
     load_model(Checkpoint(checkpoint), "cpu", torch.float32)
     (checkpoint / "part-1.safetensors").write_bytes(b"no tensors")
     with pytest.raises(ValueError, match="is not a safetensors file"):
