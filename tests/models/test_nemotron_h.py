@@ -270,3 +270,10 @@ def test_states_are_one_group_with_the_layers_own_rates() -> None:
     assert all(a is b for a, b in zip(*group.params, layers, strict=True))
     attends = NemotronHConfig.from_dict(random_config("*-"))
     assert NemotronH(attends, "meta", torch.float32).groups == ()
+
+
+def test_mamba_layers_are_numbered_as_their_states_are() -> None:
+    """From 0: the number enters the key of stochastic rounding, here and in `flush`."""
+    model = NemotronH(NemotronHConfig.from_dict(random_config("-M*MM")), "meta", torch.float32)
+    mixers = [model.get_submodule(f"backbone.layers.{i}.mixer") for i in model.state_layers]
+    assert [mixer.mamba_layer for mixer in mixers] == [0, 1, 2]
