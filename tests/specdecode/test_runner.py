@@ -344,3 +344,17 @@ def test_what_is_captured() -> None:
     runs.step({0: 1, 1: 1, 2: 1}, greedy)
     key = StepShape.decoding(3, 1), greedy
     assert set(graphs) - ahead == {("verify_and_accept", key), ("draft", key)}
+
+
+def test_a_kind_of_acceptance_that_comes_late_takes_no_others_graph() -> None:
+    runs = Runs("replay", False, [COLD] * 3, captured=True)
+    runs.runner.capture([greedy])
+    for slot in range(3):
+        runs.admit(slot)
+    runs.step({0: 0, 1: 0}, rejection)
+    captured = runs.runner._captured
+    assert captured is not None
+    mixed = {key: frame for key, frame in captured._frames.items() if key[0].prompt_rows and key[1]}
+    assert {accept for _, accept in mixed} == {greedy, rejection}
+    for key, frame in mixed.items():
+        assert frame.graphs["accept"] == ("accept", key)
