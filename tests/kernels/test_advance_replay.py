@@ -110,6 +110,16 @@ def test_last_retained_is_the_last_that_is_kept(position: int, block: int, rule:
     assert boundaries.last_retained(np.array([position]), kept)[0] == (found[-1] if found else 0)
 
 
+@pytest.mark.parametrize("ring_tokens", [0, *range(1, 16), 31])
+def test_a_ring_has_room_for_pending_tokens_beside_a_steps_own(ring_tokens: int) -> None:
+    """Whatever the state may lack, a step that writes it leaves all of its drafts pending."""
+    for num_draft in range(16):
+        pending = max(ring_tokens, num_draft)
+        length = ring_length(num_draft, ring_tokens)
+        indices = [position % length for position in range(pending + num_draft + 1)]
+        assert len(set(indices)) == len(indices)
+
+
 # The kernel
 
 
