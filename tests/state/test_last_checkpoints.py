@@ -13,12 +13,15 @@ from helpers.hash_model import HashRunner
 from helpers.marks import slow
 from helpers.plain_manager import (
     BLOCK,
+    COLUMNS,
+    SLOTS,
     K,
     counts,
     exact,
     manager,
     run,
     started,
+    tables,
 )
 from helpers.replay_model import decode_row, two_running
 from helpers.small_engine import (
@@ -31,6 +34,7 @@ from helpers.small_engine import (
     text,
     tokenizer,
 )
+from helpers.toy_recurrences import HASH
 from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import NemotronHForCausalLM
@@ -39,6 +43,9 @@ from hybrid_runtime.engine import Engine, SamplingParams
 from hybrid_runtime.engine.request import Request
 from hybrid_runtime.state import (
     Checkpoint,
+    FlushInputs,
+    HybridStateManager,
+    StateLayout,
     StepRows,
 )
 
@@ -285,6 +292,23 @@ def test_no_step_follows_a_flush() -> None:
     runs.step([decode_row(random.Random(4), 1)])
 
 
+def test_no_step_follows_a_flush_even_if_it_would_repeat_the_last_one() -> None:
+    layout = StateLayout(HASH.recurrence, K, BLOCK, kind="replay")
+    made = HybridStateManager(layout, SLOTS, K, "cpu")
+    inputs = FlushInputs(layout.allocate_records(1, SLOTS, "cpu"), HASH.params(1))
+    made.bind({0: layout.allocate(SLOTS * COLUMNS, "cpu")}, tables(), flush_inputs=inputs)
+    made.admit(0)
+    run(made, exact([0], [4], [0]), 1)
+    run(made, exact([4], [4], [3]), 1)
+    made.accepted(run(made, exact([5], [4], [3]), 4))
+    checkpoint = made.last_checkpoint(0)
+    assert checkpoint is not None
+    assert (checkpoint.boundary, checkpoint.column) == (BLOCK, COLUMNS - 1)
+    made.flush([checkpoint])
+    with pytest.raises(ValueError, match="flush"):
+        made.begin_step(exact([9], [4], [3]))
+
+
 @pytest.mark.parametrize("stored", [False, True])
 def test_a_queued_step_keeps_the_rule_that_it_began_with(stored: bool) -> None:
     runs = two_running("replay", depth=1)
@@ -304,10 +328,13 @@ def test_a_checkpoint_of_a_layout_that_flushes_none_is_refused() -> None:
         made.flush([Checkpoint(0, 0, 8, 0)])
 
 
-def test_a_last_checkpoint_is_never_the_former_tenants() -> None:
-    """Whose queued step ends on a boundary, and writes it into blocks that are its own."""
+@pytest.mark.parametrize("read", [False, True])
+def test_a_last_checkpoint_is_never_the_former_tenants(read: bool) -> None:
+    """Whose step ends on a boundary, and writes it into blocks that are its own."""
     made = manager(0, kind="replay")
-    run(made, exact([0], [BLOCK], [0]), 1)
+    step = run(made, exact([0], [BLOCK], [0]), 1)
+    if read:
+        made.accepted(step)
     made.release(0)
     made.admit(0)
     assert made.last_checkpoint(0) is None

@@ -10,6 +10,7 @@ import torch
 from helpers.hash_model import HashRunner
 from helpers.hash_request import Open, Row
 from helpers.plain_manager import (
+    BLOCK,
     COLUMNS,
     between,
     checkpoint,
@@ -65,6 +66,28 @@ def test_a_late_result_says_nothing_of_the_next_tenants_state() -> None:
     run(made, exact([13], [4], [3]), 1)
     assert made.positions.replay is not None
     assert made.positions.replay.pending[0] == 0
+
+
+def test_results_of_a_former_tenant_change_nothing_of_the_next() -> None:
+    """Which starts from a state in its live column, and need not write it soon."""
+    made = manager(0, kind="replay")
+    step = run(made, exact([0], [5], [0]), 1)
+    made.release(0)
+    made.admit(0, BLOCK, COLUMNS - 1)
+    made.accepted(step)
+    table = made._ledger
+    assert (table.computed[0], table.certain[0], table.written[0]) == (BLOCK,) * 3
+    assert table.held[0] == COLUMNS - 1
+
+
+@pytest.mark.parametrize("kind", ["columns", "replay"])
+def test_a_row_killed_in_flight_does_not_end_the_slots_next_tenant(kind: str) -> None:
+    made = started(0, kind=kind)
+    step = run(made, exact([5], [4], [3]), 0)
+    made.release(0)
+    made.admit(0)
+    assert made.accepted(step).tolist() == [0]
+    assert made.holds(0)
 
 
 @pytest.mark.parametrize("point", ["begun", "run", "ended", "begun again"])
