@@ -90,6 +90,18 @@ def test_a_row_killed_in_flight_does_not_end_the_slots_next_tenant(kind: str) ->
     assert made.holds(0)
 
 
+def test_counts_that_were_folded_between_two_ends_are_not_folded_again() -> None:
+    made = manager(steps_in_flight=2)
+    steps = []
+    for slot, length in ((0, 5), (1, 6)):
+        made.admit(slot)
+        steps.append(made.begin_step(StepRows.exact([slot], [0], [length], [0])))
+    for step in steps:
+        made.end_step(step, counts(1))
+    made.begin_step(StepRows.exact([0, 1], [5, 6], [4, 4], [3, 3]))
+    assert made.computed[:2].tolist() == [5, 6]
+
+
 @pytest.mark.parametrize("point", ["begun", "run", "ended", "begun again"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_an_aborted_write_is_never_published(point: str, strategy: Any) -> None:
