@@ -216,6 +216,26 @@ def test_repeated_rows_end_where_positions_do(block: int) -> None:
         manager.begin_step(StepRows.exact([0], [at], [K + 1], [K]))
 
 
+def test_repeated_rows_end_where_the_table_has_no_column_for_their_drafts() -> None:
+    block, columns = 8, 6
+    layout = StateLayout(HASH.recurrence, K, block)
+    manager = HybridStateManager(layout, 1, K, "cpu")
+    table = torch.arange(columns, dtype=torch.int32).view(1, columns)
+    manager.bind({0: layout.allocate(columns, "cpu")}, table)
+    manager.admit(0)
+    manager.retain(0, 0)
+    at, counts = 4, torch.tensor([K + 1], dtype=torch.int32)
+    manager.end_step(manager.begin_step(StepRows.exact([0], [0], [at], [0])), counts * 0 + 1)
+    most = (columns - K) * block
+    while at < most:
+        manager.end_step(manager.begin_step(StepRows.exact([0], [at], [K + 1], [K])), counts)
+        at += K + 1
+    assert at == most
+    assert manager.stats().uploads < manager.stats().steps
+    with pytest.raises(ValueError, match=rf"rows.scheduled\[0\] is {at + K + 1}; it must"):
+        manager.begin_step(StepRows.exact([0], [at], [K + 1], [K]))
+
+
 @layouts
 def test_bounds_in_the_wrong_order_are_refused_beside_a_boundary_too(kind: str) -> None:
     runs = RUNNERS[kind](block_size=16, num_draft=K, columns=12, debug=False)
