@@ -100,6 +100,20 @@ def test_a_state_that_a_hit_takes_is_missing_to_the_others() -> None:
     assert scheduler.admit() == [again]
 
 
+@pytest.mark.parametrize("steps", range(2, 7))
+def test_results_on_their_way_are_nobodys_after_a_preemption(steps: int) -> None:
+    """The request is back in its slot before they are read, and computes those tokens again."""
+    world = World(0, num_blocks=(40, 40), max_requests=1, max_tokens_per_step=64, steps_ahead=1)
+    request = world.submit([1, 2] * 5, max_tokens=12)
+    for _ in range(steps):
+        world.step()
+    world.engine.scheduler.preempt(request)
+    world.step()
+    assert request.restarts == 1
+    assert request.computed == request.hit.tokens
+    world.finish()
+
+
 def test_embeddings_that_fit_run_side_by_side() -> None:
     world = World(0, num_blocks=(4, 20), max_requests=4, max_tokens_per_step=4, steps_ahead=0)
     for token in range(2):
