@@ -192,7 +192,9 @@ class Request:
 
     def forget(self) -> None:
         """It has no slot, and nothing of it has been computed."""
+        prefill = self.prefill
         self.slot, self.line, self.restarts = -1, ledger.blank_line(), self.restarts + 1
+        self.prefill = prefill
 
     def restore(
         self, tokenizer: Tokenizer | None, eos: Collection[int], max_length: int

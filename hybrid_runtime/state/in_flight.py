@@ -195,7 +195,7 @@ class InFlightSteps:
             )
         left = outcome(accepted)
         dead = NO_ROWS
-        if np.count_nonzero(accepted) < len(rows):
+        if np.count_nonzero(accepted) < accepted.size:
             dead = np.flatnonzero(current & (accepted == 0) & (rows.draft > 0))
         step.copied, step.published = NO_ROWS, inside
         if left is not None:

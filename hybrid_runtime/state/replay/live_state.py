@@ -235,7 +235,7 @@ class ReplayPolicy:
         stores: Bools | bool = False
         column: Ints | int = self._live
         # A row with drafts stores no checkpoint unless it was a candidate.
-        if not step.skipped or np.count_nonzero(rows.draft) < len(rows):
+        if len(step.candidates) or np.count_nonzero(rows.draft) < len(slot):
             kept, block = step.kept, self.layout.block_size
             stored = arithmetic.replay_checkpoint(
                 table.certain[slot], computed, certain, rows.draft, block, kept
@@ -248,7 +248,7 @@ class ReplayPolicy:
             computed - table.written[slot], rows.scheduled, decoding(rows),
             stores, table.held[slot] == self._live, self.layout.ring_tokens,
         )  # fmt: skip
-        every = np.count_nonzero(current) == len(rows)
+        every = np.count_nonzero(current) == len(slot)
 
         def book(_: NDArray[np.int32]) -> Outcome | None:
             at = slot if every else slot[current]
