@@ -39,7 +39,7 @@ ROWS = [
     {"drafter": "mtp", "num_speculative_tokens": 3, "num_blocks": (12, 14)},
     *(
         {"drafter": None, "num_speculative_tokens": 0, "steps_ahead": 1} | more
-        for more in ({}, {"state_layout": "columns"}, {"window": 4, "block_size": 8})
+        for more in ({}, {"state_layout": "columns"}, {"ring_tokens": 4, "block_size": 8})
     ),
     *(
         {"drafter": "mtp", "num_speculative_tokens": 3, "block_size": 8, "steps_ahead": 1} | more

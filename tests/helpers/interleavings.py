@@ -38,7 +38,7 @@ class Interleavings(RuleBasedStateMachine):
 
     @initialize(
         num_draft=st.integers(0, 4),
-        window=st.sampled_from([0, 5, 15, 31]),
+        ring_tokens=st.sampled_from([0, 5, 15, 31]),
         in_place=st.booleans(),
         prompt_cuts=st.booleans(),
         depth=st.sampled_from([0, 1, 2, 4]),
