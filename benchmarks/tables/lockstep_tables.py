@@ -47,6 +47,23 @@ def lockstep() -> str:
     return f"{markdown(header, lines)}\n\n{note}"
 
 
+def plain_decode() -> str:
+    """Without drafts: `replay` beside `columns`, which an older commit had."""
+    result = load("h200", "itl-8b-plain")
+    lines = [
+        [
+            str(row["batch"]),
+            f"{row['step_ms']:.2f}",
+            f"{row['peers']['before']['step_ms']:.2f}",
+            f"{row['peer_ratio']:.3f}",
+            f"{row['decode_tok_s']:.0f}",
+        ]
+        for row in sorted(result["rows"], key=lambda row: row["batch"])
+    ]
+    header = ["requests", "`replay`, ms", "`columns`, ms", "÷", "`replay`, tokens/s"]
+    return f"{markdown(header, lines)}\n\n{environment(result)}"
+
+
 def strategies() -> str:
     """ITL under each strategy."""
     result = load("h200", "itl-8b-strategies")
@@ -121,6 +138,7 @@ def _commits(result: Row) -> str:
 
 TABLES = {
     "lockstep": lockstep,
+    "plain-decode": plain_decode,
     "itl-strategies": strategies,
     "window-steps": window_steps,
     "window-shapes": window_shapes,

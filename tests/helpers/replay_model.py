@@ -40,7 +40,8 @@ class ReplayRunner(HashRunner):
     def _flush_inputs(self) -> FlushInputs:
         layers, slots = len(self.states), self.manager.max_requests
         self.records = self.layout.allocate_records(layers, slots, self.device)
-        return FlushInputs(self.records, self.rule.params(layers))
+        params = tuple(p.to(self.device) for p in self.rule.params(layers))
+        return FlushInputs(self.records, params)
 
     def release(self, slot: int) -> None:
         """What its last drafts reached is known, and whole if a queued step stores it."""
