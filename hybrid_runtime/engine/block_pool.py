@@ -52,38 +52,44 @@ class BlockPool:
         """Blocks that can be found by their content."""
         return len(self._block)
 
-    def take(self) -> int:
-        """A block for a first owner, its content lost."""
-        if self._free:
-            block = self._free.pop()
-        else:
+    def take(self, count: int) -> list[int]:
+        """Blocks for a first owner, their content lost. There must be as many."""
+        kept = max(len(self._free) - count, 0)
+        taken = self._free[kept:][::-1]
+        del self._free[kept:]
+        while len(taken) < count:
             block, _ = self._idle.popitem(last=False)
             self._evict(block)
-        self._owners[block] = 1
-        return block
+            taken.append(block)
+        for block in taken:
+            self._owners[block] = 1
+        return taken
 
-    def put(self, block: int) -> None:
-        """One owner less."""
-        self._owners[block] -= 1
-        if self._owners[block]:
-            return
-        if self._key[block] is None:
-            self._free.append(block)
-        else:
-            self._idle[block] = None
+    def put(self, blocks: Iterable[int]) -> None:
+        """One owner less of each."""
+        owners, keys = self._owners, self._key
+        for block in blocks:
+            owners[block] -= 1
+            if owners[block]:
+                continue
+            if keys[block] is None:
+                self._free.append(block)
+            else:
+                self._idle[block] = None
 
-    def share(self, block: int) -> None:
-        """One owner more, of a block that was found."""
-        self._idle.pop(block, None)
-        self._owners[block] += 1
+    def share(self, blocks: Iterable[int]) -> None:
+        """One owner more of each; they were found."""
+        for block in blocks:
+            self._idle.pop(block, None)
+            self._owners[block] += 1
 
     def unowned(self, blocks: Iterable[int]) -> int:
         """How many of these found blocks `share` would take out of `free`."""
-        return sum(block in self._idle for block in blocks)
+        return len(self._idle.keys() & blocks)
 
     def sole(self, blocks: Iterable[int]) -> int:
         """How many of these owned blocks `put` would make free."""
-        return sum(self._owners[block] == 1 for block in blocks)
+        return [self._owners[block] for block in blocks].count(1)
 
     def file(self, key: bytes, block: int) -> bool:
         """Let an owned block be found by `key`; False where another one is found by it already."""
@@ -130,14 +136,18 @@ class BlockPool:
             self._evicted.popitem(last=False)
 
 
-class Change(NamedTuple):
-    """Of the columns that a slot owns. wanted: its demand. dropped: columns whose blocks it gives
-    back. missing: those that it needs blocks for."""
+class Changes(NamedTuple):
+    """Of the columns that slots own. slots: whose demand is another one than the last, int `[n]`.
+    wanted: their demands, one per column. dropped: cells of the tables whose blocks are given back.
+    missing: those that blocks are needed for."""
 
-    slot: int
+    slots: Ints
     wanted: Ints
     dropped: list[int]
     missing: list[int]
+
+
+NO_CHANGES = Changes(np.empty(0, np.intp), np.empty((len(BlockDemand._fields), 0), int), [], [])
 
 
 class BlockTable:
@@ -152,67 +162,72 @@ class BlockTable:
     def __init__(
         self, pool: BlockPool, tables: DeviceTables, index: int, always: int | None = None
     ) -> None:
-        self.pool, self.tables, self._always = pool, tables, always
+        self.pool, self.tables, self._index, self._always = pool, tables, index, always
         self._view, self.device_table = tables.host[index], tables.device[index]
         slots, self.columns = self._view.shape
+        self._start = tables.start[index]
         # The last demand of each slot, one per column.
         self._held = np.full((len(BlockDemand._fields), slots), -1, np.int64)
 
-    def changes(self, slots: Ints, demand: BlockDemand) -> list[Change]:
+    def changes(self, slots: Ints, demand: BlockDemand) -> Changes:
         """What must change for each slot to own the columns of its row of `demand`, and nothing
-        else. Slots whose demand is the last one again cost nothing."""
-        wanted = np.array(demand)
-        rows = (self._held[:, slots] != wanted).any(0).nonzero()[0]
+        else. Slots whose demand is the last one again cost nothing, those that need one more column
+        behind what they own little."""
+        wanted, held = np.array(demand), self._held[:, slots]
+        rows = (held != wanted).any(0).nonzero()[0]
         if not len(rows):
-            return []
-        return [self._change(int(slots[row]), wanted[:, row]) for row in rows]
+            return NO_CHANGES
+        slots, wanted, held = slots[rows], wanted[:, rows], held[:, rows]
+        last, kept = wanted[2], wanted[3]
+        grows = (wanted[:2] == held[:2]).all(0) & (last == held[2] + 1)
+        grows &= (last == kept) & (held[2] == held[3])
+        dropped: list[int] = []
+        missing = (self._start + slots * self.columns + last)[grows].tolist()
+        for row in (~grows).nonzero()[0].tolist():
+            self._change(int(slots[row]), wanted[:, row].tolist(), dropped, missing)
+        return Changes(slots, wanted, dropped, missing)
 
-    def can_allocate(self, changes: Sequence[Change]) -> bool:
+    def can_allocate(self, changes: Changes) -> bool:
         """Whether there are enough free blocks for them."""
-        count = 0
-        for change in changes:
-            count += len(change.missing)
-            count -= self.pool.sole(self._view[change.slot, change.dropped].tolist())
+        count = len(changes.missing)
+        if changes.dropped:
+            count -= self.pool.sole(self.tables.read(changes.dropped))
         return count <= self.pool.free
 
-    def allocate(self, changes: Sequence[Change]) -> list[int]:
+    def allocate(self, changes: Changes) -> list[int]:
         """Make changes for which there is room; the blocks newly taken."""
         # What one slot gives back another one may need.
-        for slot, _, dropped, _ in changes:
-            for column in dropped:
-                self._drop(slot, column)
+        if changes.dropped:
+            self._drop(changes.dropped)
         taken: list[int] = []
-        for slot, wanted, _, missing in changes:
-            for column in missing:
-                block = self._view[slot, column] = self.pool.take()
-                taken.append(block)
-            self._held[:, slot] = wanted
-        self.tables.changed |= bool(taken)
+        if changes.missing:
+            taken = self.pool.take(len(changes.missing))
+            self.tables.write(changes.missing, taken)
+        self._held[:, changes.slots] = changes.wanted
         return taken
 
     def free(self, slot: int) -> None:
         """Give all blocks of a slot back."""
-        for column in np.flatnonzero(self._view[slot] != FREE):
-            self._drop(slot, int(column))
+        owned = np.flatnonzero(self._view[slot] != FREE)
+        self._drop((self._start + slot * self.columns + owned).tolist())
         self._held[:, slot] = -1
 
     def reset(self) -> None:
         """No block has an owner, whatever was before; their content is forgotten."""
         self.pool.reset()
-        self._view.fill(FREE)
+        self.tables.clear(self._index)
         self._held.fill(-1)
-        self.tables.changed = True
 
-    def _change(self, slot: int, wanted: Ints) -> Change:
-        first, fresh, last, kept = wanted.tolist()
-        row = self._view[slot]
+    def _change(self, slot: int, wanted: list[int], dropped: list[int], missing: list[int]) -> None:
+        """Add the cells of one slot's change."""
+        first, fresh, last, kept = wanted
+        row, start = self._view[slot], self._start + slot * self.columns
         below = (row[:first] != FREE).nonzero()[0]
         above = (row[kept + 1 :] != FREE).nonzero()[0] + (kept + 1)
-        dropped = [c for c in (*below.tolist(), *above.tolist()) if c != self._always]
-        missing = (fresh + (row[fresh : last + 1] == FREE).nonzero()[0]).tolist()
+        dropped += [start + c for c in (*below.tolist(), *above.tolist()) if c != self._always]
+        missing += (start + fresh + (row[fresh : last + 1] == FREE).nonzero()[0]).tolist()
         if self._always is not None and row[self._always] == FREE:
-            missing.append(self._always)
-        return Change(slot, wanted, dropped, missing)
+            missing.append(start + self._always)
 
     def block(self, slot: int, column: int) -> int:
         """The block in a column, -1 where there is none."""
@@ -220,12 +235,10 @@ class BlockTable:
 
     def adopt(self, slot: int, first: int, blocks: Sequence[int]) -> None:
         """Let a slot own blocks that were found, in columns from `first` on."""
-        for column, block in enumerate(blocks, first):
-            self.pool.share(block)
-            self._view[slot, column] = block
-        self.tables.changed |= bool(blocks)
+        self.pool.share(blocks)
+        start = self._start + slot * self.columns + first
+        self.tables.write([*range(start, start + len(blocks))], list(blocks))
 
-    def _drop(self, slot: int, column: int) -> None:
-        self.pool.put(int(self._view[slot, column]))
-        self._view[slot, column] = FREE
-        self.tables.changed = True
+    def _drop(self, cells: list[int]) -> None:
+        self.pool.put(self.tables.read(cells))
+        self.tables.write(cells, FREE)

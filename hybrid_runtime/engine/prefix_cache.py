@@ -135,19 +135,17 @@ class PrefixCache:
             here = [block for key in hashes if (block := pool.find(key)) is not None]
             if group == STATE and hit.state is not None:
                 here.append(hit.state)  # all there is, if a copy fails
-            for block in here:
-                pool.share(block)
+            pool.share(here)
             absent = [key for key in hashes if pool.find(key) is None]
             if absent and len(absent) <= pool.free:
-                taken = [pool.take() for _ in absent]
+                taken = pool.take(len(absent))
                 # Behind copies to the host that still read these blocks, see `CopyStream`.
                 if self.host.load(group, absent, taken):
                     for key, block in zip(absent, taken, strict=True):
                         pool.file(key, block)
                     self._stats.host_blocks += len(taken)
                 here += taken
-            for block in here:
-                pool.put(block)
+            pool.put(here)
         return self.find(request)
 
     def _anywhere(self, group: str, pool: BlockPool, key: bytes) -> bool:

@@ -349,7 +349,7 @@ class Scheduler:
         known: tokens computed as far as results have been read, `[rows]`."""
         state = self.state.changes(rows.index, self.manager.block_demand(rows, known))
         kv = self.kv.changes(rows.index, self._kv_demand(rows))
-        if state or kv:
+        if state.slots.size or kv.slots.size:
             if not (self.kv.can_allocate(kv) and self.state.can_allocate(state)):
                 return False
             new_state, new_kv = self.state.allocate(state), self.kv.allocate(kv)

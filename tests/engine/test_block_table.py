@@ -25,26 +25,53 @@ def demands(draw: st.DrawFn) -> tuple[int, ...]:
     return draw(st.integers(0, fresh)), fresh, last, draw(st.integers(last, LAST))
 
 
+WIDE = 3000
+SPAN = st.tuples(st.integers(0, 2 * WIDE), st.integers(0, 3 * WIDE), st.integers(-1, 99))
+"""First cell, how many, and what is written there; -1: a table is cleared instead."""
+
+
+@given(changes=st.lists(SPAN | st.none(), max_size=8))
+def test_the_device_has_what_the_host_has_after_any_uploads(
+    changes: list[tuple[int, int, int] | None],
+) -> None:
+    """Cells that are written again before they are sent, and more changes than are sent one by one.
+    None: an upload."""
+    tables = DeviceTables(2, (WIDE, WIDE + 1), torch.device("cpu"), 2, Waits())
+    for change in changes:
+        if change is None:
+            tables.upload()
+        elif change[2] < 0:
+            tables.clear(change[0] % 2)
+        else:
+            first, count, block = change
+            cells = [*range(first, min(first + count, 4 * WIDE))]
+            tables.write(cells, block)
+            tables.write(cells[::2], [*range(len(cells[::2]))])
+    tables.upload()
+    for host, device in zip(tables.host, tables.device, strict=True):
+        assert (device.numpy() == host).all()
+
+
 STEP = st.dictionaries(st.integers(0, SLOTS - 1), demands(), min_size=1)
 
 
 def test_a_block_that_others_own_too_does_not_become_free() -> None:
     pool = BlockPool(2)
-    shared, own = pool.take(), pool.take()
-    pool.share(shared)
+    shared, own = pool.take(2)
+    pool.share([shared])
     assert pool.sole([shared, own]) == 1
-    pool.put(shared)
+    pool.put([shared])
     assert (pool.sole([shared, own]), pool.free) == (2, 0)
 
 
 def test_what_is_forgotten_leaves_a_block_as_any_other() -> None:
     pool = BlockPool(1)
-    block = pool.take()
+    (block,) = pool.take(1)
     for key in (b"one", b"two"):
         assert pool.file(key, block)
-        pool.put(block)
+        pool.put([block])
         pool.forget(key)
-        assert (pool.find(key), pool.free, pool.take()) == (None, 1, block)
+        assert (pool.find(key), pool.free, pool.take(1)) == (None, 1, [block])
 
 
 def test_giving_back_a_shared_block_makes_no_room() -> None:

@@ -159,13 +159,12 @@ def test_a_hit_below_a_checkpoint_that_was_evicted_says_so(
     for key in lower:  # the longest one was used the longest time ago
         block = pool.find(key)
         assert block is not None
-        pool.share(block)
-        pool.put(block)
+        pool.share([block])
+        pool.put([block])
     taken = []
     while pool.find(longest) is not None:
-        taken.append(pool.take())
-    for block in taken:
-        pool.put(block)
+        taken += pool.take(1)
+    pool.put(taken)
     hit = runs.generate([text(41, 11)], GREEDY)[0].hit
     assert (hit.tokens, hit.short) == (32, "evicted_checkpoint")
 
@@ -352,20 +351,18 @@ def test_bad_retention_is_refused(
 
 def test_owned_blocks_are_never_evicted_and_the_longest_unused_goes_first() -> None:
     pool = BlockPool(3)
-    first, second, third = pool.take(), pool.take(), pool.take()
+    first, second, third = pool.take(3)
     for key, block in ((b"1", first), (b"2", second)):
         assert pool.file(key, block)
     assert not pool.file(b"1", third)
-    for block in (second, first, third):
-        pool.put(block)
+    pool.put([second, first, third])
     assert (pool.free, pool.cached) == (3, 2)
     found = pool.find(b"2")
     assert found == second
-    pool.share(second)
-    assert pool.take() == third
-    assert pool.take() == first
+    pool.share([second])
+    assert pool.take(2) == [third, first]
     assert (pool.find(b"1"), pool.evicted(b"1"), pool.evicted(b"2")) == (None, True, False)
     assert (pool.free, pool.evictions) == (0, 1)
-    pool.put(second)
-    assert pool.take() == second
+    pool.put([second])
+    assert pool.take(1) == [second]
     assert pool.find(b"2") is None

@@ -91,10 +91,9 @@ def test_a_state_that_a_hit_takes_is_missing_to_the_others() -> None:
     again = world.submit(prompt, max_tokens=1)
     hit = world.engine.prefix_cache.find(again)
     assert hit.state is not None
-    pool.share(hit.state)
-    pool.put(hit.state)  # the last one that makes room
-    while pool.free > scheduler.manager.layout.block_budget(0).admission:
-        pool.take()
+    pool.share([hit.state])
+    pool.put([hit.state])  # the last one that makes room
+    pool.take(pool.free - scheduler.manager.layout.block_budget(0).admission)
     assert scheduler.admit() == []
     world.engine.abort(world.requests[1])
     assert scheduler.admit() == [again]
@@ -132,10 +131,9 @@ def test_a_copy_that_fails_costs_no_hit() -> None:
     assert cache.find(again).tokens == 2 * BLOCK
     early = pool.find(again.hashes[0])
     assert early is not None
-    pool.share(early)
-    pool.put(early)  # the last one that makes room
-    while pool.free > 1:
-        pool.take()
+    pool.share([early])
+    pool.put([early])  # the last one that makes room
+    pool.take(pool.free - 1)
     hit = cache.find(again)
     assert hit.tokens == BLOCK
     world.break_copies(True)
@@ -147,10 +145,10 @@ def test_only_blocks_that_were_gone_come_from_the_host() -> None:
     prompt = [1, 2] * 5
     world.submit(prompt, max_tokens=1)
     world.drain()
-    cache, pool, block = world.engine.prefix_cache, world.pools["kv"], -1
+    cache, pool = world.engine.prefix_cache, world.pools["kv"]
     while not pool.evictions:
-        block = pool.take()
-    pool.put(block)
+        taken = pool.take(1)
+    pool.put(taken)
     again = world.submit(prompt, max_tokens=1)
     hit = cache.find(again)
     assert hit.tokens == 0

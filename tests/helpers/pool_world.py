@@ -227,11 +227,11 @@ class World:
         keys = list(host._blocks[group])
         for start in range(0, len(keys), pool.size):
             part = keys[start : start + pool.size]
-            blocks = [pool.take() for _ in part]
+            blocks = pool.take(len(part))
             assert host.load(group, part, blocks)
             for key, block in zip(part, blocks, strict=True):
                 assert pool.file(key, block)
-                pool.put(block)
+            pool.put(blocks)
             self._check_content()
             pool.clear()
         host.tier.free(group, [host._blocks[group].pop(key) for key in keys])

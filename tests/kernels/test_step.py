@@ -18,6 +18,7 @@ from hybrid_runtime.kernels.step import (
     commit_tokens,
     entry,
     prepare_inputs,
+    write_cells,
 )
 from hybrid_runtime.kernels.step.commit_tokens import DraftInputs
 from hybrid_runtime.kernels.step.prepare_inputs import StepInputs
@@ -203,6 +204,21 @@ def test_the_mark_of_broken_logits_reaches_the_host_and_no_text() -> None:
     assert (out.tokens >= 0).all()
 
 
+@kernels
+@pytest.mark.parametrize("count", [0, 1, 255, 256, 700])
+def test_cells_are_written_and_no_others(count: int) -> None:
+    generator = torch.Generator().manual_seed(count)
+    cells = torch.stack([torch.randperm(1000, generator=generator)] * 2, dim=1).int()
+    cells[:, 1] += 5
+    wanted = torch.full((1000,), -1, dtype=torch.int32)
+    write_cells.write_cells_reference(wanted, cells, count)
+    assert int((wanted >= 0).sum()) == count
+    assert (wanted[wanted >= 0] == (wanted >= 0).nonzero()[:, 0] + 5).all()
+    table = torch.full((1000,), -1, dtype=torch.int32, device=DEVICE)
+    write_cells.write_cells(table, cells.to(DEVICE), count)
+    assert table.tolist() == wanted.tolist()
+
+
 PREPARE = {"WIDTH": 8, "ROWS": 64, "TILE": 128}
 COMMIT = {"WIDTH": 8, "TILE": 128}
 COMPILED: list[tuple[Any, dict[str, Any]]] = [
@@ -210,8 +226,9 @@ COMPILED: list[tuple[Any, dict[str, Any]]] = [
     *((commit_tokens._commit_tokens_kernel, COMMIT | {"NUM_DRAFT": k}) for k in (0, 1, 3)),
     (prepare_inputs._prepare_inputs_kernel, PREPARE | {"NUM_DRAFT": 15, "WIDTH": 16}),
     (commit_tokens._commit_tokens_kernel, COMMIT | {"NUM_DRAFT": 15, "WIDTH": 32}),
+    (write_cells._write_cells_kernel, {}),
 ]
-NUMBERS = {"num_rows", "rows", "pad", "num_tokens"}
+NUMBERS = {"num_rows", "rows", "pad", "num_tokens", "count"}
 
 
 @plain
@@ -230,6 +247,7 @@ LAUNCHED_DIRECTLY = (
     prepare_inputs._prepare_inputs_kernel,
     advance_columns._advance_kernel,
     advance_replay._advance_replay_kernel,
+    write_cells._write_cells_kernel,
 )
 NUMBERS_OF_ALL = NUMBERS | {"num_entries", "max_rows", "live_column", "window", "ring"}
 
