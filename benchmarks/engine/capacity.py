@@ -86,9 +86,9 @@ class Room:
     def __init__(self, shape: NemotronHConfig, load: Load, dtype: torch.dtype, budget: int) -> None:
         ssm = getattr(torch, load.ssm_dtype)
         self.bytes = request_bytes(shape, load.state_layout, ssm, dtype)
-        block = self.bytes["block_size"]
-        kv_blocks = -(-(load.isl + load.osl) // block)
-        self.kv_bytes = kv_blocks * block * self.bytes["kv_per_token"]
+        kv_block = load.config.kv_block(self.bytes["block_size"])
+        kv_blocks = -(-(load.isl + load.osl) // kv_block) + 1  # and one for drafts
+        self.kv_bytes = kv_blocks * kv_block * self.bytes["kv_per_token"]
         self.requests = budget // (self.bytes["state"] + self.kv_bytes)
         states = 1 + CHECKPOINTS + (DRAFTS if load.state_layout == "columns" else 0)
         self.blocks = self.requests * kv_blocks, self.requests * states

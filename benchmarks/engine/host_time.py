@@ -67,7 +67,8 @@ PARTS = {
 }
 """Methods whose time is a part's, without parts inside it; the rest of a step is "other"."""
 BLOCK = 1056
-"""Tokens of a block, the 8B's: a row crosses into another one every 420th step."""
+"""Tokens between two states that are saved, the 8B's: a row gets there every 420th step. Its KV
+blocks have 32 tokens."""
 WARM_UP = 16
 
 

@@ -59,9 +59,10 @@ class Bench:
         self.block = states.block_size
         longest = max(args.isl, args.alike) + OUTPUT
         columns = -(-longest // self.block) + 1
+        kv_blocks = columns * (self.block // EngineConfig().kv_block(self.block))
         # Three prompts that fill the cache and the request that runs.
         checkpoints = columns if retention == "all" else 2
-        blocks = 4 * columns, 3 * checkpoints + columns + 8
+        blocks = 4 * kv_blocks, 3 * checkpoints + columns + 8
         options = EngineConfig(
             drafter="mtp",
             num_speculative_tokens=DRAFTS,
@@ -73,7 +74,7 @@ class Bench:
             synthetic_acceptance=ACCEPTANCE,
             state_layout=kind,
             retention=retention,
-            host_blocks=(2 * columns, 2 * checkpoints) if host else None,
+            host_blocks=(2 * kv_blocks, 2 * checkpoints) if host else None,
         )
         self.engine = Engine(model, options, head=head)
         self.engine.capture()

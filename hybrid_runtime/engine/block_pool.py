@@ -102,6 +102,11 @@ class BlockPool:
     def find(self, key: bytes) -> int | None:
         return self._block.get(key)
 
+    def find_leading(self, keys: Iterable[bytes]) -> list[int]:
+        """The blocks of these keys, up to the first that is not there."""
+        found: list[Any] = [*map(self._block.get, keys)]
+        return found[: found.index(None)] if None in found else found
+
     def evicted(self, key: bytes) -> bool:
         """Whether the content of `key` was there once, as far back as is remembered."""
         return key in self._evicted
@@ -178,9 +183,8 @@ class BlockTable:
         if not len(rows):
             return NO_CHANGES
         slots, wanted, held = slots[rows], wanted[:, rows], held[:, rows]
-        last, kept = wanted[2], wanted[3]
-        grows = (wanted[:2] == held[:2]).all(0) & (last == held[2] + 1)
-        grows &= (last == kept) & (held[2] == held[3])
+        last = wanted[2]
+        grows = (wanted[:2] == held[:2]).all(0) & (last == held[2] + 1) & (held[2] == held[3])
         dropped: list[int] = []
         missing = (self._start + slots * self.columns + last)[grows].tolist()
         for row in (~grows).nonzero()[0].tolist():
@@ -232,6 +236,11 @@ class BlockTable:
     def block(self, slot: int, column: int) -> int:
         """The block in a column, -1 where there is none."""
         return int(self._view[slot, column])
+
+    def blocks(self, slot: int, columns: slice) -> list[int]:
+        """Those in some columns."""
+        owned: list[int] = self._view[slot, columns].tolist()
+        return owned
 
     def adopt(self, slot: int, first: int, blocks: Sequence[int]) -> None:
         """Let a slot own blocks that were found, in columns from `first` on."""

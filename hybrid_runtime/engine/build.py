@@ -86,6 +86,7 @@ def cache_memory(
         config.max_requests,
         longest(config, model.device),
         num_blocks,
+        config.kv_block(layout.block_size),
         config.steps_ahead_on(model.device) + 2,
         waits,
     )
@@ -114,6 +115,7 @@ def prefix_cache(config: EngineConfig, memory: Memory, block_size: int) -> Prefi
         memory.kv,
         memory.state,
         block_size,
+        config.kv_block(block_size),
         config.retention,
         None if host is None else HostCache(memory.host_tier(host)),
     )
@@ -134,6 +136,7 @@ def scheduler(
         config.steps_ahead_on(manager.device),
         cache if config.prefix_caching else None,
         config.max_waiting,
+        config.kv_block(manager.layout.block_size),
     )
 
 

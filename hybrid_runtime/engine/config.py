@@ -34,7 +34,12 @@ _LEAST = {
     "max_tokens_per_step": 2,
     "max_prompt_tokens": 1,
 }
-_LEAST_IF_SET = {"max_waiting": 1, "block_size": 1, "num_speculative_tokens": 0, "ring_tokens": 0}
+_LEAST_IF_SET = {
+    "max_waiting": 1, "block_size": 1, "kv_block_size": 1, "num_speculative_tokens": 0,
+    "ring_tokens": 0,
+}  # fmt: skip
+KV_BLOCK_SIZES = (64, 32, 16)
+"""Tokens; of those that divide a state's block the first is taken."""
 
 
 class EngineOptions(TypedDict, total=False):
@@ -58,6 +63,7 @@ class EngineOptions(TypedDict, total=False):
     stochastic_rounding: bool
     conv_layout: ConvLayout
     block_size: int | None
+    kv_block_size: int | None
     memory_fraction: float
     num_blocks: tuple[int, int] | None
     prefix_caching: bool
@@ -135,7 +141,12 @@ class EngineConfig:
     """Of the convolutions' states in memory, see `ConvLayout`."""
 
     block_size: int | None = None
-    """Tokens per block. None: the smallest for which a block of keys and values holds a state."""
+    """Tokens between two positions at which states can be saved. None: the smallest number whose
+    keys and values take as much memory as a state."""
+
+    kv_block_size: int | None = None
+    """Tokens of a block of keys and values, a divisor of `block_size`. None: the largest of 64, 32
+    and 16 that is one, or `block_size` where none is."""
 
     memory_fraction: float = 0.9
     """On a GPU: share of its whole memory that may be in use, weights and other programs' included,
@@ -190,6 +201,13 @@ class EngineConfig:
         """`steps_ahead`, whatever was left to the default."""
         return int(device.type == "cuda") if self.steps_ahead is None else self.steps_ahead
 
+    def kv_block(self, block_size: int) -> int:
+        """`kv_block_size`, whatever was left to the default, with states at multiples of
+        `block_size`."""
+        if self.kv_block_size is not None:
+            return self.kv_block_size
+        return next((size for size in KV_BLOCK_SIZES if block_size % size == 0), block_size)
+
     def graphs_on(self, device: torch.device) -> bool:
         """`graphs`, whatever was left to the default."""
         return device.type == "cuda" if self.graphs is None else self.graphs
@@ -221,6 +239,11 @@ class EngineConfig:
                 f"stochastic_rounding is True with ssm_dtype={layout.matrix_dtype} and "
                 f"state_layout={layout.kind!r}; it must be False unless states are float16 or "
                 "bfloat16 in the replay layout"
+            )
+        if block_size % self.kv_block(block_size):
+            raise ValueError(
+                f"kv_block_size is {self.kv_block_size}; it must divide the block size "
+                f"({block_size})"
             )
         if isinstance(self.retention, int) and self.retention % layout.block_size:
             raise ValueError(

@@ -76,7 +76,7 @@ class Ledger:
     most: prompt and output at their longest.
     prompt: of the prompt.
     hit: found in the prefix cache.
-    filed: leading blocks whose keys and values others can find.
+    filed: boundaries up to which others can find its keys and values.
     turn: prompts run in the order of these, see `Scheduler`.
     wants: bits, see `SAMPLED`.
     epoch: changes when a request leaves the slot, so that late results are dropped.

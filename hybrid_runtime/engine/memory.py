@@ -44,6 +44,7 @@ class Memory:
         slots: int,
         max_length: int,
         num_blocks: tuple[int, int],
+        kv_block: int,
         depth: int,
         waits: Waits,
     ) -> Memory:
@@ -51,18 +52,19 @@ class Memory:
 
         head: the draft head, whose keys and values need room too, or None.
         num_blocks: KV blocks and state blocks.
+        kv_block: tokens of a KV block.
         depth: steps that may be queued, and two.
         waits: where waits for block tables on their way are counted.
         """
-        device, dtype, block = model.device, model.dtype, layout.block_size
+        device, dtype = model.device, model.dtype
         group = state_group(model)
-        columns, row = -(-max_length // block), layout.table_row(max_length)
+        columns, row = -(-max_length // kv_block), layout.table_row(max_length)
         tables = DeviceTables(slots, (columns, row.columns), device, depth, waits)
         kv = BlockTable(BlockPool(num_blocks[0]), tables, 0)
         state = BlockTable(BlockPool(num_blocks[1]), tables, 1, row.always)
 
         def cache(shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
-            one = torch.zeros((kv.pool.size, block, *shape), dtype=dtype, device=device)
+            one = torch.zeros((kv.pool.size, kv_block, *shape), dtype=dtype, device=device)
             return one, torch.zeros_like(one)
 
         keys = {layer: cache(model.kv_shape) for layer in model.kv_layers}

@@ -81,10 +81,11 @@ def units(
         layers += [head.kv_shape] * len(head.kv_layers)
     elements = sum(2 * heads * size for heads, size in layers)
     states, length = len(state_group(model).layers), longest(config, device)
-    words = length + -(-length // layout.block_size) + layout.table_row(length).columns
+    kv_block = config.kv_block(layout.block_size)
+    words = length + -(-length // kv_block) + layout.table_row(length).columns
     drawn = model.vocab_size if config.sampled_drafts and head is not None else 0
     return Units(
-        kv_block=elements * model.dtype.itemsize * layout.block_size,
+        kv_block=elements * model.dtype.itemsize * kv_block,
         state_block=layout.page_bytes * states,
         slot=layout.record_bytes * states + 4 * words + 4 * config.num_draft * drawn,
     )
@@ -107,7 +108,8 @@ class Planner:
         narrowed = narrowed_weight(head, config.sampled_drafts, device)
         self._draft_copy = 0 if narrowed is None else narrow_bytes(narrowed)
         self._units = units(config, layout, model, head, device)
-        self._columns = -(-longest(config, device) // layout.block_size)
+        self._kv_block = config.kv_block(layout.block_size)
+        self._columns = -(-longest(config, device) // self._kv_block)
         self._budget = layout.block_budget(config.steps_ahead_on(device))
 
     def plan(self, memory: DeviceMemory | None = None) -> MemoryPlan:
@@ -213,10 +215,10 @@ class Planner:
         """States that a cached prefix keeps, per block of its keys and values."""
         retention = self.config.retention
         if retention == "all":
-            return 1.0
+            return self._kv_block / self._layout.block_size
         if retention == "prompt":
             return 2 / (1 + self._columns)  # one a prompt, prompts of half the length
-        return self._layout.block_size / retention
+        return self._kv_block / retention
 
     def _refusal(self, least: MemoryPlan, room: int, memory: DeviceMemory) -> str:
         config = self.config

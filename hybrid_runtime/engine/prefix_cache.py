@@ -1,8 +1,10 @@
 """Prefix cache: blocks of keys and values, and the states at their ends, found by their content.
 
-A hit needs both kinds, at one boundary: the keys and values of every block below it, and the state
-checkpoint at it. The key of block `i` is a hash of all tokens up to its end, begun with the
-tenant's name, so that no tenant finds what another one has computed.
+A hit needs both kinds, at one boundary, a multiple of a state's block: all keys and values below
+it, whose blocks may be smaller, and the checkpoint at it. The key of KV block `i` is a hash of all
+tokens up to its end, begun with the tenant's name, so that no tenant finds what another one has
+computed; the key of a checkpoint is that of the KV block that ends there. Keys and values are filed
+from boundary to boundary, since between two nobody can hit.
 
 What a drafter needs of the prefix: its keys and values lie in the same blocks as the target's. They
 were written with the true next token at every position but the block's last, whose next token is
@@ -50,19 +52,23 @@ class PrefixStats:
 
 
 class PrefixCache:
-    """Files blocks of two pools and finds them again. block: tokens of one. retention: which
-    boundaries have their state saved, see `EngineConfig`."""
+    """Files blocks of two pools and finds them again. block: tokens between two boundaries.
+    kv_block: tokens of a KV block, a divisor of it. retention: which boundaries have their state
+    saved, see `EngineConfig`."""
 
     def __init__(
         self,
         keys: BlockTable,
         state: BlockTable,
         block: int,
+        kv_block: int,
         retention: RetentionPolicy,
         host: HostCache | None = None,
     ) -> None:
         self.keys, self.state, self.block, self.retention = keys, state, block, retention
         self.host = host
+        # KV blocks from one boundary to the next.
+        self._each = block // kv_block
         self._stats = PrefixStats()
 
     @property
@@ -92,26 +98,26 @@ class PrefixCache:
         most = (request.length - 1) // self.block
         if not most:
             return Hit(short="short_prompt")
-        keys: list[int] = []
-        for key in request.hashes[:most]:
-            block = self.keys.pool.find(key)
-            if block is None:
-                break
-            keys.append(block)
-        known = len(keys)
+        hashes, each = request.hashes, self._each
+        keys = self.keys.pool.find_leading(hashes[: most * each])
+        known = len(keys) // each
         short: ShortHit | None = None
-        if known < most and self.keys.pool.evicted(request.hashes[known]):
-            short = "evicted_keys"
+        if known < most:
+            last = self._keys(request, known)[-1]  # filed with those before it
+            if self.keys.pool.find(last) is not None or self.keys.pool.evicted(last):
+                short = "evicted_keys"
         usable = count = min(known, request.most_hit // self.block)
         if usable < known:
             short = "prompt_logprobs" if request.pooled_from is None else "pooled"
-        while count and self.state.pool.find(request.hashes[count - 1]) is None:
+        while count and self.state.pool.find(hashes[count * each - 1]) is None:
             count -= 1
         if count < usable:
-            gone = self.state.pool.evicted(request.hashes[usable - 1])
+            gone = self.state.pool.evicted(hashes[usable * each - 1])
             short = "evicted_checkpoint" if gone else "no_checkpoint"
-        state = self.state.pool.find(request.hashes[count - 1]) if count else None
-        return Hit(count * self.block, tuple(keys[:count]), state, known * self.block, short)
+        state = self.state.pool.find(hashes[count * each - 1]) if count else None
+        return Hit(
+            count * self.block, tuple(keys[: count * each]), state, known * self.block, short
+        )
 
     def promote(self, request: Request, hit: Hit) -> Hit:
         """The hit after blocks that only the host has were copied to the device, if that makes it
@@ -119,16 +125,17 @@ class PrefixCache:
         if self.host is None:
             return hit
         pools = {KEYS: self.keys.pool, STATE: self.state.pool}
+        hashes, each = request.hashes, self._each
         most = request.most_hit // self.block
         count = min(hit.known // self.block, most)
-        while count < most and self.host.has(KEYS, request.hashes[count]):
+        while count < most and self._anywhere(KEYS, pools[KEYS], self._keys(request, count)):
             count += 1
         first = hit.tokens // self.block
-        while count > first and not self._anywhere(STATE, pools[STATE], request.hashes[count - 1]):
+        while count > first and not self._anywhere(STATE, pools[STATE], [hashes[count * each - 1]]):
             count -= 1
         if count == first:
             return hit
-        wanted = {KEYS: request.hashes[:count], STATE: request.hashes[count - 1 : count]}
+        wanted = {KEYS: hashes[: count * each], STATE: [hashes[count * each - 1]]}
         for group, hashes in wanted.items():
             pool = pools[group]
             # Those that are here must not make room for the others.
@@ -148,8 +155,16 @@ class PrefixCache:
             pool.put(here)
         return self.find(request)
 
-    def _anywhere(self, group: str, pool: BlockPool, key: bytes) -> bool:
-        return pool.find(key) is not None or (self.host is not None and self.host.has(group, key))
+    def _keys(self, request: Request, index: int) -> list[bytes]:
+        """Of the KV blocks between boundary number `index` and the next."""
+        return request.hashes[index * self._each : (index + 1) * self._each]
+
+    def _anywhere(self, group: str, pool: BlockPool, keys: Iterable[bytes]) -> bool:
+        """Whether each of these is on the device or on the host."""
+        return all(
+            pool.find(key) is not None or (self.host is not None and self.host.has(group, key))
+            for key in keys
+        )
 
     def order_reuse(self, keys: list[int], state: list[int]) -> None:
         """These blocks were just handed out: let the launches that write them run behind copies
@@ -193,7 +208,7 @@ class PrefixCache:
     def is_unfiled(self, request: Request, checkpoint: Checkpoint) -> bool:
         """Whether this checkpoint, in a block that the request owns, can be filed and is not."""
         self._hash(request)
-        index = checkpoint.boundary // self.block
+        index = checkpoint.boundary // self.block * self._each
         if index > len(request.hashes) or self.state.block(request.slot, checkpoint.column) < 0:
             return False
         return self.state.pool.find(request.hashes[index - 1]) is None
@@ -204,17 +219,15 @@ class PrefixCache:
         launches that wrote them come before any that a later hit leads to, on the same stream."""
         self._hash(request)
         # What was accepted beyond the request's own end has no place in its text.
-        hashes = request.hashes
+        hashes, each = request.hashes, self._each
         states = [
-            (hashes[boundary // self.block - 1], self.state.block(slot, column))
+            (hashes[boundary // self.block * each - 1], self.state.block(slot, column))
             for slot, _, boundary, column in checkpoints
-            if boundary // self.block <= len(hashes)
+            if boundary // self.block * each <= len(hashes)
         ]
-        full = min(request.computed // self.block, len(hashes))
-        keys = [
-            (hashes[index], self.keys.block(request.slot, index))
-            for index in range(request.filed, full)
-        ]
+        full = min(request.computed // self.block, len(hashes) // each)
+        span = slice(request.filed * each, max(request.filed, full) * each)
+        keys = [*zip(hashes[span], self.keys.blocks(request.slot, span), strict=True)]
         request.filed = max(request.filed, full)
         for group, pool, blocks in (
             (STATE, self.state.pool, states),
@@ -233,12 +246,14 @@ class PrefixCache:
             self.host.forget(request.hashes)
 
     def _hash(self, request: Request) -> None:
-        """Hash the full blocks of all tokens known."""
-        done, total = len(request.hashes), request.length // self.block
-        if done == total:
+        """Hash the KV blocks of all tokens known, up to the last boundary."""
+        hashes, size = request.hashes, self.block // self._each
+        first, last = len(hashes) * size, request.length // self.block * self.block
+        if first == last:
             return
-        parent = request.hashes[-1] if done else sha256(request.tenant.encode()).digest()
-        tokens = request.span(done * self.block, total * self.block)
-        for block in tokens.reshape(-1, self.block):
-            parent = sha256(parent + block.tobytes()).digest()
-            request.hashes.append(parent)
+        parent = hashes[-1] if hashes else sha256(request.tenant.encode()).digest()
+        tokens = request.span(first, last)
+        data, step = tokens.tobytes(), size * tokens.itemsize
+        for start in range(0, len(data), step):
+            parent = sha256(parent + data[start : start + step]).digest()
+            hashes.append(parent)

@@ -45,7 +45,7 @@ class Hit:
     tokens: leading tokens that need not run, because keys, values and a state are there.
     keys: their KV blocks. state: block of the checkpoint behind them, None without a hit.
     known: leading tokens whose keys and values are there, with a checkpoint or without.
-    short: why `tokens` is not more. "short_prompt": the prompt is not longer than a block.
+    short: why `tokens` is not more. "short_prompt": the prompt is not longer than `block_size`.
     "pooled", "prompt_logprobs": an embedding, or log-probabilities of the prompt, need the hidden
     states that follow. "no_checkpoint": no state was saved where the known keys and values end.
     "evicted_keys", "evicted_checkpoint": they were there, and made room for others. None: more of
@@ -79,7 +79,7 @@ class Request:
     tenant: requests of other tenants find nothing that it computed.
     restarts: how often it lost its slot before it ended.
     hit: what it found in the prefix cache when it was last admitted.
-    hashes: keys of its full blocks in the prefix cache, as far as they were needed.
+    hashes: keys of its KV blocks in the prefix cache, up to a boundary, as far as they were needed.
     logprobs: of its output if asked for, perhaps of more; see `output_logprobs`.
     prompt_logprobs: of the leading tokens of its prompt if asked for, without the first's; see
     `all_prompt_logprobs`.

@@ -74,9 +74,11 @@ class Scheduler:
         steps_ahead: int,
         cache: PrefixCache | None,
         max_waiting: int | None,
+        kv_block: int,
     ) -> None:
+        """kv_block: tokens of a KV block; the other arguments are the engine's."""
         self.manager, self.kv, self.state = manager, kv, state
-        self.block_size = manager.layout.block_size
+        self.block_size, self.kv_block = manager.layout.block_size, kv_block
         self.num_draft = manager.num_speculative_tokens
         self.steps_ahead, self.cache = steps_ahead, cache
         self._state_budget = manager.layout.block_budget(steps_ahead)
@@ -114,7 +116,7 @@ class Scheduler:
         """The most KV blocks and state blocks that such a request can own at once."""
         longest = min(prompt_tokens + max_tokens, self.max_length)
         longest += overshoot(self.num_draft, self.steps_ahead)
-        return -(-longest // self.block_size), self._state_budget.most
+        return int(self._blocks(longest)), self._state_budget.most
 
     @property
     def full(self) -> bool:
@@ -229,17 +231,19 @@ class Scheduler:
 
     def _owed(self, slots: Ints) -> int:
         """KV blocks that running requests may take any time: for the tokens that each is known to
-        need, the one that follows in a text among them, and one more if it can get that long."""
+        need, the one that follows in a text among them, and for `block_size` more, as far as it can
+        get that long."""
         table = self.ledger
         have = self._blocks(table.computed_max[slots])
         follows = table.most[slots] > table.prompt[slots]
         known = np.maximum(self._blocks(table.prefill[slots] + follows), have)
         most = self._blocks(table.most[slots] + overshoot(self.num_draft, self.steps_ahead))
-        return int((known - have + (known < most)).sum())
+        more = np.clip(most - known, 0, self.block_size // self.kv_block)
+        return int((known - have + more).sum())
 
     def _blocks(self, tokens: Any) -> Any:
-        """Blocks for so many tokens."""
-        return -(-tokens // self.block_size)
+        """KV blocks for so many tokens."""
+        return -(-tokens // self.kv_block)
 
     def schedule(self) -> Schedule | None:
         """Rows of the next step, with their blocks handed out; None when no request can run.
@@ -362,7 +366,7 @@ class Scheduler:
         """All blocks up to where the drafter looks: its own passes reach K - 1 tokens further than
         the step."""
         end = rows.computed_max + rows.scheduled + max(self.num_draft - 1, 0)
-        last = (end - 1) // self.block_size
+        last = (end - 1) // self.kv_block
         zero = np.zeros(len(rows), np.int64)
         return BlockDemand(zero, zero, last, last)
 

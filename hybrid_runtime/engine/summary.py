@@ -35,11 +35,12 @@ def _chosen(
     return [
         f"states: layout {layout.kind}, ring of {layout.ring_tokens} tokens, "
         f"{layout.matrix_dtype}, "
-        f"blocks of {layout.block_size} tokens, "
+        f"saved every {layout.block_size} tokens, "
         f"{gib(layout.bytes_per_request(layers, checkpoints=1))} per request with a checkpoint, "
         f"at most {most} blocks of {gib(layers * layout.page_bytes)} each",
         f"memory: {config.max_requests} slots for requests of up to {config.max_model_len} tokens, "
-        f"{blocks[0]} KV blocks, {blocks[1]} state blocks ({plan})",
+        f"{blocks[0]} KV blocks of {config.kv_block(layout.block_size)} tokens, "
+        f"{blocks[1]} state blocks ({plan})",
         f"steps: drafts {drafts}, strategy {config.strategy}, {ahead} ahead, "
         f"{'CUDA' if graphs else 'no'} graphs, retention "
         f"{config.retention if config.prefix_caching else 'of nothing (no prefix cache)'}",
@@ -57,10 +58,11 @@ def _given_up(
         )
     if config.prefix_caching and block >= config.max_model_len:
         yield (
-            f"no prefix can be found again: a block has {block} tokens and requests at most "
-            f"{config.max_model_len} (max_model_len); a smaller block_size would let them"
+            f"no prefix can be found again: states are saved every {block} tokens and requests "
+            f"have at most {config.max_model_len} (max_model_len); a smaller block_size would let "
+            "them"
         )
-    full = config.max_requests * -(-longest(config, device) // block)
+    full = config.max_requests * -(-longest(config, device) // config.kv_block(block))
     if config.num_blocks is None and plan.num_blocks[0] < full:
         fit = plan.num_blocks[0] * config.max_requests // full
         yield (

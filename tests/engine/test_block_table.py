@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from hybrid_runtime.device.sync import Waits
@@ -26,22 +26,23 @@ def demands(draw: st.DrawFn) -> tuple[int, ...]:
 
 
 WIDE = 3000
-SPAN = st.tuples(st.integers(0, 2 * WIDE), st.integers(0, 3 * WIDE), st.integers(-1, 99))
-"""First cell, how many, and what is written there; -1: a table is cleared instead."""
+SPAN = st.tuples(st.integers(0, 2 * WIDE), st.integers(0, 3 * WIDE), st.integers(0, 99))
+"""First cell, how many, and what is written there."""
 
 
-@given(changes=st.lists(SPAN | st.none(), max_size=8))
+@given(changes=st.lists(SPAN | st.none() | st.integers(0, 1), max_size=8))
+@example(changes=[(5, 9, 3), None, 0])
 def test_the_device_has_what_the_host_has_after_any_uploads(
-    changes: list[tuple[int, int, int] | None],
+    changes: list[tuple[int, int, int] | int | None],
 ) -> None:
     """Cells that are written again before they are sent, and more changes than are sent one by one.
-    None: an upload."""
+    None: an upload. A number: that table is cleared."""
     tables = DeviceTables(2, (WIDE, WIDE + 1), torch.device("cpu"), 2, Waits())
     for change in changes:
         if change is None:
             tables.upload()
-        elif change[2] < 0:
-            tables.clear(change[0] % 2)
+        elif isinstance(change, int):
+            tables.clear(change)
         else:
             first, count, block = change
             cells = [*range(first, min(first + count, 4 * WIDE))]
@@ -88,6 +89,7 @@ def test_giving_back_a_shared_block_makes_no_room() -> None:
 
 @pytest.mark.parametrize("always", [None, COLUMNS - 1])
 @given(steps=st.lists(STEP, max_size=8), size=st.integers(4, SLOTS * COLUMNS))
+@example(steps=[{0: (0, 0, last, last)} for last in (0, 1, 4, 5, 2, 3)], size=9)
 def test_slots_own_what_they_demand(
     always: int | None, steps: list[dict[int, tuple[int, ...]]], size: int
 ) -> None:

@@ -146,10 +146,21 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"drafter": "mtp", "eagle_path": "x"}, "eagle_path is 'x' with drafter='mtp'"),
     ({"eagle_path": 5}, "eagle_path is 5; it must be a directory or a hub id"),
     ({"eagle_path": "/no/such/place"}, "'/no/such/place' does not exist"),
+    ({"kv_block_size": 0}, "kv_block_size is 0; it must be an integer of at least 1"),
+    (
+        {"block_size": 16, "kv_block_size": 6},
+        r"kv_block_size is 6; it must divide the block size \(16\)",
+    ),
     ({"block_size": 16, "retention": 24}, "retention is 24; .* multiple of the block size"),
     ({"stochastic_rounding": True}, "stochastic_rounding is True with ssm_dtype=torch.float32"),
     ({}, "has no weights"),
 ]
+
+
+def test_kv_blocks_are_small_where_that_divides_the_blocks_of_states() -> None:
+    sizes = {4224: 64, 1056: 32, 1328: 16, 48: 16, 16: 16, 40: 40, 11: 11, 8: 8}
+    assert {block: EngineConfig().kv_block(block) for block in sizes} == sizes
+    assert EngineConfig(kv_block_size=4).kv_block(8) == 4
 
 
 @pytest.mark.parametrize(("options", "message"), BAD, ids=[m for _, m in BAD])

@@ -26,6 +26,7 @@ __all__ = ["hf", "prompts", "tokenizer", "wanted"]  # fixtures
 ROWS = [
     {"drafter": None, "num_speculative_tokens": 0},
     *({"drafter": d, "num_speculative_tokens": 3} for d in ("mtp", "eagle", "ngram")),
+    {"drafter": "mtp", "num_speculative_tokens": 3, "block_size": 8, "kv_block_size": 4},
     *({"drafter": d, "num_speculative_tokens": k} for d in ("mtp", "ngram") for k in (1, 2, 4, 5)),
     {"drafter": "eagle", "num_speculative_tokens": 5},
     *({"drafter": "ngram", "num_speculative_tokens": 3, "block_size": b} for b in (8, 11, 64)),
@@ -74,7 +75,7 @@ ROWS = [
 
 
 @pytest.mark.parametrize(
-    "options", [*ROWS[:4], *slow(*ROWS[4:])], ids=lambda o: "-".join(str(v) for v in o.values())
+    "options", [*ROWS[:5], *slow(*ROWS[5:])], ids=lambda o: "-".join(str(v) for v in o.values())
 )
 def test_greedy_text_is_that_of_transformers(
     hf: NemotronHForCausalLM,

@@ -25,10 +25,10 @@ def test_what_was_chosen(caplog: pytest.LogCaptureFixture) -> None:
     text = logged(caplog, logging.INFO, block_size=32, max_model_len=1000, max_requests=3)
     for words in (
         "python-small: 9.6 MiB of torch.float32 to cpu in ",
-        "layout replay, ring of 15 tokens, torch.float32, blocks of 32 tokens, ",
+        "layout replay, ring of 15 tokens, torch.float32, saved every 32 tokens, ",
         " MiB per request with a checkpoint, at most 4 blocks of ",
         "3 slots for requests of up to 1000 tokens, ",
-        " KV blocks, 13 state blocks (keys and values ",
+        " KV blocks of 32 tokens, 13 state blocks (keys and values ",
         "drafts 3 a step by mtp, strategy auto, 0 ahead, no graphs, retention all",
     ):
         assert words in text
@@ -40,7 +40,10 @@ def test_nothing_is_given_up_where_all_is_well(caplog: pytest.LogCaptureFixture)
 
 
 GIVEN_UP: list[tuple[dict[str, Any], str]] = [
-    ({"block_size": 256, "max_model_len": 200}, "no prefix can be found again: a block has 256"),
+    (
+        {"block_size": 256, "max_model_len": 200},
+        "no prefix can be found again: states are saved every 256",
+    ),
     ({"drafter": "ngram", "sampled_drafts": True}, "sampled_drafts does nothing: drafter 'ngram'"),
     (
         {"max_model_len": 8193, "max_requests": 1},

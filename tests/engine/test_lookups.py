@@ -51,6 +51,32 @@ def test_whatever_is_kept_can_be_found_and_whatever_is_asked_for_is_kept(
         world.finish()
 
 
+@pytest.mark.parametrize("retention", RETENTIONS)
+def test_hits_lie_at_the_same_positions_with_smaller_kv_blocks(retention: Any) -> None:
+    """Alone and side by side, of prompts and of whole texts."""
+    found = []
+    for kv_block in (BLOCK, 2, 1):
+        draw, hits = random.Random(3), []
+        world = world_of(
+            retention=retention, steps_ahead=1, kv_block_size=kv_block,
+            num_blocks=(900 // kv_block, 200),
+        )  # fmt: skip
+        for turn in range(12):
+            for _ in range(draw.randint(1, 3)):
+                world.submit([*TEXT[: draw.randint(1, 24)], 200 + turn], max_tokens=9)
+            for _ in range(draw.randint(0, 9)):
+                world.step()
+            if turn % 3:
+                world.drain()
+                world.submit([*world.requests[-1].tokens.tolist(), 1], max_tokens=2)
+        world.drain()
+        hits = [(r.hit.tokens, r.hit.known, r.hit.short) for r in world.requests]
+        assert len(world.requests[0].hashes) * kv_block % BLOCK == 0
+        found.append(hits)
+    assert found[0] == found[1] == found[2]
+    assert len(set(found[0])) > 8
+
+
 @pytest.mark.parametrize("state_layout", LAYOUTS)
 def test_hits_grow_with_what_is_shared_and_with_nothing_else(state_layout: str) -> None:
     """P8, rows 24, 36: the length of the rest of the prompt does not matter."""

@@ -140,6 +140,22 @@ def test_on_a_gpu_the_blocks_fill_the_fraction(
     assert all(a > b for a, b in zip(plan.num_blocks, least.num_blocks, strict=True))
 
 
+@pytest.mark.parametrize("retention", ["all", 4224])
+def test_small_kv_blocks_keep_as_many_tokens_and_their_states(
+    retention: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory_plan, "MOST_BLOCKS", 1 << 20)  # conftest.py has none on a GPU
+    memory = DeviceMemory(free=70 * GIB, total=80 * GIB)
+    sizes = (32, 1056)
+    small, large = (
+        planner(CUDA, block_size=1056, kv_block_size=size, retention=retention).plan(memory)
+        for size in sizes
+    )
+    assert small.num_blocks[0] * 32 == pytest.approx(large.num_blocks[0] * 1056, rel=0.01)
+    assert small.num_blocks[1] == pytest.approx(large.num_blocks[1], rel=0.01)
+    assert small.kv == pytest.approx(large.kv, rel=0.01)
+
+
 def test_without_a_prefix_cache_blocks_that_nobody_could_use_are_not_taken() -> None:
     memory = DeviceMemory(free=80 * GIB, total=80 * GIB)
     plan = planner(CUDA, prefix_caching=False).plan(memory)

@@ -25,6 +25,7 @@ options = st.fixed_dictionaries(
         "steps_ahead": st.integers(0, 1),
         "retention": st.sampled_from(["all", "prompt", 2 * BLOCK]),
         "host_blocks": st.sampled_from(HOSTS),
+        "kv_block_size": st.sampled_from([BLOCK, 2, 1]),
         "num_blocks": st.tuples(st.integers(13, 18), st.integers(8, 14)),
         "max_requests": st.integers(1, 4),
         "max_tokens_per_step": st.sampled_from([4, 8, 17, 64]),
@@ -61,7 +62,9 @@ class Life(RuleBasedStateMachine):
 
     @initialize(options=options)
     def begin(self, options: dict[str, Any]) -> None:
-        self.world = World(**options)
+        kv, states = options["num_blocks"]
+        more = BLOCK // options["kv_block_size"]
+        self.world = World(**options | {"num_blocks": (kv * more, states)})
 
     @rule(arrivals=st.lists(arrivals, min_size=1, max_size=4))
     def submit(self, arrivals: list[dict[str, Any]]) -> None:
@@ -106,17 +109,23 @@ TestLife.settings = settings(max_examples=EXAMPLES, stateful_step_count=40)
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("state_layout", "steps_ahead", "num_blocks", "folded"),
-    [("replay", 1, (16, 14), 5), ("replay", 0, (14, 11), 20), ("columns", 1, (16, 14), 0)],
+    ("state_layout", "steps_ahead", "kv_block", "num_blocks", "folded"),
+    [
+        ("replay", 1, 4, (16, 14), 5),
+        ("replay", 1, 2, (32, 14), 5),
+        ("replay", 0, 4, (14, 11), 20),
+        ("columns", 1, 4, (16, 14), 0),
+    ],
 )
 def test_all_of_it_happens(
-    state_layout: str, steps_ahead: int, num_blocks: tuple[int, int], folded: int
+    state_layout: str, steps_ahead: int, kv_block: int, num_blocks: tuple[int, int], folded: int
 ) -> None:
     """A long fixed run, of which every kind of event is part."""
     draw = random.Random(7)
     world = World(
         3, state_layout=state_layout, steps_ahead=steps_ahead, max_requests=4,
-        num_blocks=num_blocks, host_blocks=(24, 16), max_tokens_per_step=17,
+        kv_block_size=kv_block, num_blocks=num_blocks, host_blocks=(96 // kv_block, 16),
+        max_tokens_per_step=17,
     )  # fmt: skip
     for turn in range(200):
         prompt = draw.choice(DOCUMENTS)[: draw.randint(1, 26)] + draw.choices(range(3), k=2)

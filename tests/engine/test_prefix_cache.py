@@ -243,12 +243,12 @@ def test_preempted_requests_go_on_as_if_nothing_had_happened(
 
 
 @pytest.mark.parametrize(
-    ("state_layout", "conv_layout", "length"),
+    ("state_layout", "conv_layout", "kv_block", "length"),
     [
-        ("columns", "SD", 41),
-        ("replay", "SD", 41),
-        ("replay", "SD", 40),
-        pytest.param("replay", "DS", 41, marks=pytest.mark.slow),
+        ("columns", "SD", 8, 41),
+        ("replay", "SD", 2, 41),
+        ("replay", "SD", 8, 40),
+        pytest.param("replay", "DS", 8, 41, marks=pytest.mark.slow),
     ],
 )
 def test_what_the_device_had_no_room_for_comes_back_from_the_host(
@@ -256,12 +256,14 @@ def test_what_the_device_had_no_room_for_comes_back_from_the_host(
     tokenizer: Tokenizer,
     state_layout: str,
     conv_layout: str,
+    kv_block: int,
     length: int,
 ) -> None:
     """Up to the last block's end that leaves a token to run, also where the host has later ones."""
     runs = small(
         hf, tokenizer, drafter="mtp", num_speculative_tokens=3, state_layout=state_layout,
-        conv_layout=conv_layout, max_requests=1, num_blocks=(14, 9), host_blocks=(60, 60),
+        conv_layout=conv_layout, max_requests=1, kv_block_size=kv_block,
+        num_blocks=(112 // kv_block, 9), host_blocks=(480 // kv_block, 60),
     )  # fmt: skip
     prompt = text(length, 11)
     want = hf_greedy(hf, prompt)

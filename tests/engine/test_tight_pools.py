@@ -140,8 +140,13 @@ def test_a_copy_that_fails_costs_no_hit() -> None:
     assert cache.promote(again, hit).tokens == BLOCK
 
 
-def test_only_blocks_that_were_gone_come_from_the_host() -> None:
-    world = World(0, num_blocks=(8, 20), max_requests=1, host_blocks=(20, 20), steps_ahead=0)
+@pytest.mark.parametrize("kv_block", [BLOCK, 1])
+def test_only_blocks_that_were_gone_come_from_the_host(kv_block: int) -> None:
+    """One of four where KV blocks are smaller than a state's."""
+    world = World(
+        0, num_blocks=(32 // kv_block, 20), max_requests=1, host_blocks=(80 // kv_block, 20),
+        steps_ahead=0, kv_block_size=kv_block,
+    )  # fmt: skip
     prompt = [1, 2] * 5
     world.submit(prompt, max_tokens=1)
     world.drain()
@@ -151,6 +156,6 @@ def test_only_blocks_that_were_gone_come_from_the_host() -> None:
     pool.put(taken)
     again = world.submit(prompt, max_tokens=1)
     hit = cache.find(again)
-    assert hit.tokens == 0
+    assert (hit.tokens, hit.known, hit.short) == (0, 0, "evicted_keys")
     assert cache.promote(again, hit).tokens == 2 * BLOCK
     assert cache.stats().host_blocks == 1

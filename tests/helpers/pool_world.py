@@ -57,6 +57,7 @@ class World:
             max_model_len=48,
             **options,
         )
+        self.kv_block = config.kv_block(BLOCK)
         self.engine = engine = Engine(cast(Any, self.target), config, eos_token_ids=())
         if num_draft:
             engine.runner.drafter = HashDrafter(num_draft, rule)
@@ -162,7 +163,7 @@ class World:
         """No two beginnings, and no two tenants, have one key; one beginning has one."""
         tokens = request.tokens.tolist()
         for number, key in enumerate(request.hashes, 1):
-            text = request.tenant, tuple(tokens[: number * BLOCK])
+            text = request.tenant, tuple(tokens[: number * self.kv_block])
             assert self.text_of.setdefault(key, text) == text
             assert self.key_of.setdefault(text, key) == key
 
@@ -208,8 +209,8 @@ class World:
         }
         for key, block in self.pools["kv"]._block.items():
             _, tokens = self.text_of[key]
-            assert keys[block] == list(tokens[-BLOCK:])
-            assert values[block] == list(range(len(tokens) - BLOCK, len(tokens)))
+            assert keys[block] == list(tokens[-self.kv_block :])
+            assert values[block] == list(range(len(tokens) - self.kv_block, len(tokens)))
         for key, block in self.pools["state"]._block.items():
             tenant, tokens = self.text_of[key]
             wanted = true_states(tokens, self.rule)
@@ -256,7 +257,7 @@ class World:
             return None, 0
         request = self.engine.scheduler.waiting[0]
         tokens, hit = tuple(request.tokens.tolist()), 0
-        for end in range(BLOCK, len(tokens), BLOCK):
+        for end in range(self.kv_block, len(tokens), self.kv_block):
             key = self.key_of.get((request.tenant, tokens[:end]), b"")
             if key not in self.pools["kv"]._block:
                 break
