@@ -155,6 +155,10 @@ class Changes(NamedTuple):
 NO_CHANGES = Changes(np.empty(0, np.intp), np.empty((len(BlockDemand._fields), 0), int), [], [])
 
 
+ONE_MORE = np.array(BlockDemand(0, 0, 1, 1))[:, None]
+"""By how much the demand of a slot grows that needs a column behind what it owns."""
+
+
 class BlockTable:
     """Which block a slot owns in each column, FREE where none.
 
@@ -178,15 +182,15 @@ class BlockTable:
         """What must change for each slot to own the columns of its row of `demand`, and nothing
         else. Slots whose demand is the last one again cost nothing, those that need one more column
         behind what they own little."""
-        wanted, held = np.array(demand), self._held[:, slots]
-        rows = (held != wanted).any(0).nonzero()[0]
+        wanted = np.array(demand)
+        more = wanted - self._held[:, slots]
+        rows = more.any(0).nonzero()[0]
         if not len(rows):
             return NO_CHANGES
-        slots, wanted, held = slots[rows], wanted[:, rows], held[:, rows]
-        last = wanted[2]
-        grows = (wanted[:2] == held[:2]).all(0) & (last == held[2] + 1) & (held[2] == held[3])
-        dropped: list[int] = []
-        missing = (self._start + slots * self.columns + last)[grows].tolist()
+        slots, wanted, more = slots[rows], wanted[:, rows], more[:, rows]
+        grows = (more == ONE_MORE).all(0)
+        last = slots * self.columns + (wanted[2] + self._start)
+        dropped, missing = list[int](), self.tables.free(last[grows])
         for row in (~grows).nonzero()[0].tolist():
             self._change(int(slots[row]), wanted[:, row].tolist(), dropped, missing)
         return Changes(slots, wanted, dropped, missing)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -59,6 +60,11 @@ class DeviceTables:
         """What the host has in cells, counted over all tables."""
         blocks: list[int] = self._host[cells].tolist()
         return blocks
+
+    def free(self, cells: NDArray[Any]) -> list[int]:
+        """Those of these cells that the host has FREE."""
+        found: list[int] = cells[self._host[cells] == FREE].tolist()
+        return found
 
     def write(self, cells: list[int], blocks: list[int] | int) -> None:
         """Set cells to these blocks, or all to one."""
