@@ -89,7 +89,8 @@ def test_giving_back_a_shared_block_makes_no_room() -> None:
 
 @pytest.mark.parametrize("always", [None, COLUMNS - 1])
 @given(steps=st.lists(STEP, max_size=8), size=st.integers(4, SLOTS * COLUMNS))
-@example(steps=[{0: (0, 0, last, last)} for last in (0, 1, 4, 5, 2, 3)], size=9)
+@example(steps=[{0: (0, 0, last, last)} for last in (0, 1, 3, 4, 2, 5)], size=9)
+@example(steps=[{0: (0, 0, 2, 2)}, {0: (0, 0, 1, 3)}, {0: (0, 0, 2, 4)}], size=9)
 def test_slots_own_what_they_demand(
     always: int | None, steps: list[dict[int, tuple[int, ...]]], size: int
 ) -> None:
