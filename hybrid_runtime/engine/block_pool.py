@@ -155,7 +155,7 @@ class Changes(NamedTuple):
 NO_CHANGES = Changes(np.empty(0, np.intp), np.empty((len(BlockDemand._fields), 0), int), [], [])
 
 
-ONE_MORE = np.array(BlockDemand(0, 0, 1, 1))[:, None]
+ONE_MORE = np.array([[0], [0], [1], [1]])  # a line for each field of BlockDemand
 """By how much the demand of a slot grows that needs a column behind what it owns."""
 
 
@@ -182,9 +182,9 @@ class BlockTable:
         """What must change for each slot to own the columns of its row of `demand`, and nothing
         else. Slots whose demand is the last one again cost nothing, those that need one more column
         behind what they own little."""
-        wanted = np.array(demand)
-        more = wanted - self._held[:, slots]
-        rows = more.any(0).nonzero()[0]
+        wanted: Ints = np.array(demand)
+        more: Ints = wanted - self._held[:, slots]
+        (rows,) = np.nonzero(more.any(0))
         if not len(rows):
             return NO_CHANGES
         slots, wanted, more = slots[rows], wanted[:, rows], more[:, rows]
