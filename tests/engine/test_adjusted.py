@@ -6,24 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.small_engine import (
-    NEW_TOKENS,
-    VOCABULARY,
-    Script,
-    engine,
-    hf,
-    nothing_leaked,
-    prompts,
-    tokenizer,
-)
-from tokenizers import Tokenizer
+from helpers.small_engine import NEW_TOKENS, VOCABULARY, Make, Script
 from transformers import NemotronHForCausalLM
 
 from hybrid_runtime.demo import PROMPTS, SHIPPED
 from hybrid_runtime.engine import Completion, Engine, SamplingParams
 from hybrid_runtime.state import sync_guard
-
-__all__ = ["hf", "prompts", "tokenizer"]  # fixtures
 
 PENALISED: dict[str, dict[str, Any]] = {
     "repetition": {"repetition_penalty": 1.4},
@@ -39,10 +27,10 @@ DRAFTERS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("kind", PENALISED)
 def test_penalised_text_equals_that_of_transformers(
-    hf: NemotronHForCausalLM, tokenizer: Tokenizer, prompts: Any, kind: str
+    make: Make, hf: NemotronHForCausalLM, prompts: Any, kind: str
 ) -> None:
     params = SamplingParams(max_tokens=NEW_TOKENS, **PENALISED[kind])
-    runs = engine(hf, tokenizer)
+    runs = make()
     answers = runs.generate(prompts[2:5], params)
     for prompt, answer in zip(prompts[2:5], answers, strict=True):
         known = list(prompt)
@@ -65,17 +53,14 @@ def test_penalised_text_equals_that_of_transformers(
             answers, runs.generate(prompts[2:5], SamplingParams(max_tokens=NEW_TOKENS)), strict=True
         )
     )
-    nothing_leaked(runs)
 
 
 @pytest.mark.parametrize(
     "later", [{"logit_bias": {40: -100.0}}, {"presence_penalty": 0.5}], ids=str
 )
-def test_biases_end_with_their_request(
-    hf: NemotronHForCausalLM, tokenizer: Tokenizer, prompts: Any, later: dict[str, Any]
-) -> None:
+def test_biases_end_with_their_request(make: Make, prompts: Any, later: dict[str, Any]) -> None:
     """Those that come after it share its slot, and the buffer by which biases reach the device."""
-    runs = engine(hf, tokenizer, max_requests=1)
+    runs = make(max_requests=1)
     params = SamplingParams(max_tokens=4, **later)
     want = runs.generate([prompts[2]], params)[0].tokens
     biased = SamplingParams(max_tokens=2, logit_bias={3: 100.0, 17: 100.0})
@@ -87,7 +72,7 @@ def test_biases_end_with_their_request(
 @pytest.mark.parametrize("options", DRAFTERS, ids=["ngram", "mtp", "graphs"])
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 def test_drafts_change_neither_text_nor_log_probabilities(
-    hf: NemotronHForCausalLM, tokenizer: Tokenizer, prompts: Any, options: Any, temperature: float
+    make: Make, prompts: Any, options: Any, temperature: float
 ) -> None:
     """Beside requests without any of it, which keep theirs, too."""
     everything = {name: value for kind in PENALISED.values() for name, value in kind.items()}
@@ -101,8 +86,8 @@ def test_drafts_change_neither_text_nor_log_probabilities(
     params[0] = SamplingParams(max_tokens=NEW_TOKENS, temperature=temperature, seed=0)
     alone: list[Completion] = []
     for prompt, one in zip(prompts[:4], params, strict=True):
-        alone += engine(hf, tokenizer).generate([prompt], one)
-    runs = engine(hf, tokenizer, **options)
+        alone += make().generate([prompt], one)
+    runs = make(**options)
     if options["drafter"] == "ngram":  # half of all drafts are right, whatever the text
         texts = [p + a.tokens for p, a in zip(prompts, alone, strict=False)]
         runs.runner.drafter = Script(texts, 3, [3, 0, 2, 1, 3])
@@ -119,19 +104,18 @@ def test_drafts_change_neither_text_nor_log_probabilities(
         for a, b in zip(got.logprobs, wanted.logprobs, strict=True):
             assert abs(a.logprob - b.logprob) < 1e-4
             assert len(a.top) == one.logprobs
-    nothing_leaked(runs)
 
 
 @pytest.mark.parametrize("steps_ahead", [0, 1])
 def test_log_probabilities_are_those_of_the_model(
-    hf: NemotronHForCausalLM, tokenizer: Tokenizer, prompts: Any, steps_ahead: int
+    make: Make, hf: NemotronHForCausalLM, prompts: Any, steps_ahead: int
 ) -> None:
     """Whatever the penalties and limits; a stop string cuts the text, not what is told."""
     prompt = prompts[4]
     params = SamplingParams(
         max_tokens=NEW_TOKENS, temperature=1.5, top_k=20, seed=2, logprobs=4, presence_penalty=1
     )
-    runs = engine(hf, tokenizer, drafter="ngram", num_speculative_tokens=3, steps_ahead=steps_ahead)
+    runs = make(drafter="ngram", num_speculative_tokens=3, steps_ahead=steps_ahead)
     (answer,) = runs.generate([prompt], params)
     with torch.inference_mode():
         logits = hf(torch.tensor([prompt + answer.tokens])).logits[0, len(prompt) - 1 : -1]
@@ -155,7 +139,6 @@ def test_log_probabilities_are_those_of_the_model(
     assert len(again.logprobs) == len(again.tokens)
     for a, b in zip(again.logprobs, answer.logprobs, strict=True):
         assert abs(a.logprob - b.logprob) < 1e-4
-    nothing_leaked(runs)
 
 
 @pytest.mark.gpu

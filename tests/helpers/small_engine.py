@@ -1,11 +1,13 @@
 """A small model of random weights, its text by transformers, and engines that must give it.
 
-`hf`, `tokenizer`, `prompts` and `wanted` are fixtures: a test file that uses one imports it.
+`hf`, `tokenizer`, `prompts`, `wanted` and `make` are fixtures of all tests in tests/engine; others
+import those that they use.
 """
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -37,6 +39,7 @@ EAGLE = EagleConfig(
     num_key_value_heads=2,
     head_dim=8,
 )
+Make = Callable[..., Engine]
 NOISE = 1e-4
 """Logits closer than this are a tie in fp32: several times the largest difference measured between
 this engine and transformers (1e-5 of the largest logit, which is about 3 here)."""
@@ -90,6 +93,20 @@ def engine(hf: NemotronHForCausalLM, tokenizer: Tokenizer | None, **options: Any
     sizes = {"drafter": None, "max_model_len": 128, "block_size": 16}
     config = EngineConfig(**sizes | options)
     return Engine(model, config, tokenizer=tokenizer, eos_token_ids=(), head=head)
+
+
+@pytest.fixture
+def make(hf: NemotronHForCausalLM, tokenizer: Tokenizer) -> Iterator[Make]:
+    """Makes engines of these options; in the end nothing may be left in any of them."""
+    made = []
+
+    def one(**options: Any) -> Engine:
+        made.append(engine(hf, **{"tokenizer": tokenizer} | options))
+        return made[-1]
+
+    yield one
+    for runs in made:
+        nothing_leaked(runs)
 
 
 def same_text(hf: NemotronHForCausalLM, prompt: list[int], got: list[int], want: list[int]) -> None:
