@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.hopper import compiled, spilled
-from helpers.interpreter import INTERPRETED, elsewhere, kernels, plain, run_in_interpreter
+from helpers.interpreter import INTERPRETED, kernels, plain
 from helpers.nearest import round_to_nearest
 from torch import Tensor
 from triton.runtime.jit import JITFunction
@@ -27,11 +27,6 @@ from hybrid_runtime.kernels.sampling.narrow_head import (
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 if INTERPRETED:
     round_to_nearest()
-
-
-@elsewhere
-def test_in_the_interpreter() -> None:
-    run_in_interpreter(__file__)
 
 
 def normal(*sizes: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Tensor:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.hash_model import HashRunner
-from helpers.interpreter import CUDA, elsewhere, kernels, run_in_interpreter
+from helpers.interpreter import CUDA, kernels
 
 from hybrid_runtime.kernels.step import entry as fields
 from hybrid_runtime.kernels.step.state_copy import (
@@ -20,12 +20,6 @@ from hybrid_runtime.kernels.step.state_copy import (
 from hybrid_runtime.kernels.step.state_table import StateTable
 
 DEVICE = "cuda" if CUDA else "cpu"
-
-
-@pytest.mark.slow
-@elsewhere
-def test_kernels_in_the_interpreter() -> None:
-    run_in_interpreter(__file__)
 
 
 @dataclass(frozen=True)
