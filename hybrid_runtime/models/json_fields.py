@@ -27,7 +27,6 @@ class Kind:
 
 
 FLAG = Kind("true or false", lambda value: type(value) is bool)
-TEXT = Kind("a text", lambda value: isinstance(value, str))
 OBJECT = Kind("an object", lambda value: isinstance(value, Mapping))
 
 
