@@ -6,12 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.small_engine import NEW_TOKENS, VOCABULARY, Make, Script
+from helpers.small_engine import NEW_TOKENS, VOCABULARY, Make, Script, with_graphs_and_without
 from transformers import NemotronHForCausalLM
 
-from hybrid_runtime.demo import PROMPTS, SHIPPED
-from hybrid_runtime.engine import Completion, Engine, SamplingParams
-from hybrid_runtime.state import sync_guard
+from hybrid_runtime.engine import Completion, SamplingParams
 
 PENALISED: dict[str, dict[str, Any]] = {
     "repetition": {"repetition_penalty": 1.4},
@@ -144,25 +142,12 @@ def test_log_probabilities_are_those_of_the_model(
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_graphs_change_neither_text_nor_log_probabilities() -> None:
-    """And nothing waits unseen, once all kinds of steps have been met."""
     kinds: list[dict[str, Any]] = [{}, *PENALISED.values(), {"logprobs": 2}, {"min_p": 0.1}]
     params = [
         SamplingParams(max_tokens=40, temperature=0.8 * (i % 2), seed=i, ignore_eos=True, **kind)
         for i, kind in enumerate(kinds)
     ]
-    prompts = [PROMPTS[i % len(PROMPTS)] for i in range(len(params))]
-    answers = []
-    for graphs in (True, False):
-        runs = Engine.from_pretrained(
-            SHIPPED, device="cuda", dtype="float32", drafter="mtp", block_size=32, graphs=graphs
-        )
-        for prompt, one in zip(prompts, params, strict=True):
-            runs.generate([prompt], one)
-        runs.generate(prompts, params)
-        with sync_guard() as waits:
-            answers.append(runs.generate(prompts, params))
-        assert not waits.undeclared, waits.reasons
-    for with_graphs, without in zip(*answers, strict=True):
+    for with_graphs, without in with_graphs_and_without(params):
         assert with_graphs.tokens == without.tokens
         for a, b in zip(with_graphs.logprobs or [], without.logprobs or [], strict=True):
             # Captured steps are padded, and products of other sizes add up in another order.

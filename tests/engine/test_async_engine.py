@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.small_engine import NEW_TOKENS, Make, engine
+from helpers.small_engine import NEW_TOKENS, Make, engine, fail_at
 from tokenizers import Tokenizer
 from transformers import NemotronHForCausalLM
 
@@ -28,6 +28,13 @@ def runs(make: Make) -> Engine:
 def run(main: Coroutine[Any, Any, None]) -> None:
     """A test's coroutine; nothing may hang."""
     asyncio.run(asyncio.wait_for(main, 120))
+
+
+async def ask(serving: AsyncEngine, prompts: list[list[int]]) -> list[Any]:
+    """What each of them gets, perhaps an exception."""
+    return await asyncio.gather(
+        *(serving.generate(p, LONG) for p in prompts), return_exceptions=True
+    )
 
 
 def tokens_of(deltas: list[Delta]) -> list[int]:
@@ -96,9 +103,7 @@ def test_a_full_queue_refuses_and_goes_on(make: Make, prompts: Any, wanted: Any)
 
     async def main() -> None:
         async with AsyncEngine(runs) as serving:
-            answers = await asyncio.gather(
-                *(serving.generate(p, LONG) for p in prompts), return_exceptions=True
-            )
+            answers = await ask(serving, prompts)
         refused = [a for a in answers if isinstance(a, BaseException)]
         assert refused
         assert all(isinstance(a, QueueFull) for a in refused)
@@ -161,19 +166,11 @@ def test_closing_without_draining_ends_all_at_once(runs: Engine, prompts: Any) -
 def test_what_a_step_raises_is_raised_to_its_callers_and_no_others(
     runs: Engine, prompts: Any, wanted: Any
 ) -> None:
-    calls = iter(range(1000))
-
-    def fail_once(*_: Any) -> None:
-        if next(calls) == 4:
-            raise RuntimeError("no text today")
-
-    runs.model.register_forward_pre_hook(fail_once)
+    runs.model.register_forward_pre_hook(fail_at(4, RuntimeError("no text today")))
 
     async def main() -> None:
         async with AsyncEngine(runs) as serving:
-            answers = await asyncio.gather(
-                *(serving.generate(p, LONG) for p in prompts[:3]), return_exceptions=True
-            )
+            answers = await ask(serving, prompts[:3])
             assert any(isinstance(a, RuntimeError) for a in answers)
             assert (await serving.generate(prompts[5], LONG)).tokens == wanted[5]
             with pytest.raises(ValueError, match="prompt is empty"):
@@ -196,9 +193,7 @@ def test_a_scheduler_that_fails_ends_all_and_the_next_are_served(
 
     async def main() -> None:
         async with AsyncEngine(runs) as serving:
-            answers = await asyncio.gather(
-                *(serving.generate(p, LONG) for p in prompts[:3]), return_exceptions=True
-            )
+            answers = await ask(serving, prompts[:3])
             assert [type(a) for a in answers] == [ZeroDivisionError] * 3
             assert (await serving.generate(prompts[5], LONG)).tokens == wanted[5]
 
@@ -211,9 +206,7 @@ def test_an_engine_that_always_fails_tells_everybody(
     async def main() -> None:
         async with AsyncEngine(runs) as serving:
             monkeypatch.setattr(runs.core, "step", lambda: 1 / 0)
-            answers = await asyncio.gather(
-                *(serving.generate(p, LONG) for p in prompts[:3]), return_exceptions=True
-            )
+            answers = await ask(serving, prompts[:3])
             assert {type(a) for a in answers} <= {ZeroDivisionError, EngineClosed}
             with pytest.raises((ZeroDivisionError, EngineClosed)):
                 await serving.generate(prompts[5], LONG)
@@ -225,19 +218,11 @@ def test_an_engine_whose_thread_dies_leaves_nobody_waiting(
     hf: NemotronHForCausalLM, tokenizer: Tokenizer, prompts: Any
 ) -> None:
     runs = engine(hf, tokenizer, **N_GRAM)
-    calls = iter(range(1000))
-
-    def die(*_: Any) -> None:
-        if next(calls) == 4:
-            raise SystemExit
-
-    runs.model.register_forward_pre_hook(die)
+    runs.model.register_forward_pre_hook(fail_at(4, SystemExit()))
 
     async def main() -> None:
         async with AsyncEngine(runs) as serving:
-            answers = await asyncio.gather(
-                *(serving.generate(p, LONG) for p in prompts[:3]), return_exceptions=True
-            )
+            answers = await ask(serving, prompts[:3])
             assert [type(a) for a in answers] == [EngineClosed] * 3
             with pytest.raises(EngineClosed, match="the engine has failed: SystemExit"):
                 await serving.generate(prompts[5], LONG)

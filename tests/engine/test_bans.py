@@ -6,16 +6,22 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.small_engine import NEW_TOKENS, VOCABULARY, Make, Script, drain
+from helpers.small_engine import (
+    NEW_TOKENS,
+    VOCABULARY,
+    Make,
+    Script,
+    drain,
+    with_graphs_and_without,
+)
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from transformers import NemotronHForCausalLM
 
-from hybrid_runtime.demo import PROMPTS, SHIPPED
+from hybrid_runtime.demo import SHIPPED
 from hybrid_runtime.engine import Completion, Engine, SamplingParams
 from hybrid_runtime.engine.bans import bans
-from hybrid_runtime.state import sync_guard
 
 KINDS = "words", "ends", "allowed", "all"
 DRAFTERS: list[dict[str, Any]] = [
@@ -297,8 +303,7 @@ def test_what_cannot_be_kept_is_refused(make: Make, tokenizer: Tokenizer, prompt
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_graphs_keep_the_same_from_being_drawn() -> None:
-    """Tables that are made after graphs were captured count for the next steps; and nothing waits
-    unseen, once all kinds of steps have been met."""
+    """Tables that are made after graphs were captured count for the next steps."""
     kinds: list[dict[str, Any]] = [
         {}, {"presence_penalty": 1.0}, {"bad_words": ("return", "self.", "import os")},
         {"min_tokens": 30, "stop_token_ids": tuple(range(90))},
@@ -309,19 +314,7 @@ def test_graphs_keep_the_same_from_being_drawn() -> None:
         SamplingParams(**{"max_tokens": 40, "temperature": 0.8 * (i % 2), "seed": i} | kind)
         for i, kind in enumerate(kinds)
     ]
-    prompts = [PROMPTS[i % len(PROMPTS)] for i in range(len(params))]
-    answers = []
-    for graphs in (True, False):
-        runs = Engine.from_pretrained(
-            SHIPPED, device="cuda", dtype="float32", drafter="mtp", block_size=32, graphs=graphs
-        )
-        for prompt, one in zip(prompts, params, strict=True):
-            runs.generate([prompt], one)
-        runs.generate(prompts, params)
-        with sync_guard() as waits:
-            answers.append(runs.generate(prompts, params))
-        assert not waits.undeclared, waits.reasons
-    for with_graphs, without in zip(*answers, strict=True):
+    for with_graphs, without in with_graphs_and_without(params):
         assert with_graphs.tokens == without.tokens
         for a, b in zip(
             with_graphs.prompt_logprobs or [], without.prompt_logprobs or [], strict=True

@@ -9,7 +9,15 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.small_engine import NEW_TOKENS, VOCABULARY, Make, hf_greedy, same_text, text
+from helpers.small_engine import (
+    NEW_TOKENS,
+    VOCABULARY,
+    Make,
+    fail_at,
+    hf_greedy,
+    same_text,
+    text,
+)
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
@@ -214,13 +222,7 @@ def test_aborts_deadlines_and_failing_steps_touch_nobody_else(
     runs = make(max_tokens_per_step=16, max_requests=3, max_waiting=9,
         steps_ahead=steps_ahead,
     )  # fmt: skip
-    calls = iter(range(100))
-
-    def fail_once(*_: Any) -> None:
-        if next(calls) == 6:
-            raise RuntimeError("no vectors today")
-
-    runs.model.register_forward_pre_hook(fail_once)
+    runs.model.register_forward_pre_hook(fail_at(6, RuntimeError("no vectors today")))
     prompts = [text(40, 400 + n) for n in range(8)]
     requests = [runs.submit_embedding(prompt, "mean") for prompt in prompts]
     late = runs.submit_embedding(prompts[0], deadline=0.0)

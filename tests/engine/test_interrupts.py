@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from helpers.marks import slow
 from helpers.pool_world import World
-from helpers.small_engine import NEW_TOKENS, Make, nothing_leaked
+from helpers.small_engine import NEW_TOKENS, Make, at_call, nothing_leaked
 
 import hybrid_runtime.specdecode
 from hybrid_runtime.engine import Request, SamplingParams
@@ -130,12 +130,7 @@ def test_ctrl_c_ends_what_it_hits_and_nothing_else(
 ) -> None:
     runs = make(**N_GRAM)
     other = runs.submit(prompts[5], LONG)
-    passes = iter(range(1000))
-
-    def ctrl_c(*_: Any) -> None:
-        if next(passes) == 4:
-            signal.raise_signal(signal.SIGINT)
-
+    ctrl_c = at_call(4, lambda: signal.raise_signal(signal.SIGINT))
     runs.model.register_forward_pre_hook(ctrl_c)
     hit: Any = (
         (lambda: list(runs.stream(prompts[3], LONG)))
@@ -205,13 +200,7 @@ def test_who_is_aborted_in_the_middle_of_a_step_leaves_at_its_end(
     """As a stream is that the garbage collector finds there."""
     runs = make(**N_GRAM)
     requests = [runs.submit(prompt, LONG) for prompt in prompts[:4]]
-    passes = iter(range(1000))
-
-    def collect(*_: Any) -> None:
-        if next(passes) == 4:
-            runs.abort(requests[1])
-
-    runs.model.register_forward_pre_hook(collect)
+    runs.model.register_forward_pre_hook(at_call(4, lambda: runs.abort(requests[1])))
     while not runs.idle:
         runs.step()
     assert [r.finish_reason for r in requests] == ["length", "abort", "length", "length"]

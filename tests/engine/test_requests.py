@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers.small_engine import NEW_TOKENS, VOCABULARY, Make, Script, drain
+from helpers.small_engine import NEW_TOKENS, VOCABULARY, Make, Script, drain, fail_at
 from torch import Tensor
 
 from hybrid_runtime.engine import QueueFull, Request, SamplingParams, TokenLogprobs
@@ -137,13 +137,7 @@ def test_a_failing_forward_pass_ends_its_requests_and_no_others(
     make: Make, prompts: Any, wanted: Any, steps_ahead: int
 ) -> None:
     runs = make(**N_GRAM | {"max_requests": 3, "steps_ahead": steps_ahead})
-    calls = iter(range(100))
-
-    def fail_once(*_: Any) -> None:
-        if next(calls) == 4:
-            raise RuntimeError("no text today")
-
-    runs.model.register_forward_pre_hook(fail_once)
+    runs.model.register_forward_pre_hook(fail_at(4, RuntimeError("no text today")))
     answers = runs.generate(prompts, SamplingParams(max_tokens=NEW_TOKENS), raise_errors=False)
     failed = [a for a in answers if a.finish_reason == "error"]
     assert 0 < len(failed) <= 3
@@ -155,13 +149,7 @@ def test_generate_raises_what_a_step_raised_after_the_others_have_ended(
     make: Make, prompts: Any, wanted: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     runs = make(**N_GRAM | {"max_requests": 3})
-    calls = iter(range(100))
-
-    def fail_once(*_: Any) -> None:
-        if next(calls) == 4:
-            raise RuntimeError("no text today")
-
-    runs.model.register_forward_pre_hook(fail_once)
+    runs.model.register_forward_pre_hook(fail_at(4, RuntimeError("no text today")))
     with pytest.raises(RuntimeError, match="no text today"):
         runs.generate(prompts, SamplingParams(max_tokens=NEW_TOKENS))
     assert runs.stats().emitted >= NEW_TOKENS * (len(prompts) - 3)

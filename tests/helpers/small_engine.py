@@ -18,10 +18,12 @@ from tokenizers.models import WordLevel
 from torch import Tensor
 from transformers import NemotronHForCausalLM
 
-from hybrid_runtime.engine import Engine, EngineConfig
+from hybrid_runtime.demo import PROMPTS, SHIPPED
+from hybrid_runtime.engine import Completion, Engine, EngineConfig, SamplingParams
 from hybrid_runtime.models.eagle import EagleConfig, EagleHead
 from hybrid_runtime.models.nemotron_h import MTPHead
 from hybrid_runtime.specdecode.drafter import VerifyOutput
+from hybrid_runtime.state import sync_guard
 
 NEW_TOKENS = 24
 VOCABULARY = 96
@@ -157,6 +159,44 @@ def drain(runs: Engine) -> None:
     """Run until nothing is left, a step that was queued ahead included."""
     while not runs.idle:
         runs.step()
+
+
+def at_call(number: int, act: Callable[[], object]) -> Callable[..., None]:
+    """A hook that acts in its call of this number, counted from 0, and in no other."""
+    calls = itertools.count()
+
+    def hook(*_: Any) -> None:
+        if next(calls) == number:
+            act()
+
+    return hook
+
+
+def fail_at(number: int, error: BaseException) -> Callable[..., None]:
+    """A hook that raises in its call of this number, counted from 0, and in no other."""
+
+    def fail() -> None:
+        raise error
+
+    return at_call(number, fail)
+
+
+def with_graphs_and_without(params: list[SamplingParams]) -> list[tuple[Completion, Completion]]:
+    """Answers of the shipped checkpoint on a GPU. Nothing may wait unseen, once all kinds of steps
+    have been met."""
+    prompts = [PROMPTS[i % len(PROMPTS)] for i in range(len(params))]
+    answers = []
+    for graphs in (True, False):
+        runs = Engine.from_pretrained(
+            SHIPPED, device="cuda", dtype="float32", drafter="mtp", block_size=32, graphs=graphs
+        )
+        for prompt, one in zip(prompts, params, strict=True):
+            runs.generate([prompt], one)
+        runs.generate(prompts, params)
+        with sync_guard() as waits:
+            answers.append(runs.generate(prompts, params))
+        assert not waits.undeclared, waits.reasons
+    return list(zip(*answers, strict=True))
 
 
 def nothing_leaked(runs: Engine) -> None:
