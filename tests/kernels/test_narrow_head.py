@@ -11,7 +11,6 @@ from helpers.hopper import compiled, spilled
 from helpers.interpreter import INTERPRETED, kernels, plain
 from helpers.nearest import round_to_nearest
 from torch import Tensor
-from triton.runtime.jit import JITFunction
 
 from hybrid_runtime.kernels.sampling import narrow_head
 from hybrid_runtime.kernels.sampling.narrow_head import (
@@ -191,8 +190,6 @@ TYPES = {
 @pytest.mark.parametrize("size", [2688, 4096, 4480])
 def test_the_product_streams_8_bits(lines: int, size: int, tmp_path: Path) -> None:
     kernel = narrow_head._propose_kernel
-    if not isinstance(kernel, JITFunction):
-        pytest.skip("the interpreter is on")
     shape = head_tiling(lines)
     constants = PRODUCT | {"H": size, "BLOCK_M": shape.block_m, "BLOCK_K": shape.block_k}
     options = {"num_warps": shape.warps, "num_stages": shape.stages}
@@ -211,8 +208,6 @@ def test_the_product_streams_8_bits(lines: int, size: int, tmp_path: Path) -> No
 @pytest.mark.parametrize("size", [2688, 4096, 4480])
 def test_what_surrounds_the_product(size: int, tmp_path: Path) -> None:
     kernel = narrow_head._best_kernel
-    if not isinstance(kernel, JITFunction):
-        pytest.skip("the interpreter is on")
     best = PRODUCT | {"H": size, "WIDTH": 2048, "CANDIDATES": CANDIDATES, "BLOCK_K": 1024}
     types = {"hidden": "*bf16", "weight": "*bf16", "keys": "*i32", "out": "*i32"}
     aligned = ("hidden", "weight", "keys", "stride")
