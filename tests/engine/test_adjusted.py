@@ -1,12 +1,17 @@
 """Penalties, biases and log-probabilities in the engine: the same with drafts as without."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
 import torch
-from helpers.small_engine import NEW_TOKENS, VOCABULARY, Make, Script, with_graphs_and_without
+from helpers.small_engine import (
+    DRAFTERS,
+    NEW_TOKENS,
+    VOCABULARY,
+    Make,
+    Script,
+    with_graphs_and_without,
+)
 from transformers import NemotronHForCausalLM
 
 from hybrid_runtime.engine import Completion, SamplingParams
@@ -16,11 +21,6 @@ PENALISED: dict[str, dict[str, Any]] = {
     "counts": {"presence_penalty": 0.6, "frequency_penalty": 0.8},
     "bias": {"logit_bias": {3: 2.5, 17: -100, 40: 1.5}},
 }
-DRAFTERS: list[dict[str, Any]] = [
-    {"drafter": "ngram", "num_speculative_tokens": 3},
-    {"drafter": "mtp", "num_speculative_tokens": 2, "steps_ahead": 1},
-    {"drafter": "mtp", "graphs": True, "max_requests": 4, "max_tokens_per_step": 32},
-]
 
 
 @pytest.mark.parametrize("kind", PENALISED)
@@ -67,7 +67,7 @@ def test_biases_end_with_their_request(make: Make, prompts: Any, later: dict[str
     assert runs.generate([prompts[2]], params)[0].tokens == want
 
 
-@pytest.mark.parametrize("options", DRAFTERS, ids=["ngram", "mtp", "graphs"])
+@DRAFTERS
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 def test_drafts_change_neither_text_nor_log_probabilities(
     make: Make, prompts: Any, options: Any, temperature: float

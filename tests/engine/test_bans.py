@@ -1,12 +1,11 @@
 """Words, ends and tokens that a text must not have: the same with drafts as without."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
 import torch
 from helpers.small_engine import (
+    DRAFTERS,
     NEW_TOKENS,
     VOCABULARY,
     Make,
@@ -24,11 +23,6 @@ from hybrid_runtime.engine import Completion, Engine, SamplingParams
 from hybrid_runtime.engine.bans import bans
 
 KINDS = "words", "ends", "allowed", "all"
-DRAFTERS: list[dict[str, Any]] = [
-    {"drafter": "ngram", "num_speculative_tokens": 3},
-    {"drafter": "mtp", "num_speculative_tokens": 2, "steps_ahead": 1},
-    {"drafter": "mtp", "graphs": True, "max_requests": 4, "max_tokens_per_step": 32},
-]
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +95,7 @@ def test_text_without_what_is_banned_is_the_likeliest_such(
             output.append(token)
 
 
-@pytest.mark.parametrize("options", DRAFTERS, ids=["ngram", "mtp", "graphs"])
+@DRAFTERS
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 def test_drafts_bring_nothing_that_is_banned(
     make: Make, prompts: Any, options: Any, temperature: float

@@ -4,8 +4,6 @@
 import those that they use.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -40,6 +38,15 @@ EAGLE = EagleConfig(
     num_attention_heads=4,
     num_key_value_heads=2,
     head_dim=8,
+)
+DRAFTERS = pytest.mark.parametrize(
+    "options",
+    [
+        {"drafter": "ngram", "num_speculative_tokens": 3},
+        {"drafter": "mtp", "num_speculative_tokens": 2, "steps_ahead": 1},
+        {"drafter": "mtp", "graphs": True, "max_requests": 4, "max_tokens_per_step": 32},
+    ],
+    ids=["ngram", "mtp", "graphs"],
 )
 Make = Callable[..., Engine]
 NOISE = 1e-4
