@@ -1,7 +1,5 @@
 """Fields of a checkpoint's JSON files: read, and held against a table of what each may be."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping

@@ -5,8 +5,6 @@ bits (e4m3, one scale per token) is half the bytes. The product with the copy on
 tokens; these are scored by the weight itself, so the draft is the same.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

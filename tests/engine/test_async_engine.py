@@ -1,7 +1,5 @@
 """The engine for asyncio: right texts for many at once, and whoever leaves takes nothing along."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import Coroutine

@@ -1,7 +1,5 @@
 """Damaged checkpoints: each is refused in one line that names the file and what is wrong."""
 
-from __future__ import annotations
-
 import math
 import re
 import struct

@@ -1,7 +1,5 @@
 """Embeddings from the engine against transformers' own hidden states, alone and under load."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

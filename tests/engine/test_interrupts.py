@@ -1,7 +1,5 @@
 """Ctrl-C at any line of a step: nobody is lost, every text stays right, and no block is lost."""
 
-from __future__ import annotations
-
 import random
 import signal
 import sys

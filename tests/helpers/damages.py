@@ -3,8 +3,6 @@
 `whole` and `checkpoint` are fixtures: a test file that uses one imports both.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

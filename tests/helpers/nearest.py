@@ -1,7 +1,5 @@
 """Triton's interpreter with floats rounded to the nearest, as GPUs do."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

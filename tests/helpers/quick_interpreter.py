@@ -1,7 +1,5 @@
 """Triton's interpreter without work that it does over and over: twice as fast, and the same."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import cache
 from types import SimpleNamespace

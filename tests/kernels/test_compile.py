@@ -1,8 +1,6 @@
 """Every kernel compiles for a Hopper GPU, on machines without one: the interpreter accepts more
 than the compiler does (names that change type between branches, for one)."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Kernels are compiled side by side and not launched, on a stand-in of Triton's driver."""
 
-from __future__ import annotations
-
 import gc
 import time
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """The convolution of decode rows and of prompts: each kernel against the reference."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Rows that leave a checkpoint on the way: the same as two calls that split them there."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Routed experts and squared ReLU: kernels against their references and formulas in fp64."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import dataclass, replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Tokens found by an output head in 8 bits, against the reference and the full product."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Penalties, biases and bans, against plain torch and transformers."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

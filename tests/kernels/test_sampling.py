@@ -1,7 +1,5 @@
 """Kernels that choose, accept and draw tokens, against their references."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

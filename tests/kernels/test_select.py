@@ -1,7 +1,5 @@
 """Tokens drawn by a threshold search, against the distribution found by sorting."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,8 +1,6 @@
 """States of decode rows (one update a token) and of prompts (a scan over chunks): each kernel
 against its reference."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 from typing import Any

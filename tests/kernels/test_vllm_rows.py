@@ -1,7 +1,5 @@
 """Rows of the replay layout on vLLM's block tables: the kernels against their specification."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from helpers.interpreter import CUDA, kernels, plain
