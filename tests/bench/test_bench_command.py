@@ -1,7 +1,5 @@
 """`hybrid-runtime bench`: what it shows, and that nothing that was measured is lost."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil
