@@ -282,7 +282,7 @@ class MTPHead(nn.Module):
         caches: Caches,
         wanted: WantedTokens | None = None,
     ) -> Tensor:
-        """As of `specdecode.drafter.DraftHead`; the result is after final_layernorm. From the queries
+        """As of `specdecode.drafter.DraftHead`; the result is after the last norm. From queries
         of the last attention layer on, only wanted tokens are computed."""
         last_attention = max(self.kv_layers, default=None)
         if wanted is not None and last_attention is None:

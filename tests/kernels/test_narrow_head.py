@@ -7,7 +7,7 @@ import pytest
 import torch
 from helpers.hopper import compiled, spilled
 from helpers.interpreter import INTERPRETED, kernels, plain
-from helpers.nearest import round_to_nearest
+from helpers.interpreter_changes import round_to_nearest
 from torch import Tensor
 
 from hybrid_runtime.kernels.sampling import narrow_head
