@@ -44,7 +44,21 @@ class Accepted:
 
 
 class Acceptance(Protocol):
-    """How the runner calls any of them; ``greedy`` and ``rejection`` fit as they are."""
+    """How the runner calls any of them; ``greedy`` and ``rejection`` fit as they are.
+
+    Args:
+        logits: float [rows, K + 1, V].
+        drafts: int32 [rows, K].
+        num_draft: int32 [rows], 0 .. K.
+        emits: bool or int [rows]; 0 for a padded row or an unfinished prefill chunk.
+        draft_probs: float32 [rows, K, V], the distributions q the drafts were drawn from with
+            random numbers of stream DRAFT (or independent ones); None: they were not drawn.
+        sampling: parameters of the rows; temperature 0 gives exactly what ``greedy`` gives.
+        position: int [rows], absolute position of the first token the row emits.
+
+    Raises:
+        ValueError: shapes that do not fit.
+    """
 
     def __call__(
         self,
@@ -69,17 +83,7 @@ def greedy(
 ) -> Accepted:
     """Accepts drafts as long as each is the target's most likely token (lowest id at ties).
 
-    Args:
-        logits: float [rows, K + 1, V].
-        drafts: int32 [rows, K].
-        num_draft: int32 [rows], 0 .. K.
-        emits: bool or int [rows]; 0 for a padded row or an unfinished prefill chunk.
-        draft_probs: not used, as the two below; they make this an ``Acceptance``.
-        sampling: not used.
-        position: not used.
-
-    Raises:
-        ValueError: shapes that do not fit.
+    Arguments and errors are those of ``Acceptance``; the last three are not used.
     """
     _check(logits, drafts, num_draft, emits)
     return Accepted(*accept_drafts(_most_likely(logits), drafts, num_draft, emits))
@@ -105,18 +109,7 @@ def rejection(
     distribution: a token is drawn from p, and the draft is accepted if it is that token. The text
     of a seed is then the same with and without drafts.
 
-    Args:
-        logits: float [rows, K + 1, V].
-        drafts: int32 [rows, K].
-        num_draft: int32 [rows], 0 .. K.
-        emits: bool or int [rows]; 0 for a padded row or an unfinished prefill chunk.
-        draft_probs: float32 [rows, K, V], the distributions q the drafts were drawn from with
-            random numbers of stream DRAFT (or independent ones).
-        sampling: parameters of the rows; temperature 0 gives exactly what ``greedy`` gives.
-        position: int [rows], absolute position of the first token the row emits.
-
-    Raises:
-        ValueError: shapes that do not fit.
+    Arguments and errors are those of ``Acceptance``.
     """
     _check(logits, drafts, num_draft, emits)
     rows, num_positions, vocabulary = logits.shape
@@ -167,19 +160,8 @@ def synthetic(
 
     The token after them is the target's most likely one at that position. One random number
     (stream SYNTHETIC) per row and step decides: at least i + 1 drafts are accepted with probability
-    ``rates[i]``, in rows that have that many.
-
-    Args:
-        logits: float [rows, K + 1, V].
-        drafts: int32 [rows, K].
-        num_draft: int32 [rows], 0 .. K.
-        emits: bool or int [rows]; 0 for a padded row or an unfinished prefill chunk.
-        rates: float32 [K], not increasing.
-        position: int64 [rows], absolute position of the first token the row emits.
-        seed: int64 [rows].
-
-    Raises:
-        ValueError: shapes that do not fit.
+    ``rates[i]``, in rows that have that many. rates: float32 [K], not increasing. seed: int64
+    [rows]. Other arguments and errors are those of ``Acceptance``; position is int64.
     """
     _check(logits, drafts, num_draft, emits)
     if rates.shape != drafts.shape[1:]:

@@ -1,7 +1,5 @@
 """Which frame a step takes, and which of its launches are captured as CUDA graphs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Drafters: cheap proposals for the next K tokens of every row, made on the device."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -41,9 +39,22 @@ class DraftHead(Protocol):
         batch: RowBatch,
         caches: Caches,
         wanted: WantedTokens | None = None,
-    ) -> Tensor: ...
+    ) -> Tensor:
+        """Run one pass over all rows.
 
-    def logits(self, hidden: Tensor) -> Tensor: ...
+        Args:
+            tokens: int [T], the token after each position.
+            hidden: [T, hidden_size], the hidden state of each position.
+            batch: the rows; computed is the position of a row's first token.
+            caches: keys and values of the head's layers; those of all tokens are added.
+            wanted: whose results are wanted; None = of all tokens.
+
+        Returns:
+            [T, hidden_size], or that of the wanted tokens; feeds both `logits` and the next pass.
+        """
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[T, hidden_size] to [T, vocab_size]."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,5 @@
 """A step's memory: what its launches read and write, at addresses that never change."""
 
-from __future__ import annotations
-
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Literal

@@ -1,7 +1,5 @@
 """What changes logits, by slot, on the device: biases and bans of tokens, and tokens allowed."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 

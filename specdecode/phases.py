@@ -1,7 +1,5 @@
 """The launches of a speculative step, phase by phase, over a frame."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Protocol, runtime_checkable

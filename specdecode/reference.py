@@ -6,8 +6,6 @@ which every token overwrites: here the step keeps one per position and picks tha
 count. `runner.py` is the same step for many requests on a GPU; tests hold it against this page.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 

@@ -1,8 +1,6 @@
 """One speculative step of a batch: prepare, verify, accept, draft. `reference.py` is the same step
 for one request, in the paper's order."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import numpy as np

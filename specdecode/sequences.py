@@ -1,7 +1,5 @@
 """Tokens, lengths, drafts and sampling parameters of every slot, on the device."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -1,7 +1,5 @@
 """`hybrid-runtime bench DIR`: inter-token latency of a checkpoint with its own drafter."""
 
-from __future__ import annotations
-
 import argparse
 import os
 from pathlib import Path

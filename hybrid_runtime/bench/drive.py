@@ -4,8 +4,6 @@ Steady steps are told apart exactly as `run_nemotron.py` does for vLLM: every ro
 emits, none its first tokens, none its last, and the same held for the step before.
 """
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Callable

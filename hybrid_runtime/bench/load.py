@@ -1,7 +1,5 @@
 """One batch of requests that is measured, its prompts, and the engine that it needs."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass
 from typing import Any, Literal

@@ -1,7 +1,5 @@
 """The machine that a benchmark runs on: hardware and versions."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import os
 import platform

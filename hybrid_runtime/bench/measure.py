@@ -1,7 +1,5 @@
 """Measure loads, one engine after the other, and the figures made of their repeats."""
 
-from __future__ import annotations
-
 import gc
 import statistics
 import sys

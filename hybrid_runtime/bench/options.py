@@ -1,7 +1,5 @@
 """Options that `hybrid-runtime bench` and `benchmarks/engine/itl.py` share."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Callable
 from itertools import product

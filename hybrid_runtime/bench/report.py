@@ -1,7 +1,5 @@
 """Results as a table on the terminal and as JSON."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

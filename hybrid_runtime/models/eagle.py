@@ -189,19 +189,7 @@ class EagleHead(nn.Module):
         caches: Caches,
         wanted: WantedTokens | None = None,
     ) -> Tensor:
-        """Run one pass over all rows.
-
-        Args:
-            tokens: int [T], the token after each position.
-            hidden: [T, hidden_size], the hidden state of each position.
-            batch: the rows; computed is the position of a row's first token.
-            caches: keys and values of the head's layer; those of all tokens are added.
-            wanted: whose results are wanted; None = of all tokens.
-
-        Returns:
-            [T, hidden_size], or that of the wanted tokens: the layer's output, which feeds both
-            `logits` and the next pass.
-        """
+        """As of `specdecode.drafter.DraftHead`; the result is the layer's output."""
         target, layer = self._target[0], self.layers[0]
         assert isinstance(layer, EagleLayer)
         own = self.embed_tokens

@@ -1,7 +1,5 @@
 """Few of a model's layers that launch every kernel that all of them launch, for warm-up passes."""
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Iterable
 from itertools import chain, pairwise
 

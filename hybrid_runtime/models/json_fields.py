@@ -1,7 +1,5 @@
 """Fields of a checkpoint's JSON files: read, and held against a table of what each may be."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -27,7 +25,6 @@ class Kind:
 
 
 FLAG = Kind("true or false", lambda value: type(value) is bool)
-TEXT = Kind("a text", lambda value: isinstance(value, str))
 OBJECT = Kind("an object", lambda value: isinstance(value, Mapping))
 
 

@@ -1,8 +1,6 @@
 """Weight matrices: the only code of the models that creates, multiplies or names them. A number
 format is added here and in the loader (`checkpoint.py`)."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Which kernels run which rows of a batch through a Mamba layer, chosen once per forward pass."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 

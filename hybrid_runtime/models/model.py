@@ -1,7 +1,5 @@
 """What a model is to the rooms above: `HybridModel`, its groups of states, and its family."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol

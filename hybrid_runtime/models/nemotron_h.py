@@ -282,20 +282,8 @@ class MTPHead(nn.Module):
         caches: Caches,
         wanted: WantedTokens | None = None,
     ) -> Tensor:
-        """Run one pass over all rows.
-
-        Args:
-            tokens: int [T], the token after each position.
-            hidden: [T, hidden_size], the hidden state of each position.
-            batch: the rows; computed is the position of a row's first token.
-            caches: keys and values of the head's layers; those of all tokens are added.
-            wanted: whose results are wanted; None = of all tokens. The others need none from the
-                queries of the last attention layer on.
-
-        Returns:
-            [T, hidden_size], or that of the wanted tokens, after final_layernorm; feeds both
-            `logits` and the next pass.
-        """
+        """As of `specdecode.drafter.DraftHead`; the result is after the last norm. From queries
+        of the last attention layer on, only wanted tokens are computed."""
         last_attention = max(self.kv_layers, default=None)
         if wanted is not None and last_attention is None:
             tokens, hidden = wanted.of(tokens), wanted.of(hidden)

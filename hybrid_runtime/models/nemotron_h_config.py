@@ -1,7 +1,7 @@
 """Nemotron-H configuration: reads both spellings, refuses what would change results unseen."""
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -254,7 +254,7 @@ class NemotronHConfig:
         _check_together(values, {})
 
     @staticmethod
-    def from_dict(config: Mapping[str, Any], ignore: Collection[str] = ()) -> "NemotronHConfig":
+    def from_dict(config: Mapping[str, Any]) -> "NemotronHConfig":
         """Read the contents of a config.json.
 
         The rule for fields: an implemented one is used; one in `HARMLESS`, one that starts
@@ -263,16 +263,11 @@ class NemotronHConfig:
 
         Args:
             config: the decoded file.
-            ignore: names of further fields to ignore, at the caller's own risk.
 
         Raises:
             ValueError: naming the field, its value and what is supported.
         """
-        given = {
-            name: _decoded(value)
-            for name, value in config.items()
-            if value is not None and name not in ignore
-        }
+        given = {name: _decoded(value) for name, value in config.items() if value is not None}
         check_unquantised(given)
         check_fields(given, KINDS)
         known: dict[str, Any] = {}

@@ -1,7 +1,5 @@
 """Which family of models a checkpoint is of. A new family is a file of its own and a line here."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from hybrid_runtime.models import nemotron_h

@@ -1,7 +1,5 @@
 """State blocks of a model: their smallest size, and both by Hugging Face's field names."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch

@@ -1,7 +1,5 @@
 """Answers of completions and chat completions: whole, or as a stream of server-sent events."""
 
-from __future__ import annotations
-
 import json
 import logging
 import time

@@ -1,7 +1,5 @@
 """The ASGI application around one engine, and its paths about the server itself."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager

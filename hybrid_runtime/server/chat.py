@@ -1,7 +1,5 @@
 """`/v1/chat/completions`."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar

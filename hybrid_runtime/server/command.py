@@ -3,8 +3,6 @@
 Importing it needs nothing of the extra `server`.
 """
 
-from __future__ import annotations
-
 import argparse
 import logging
 import os

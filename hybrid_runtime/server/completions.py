@@ -1,7 +1,5 @@
 """`/v1/completions`."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """`/v1/embeddings`."""
 
-from __future__ import annotations
-
 import asyncio
 import base64
 

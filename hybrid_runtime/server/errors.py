@@ -1,7 +1,5 @@
 """Errors in OpenAI's form: `{"error": {"message", "type", "param", "code"}}`."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping

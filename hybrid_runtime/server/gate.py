@@ -1,7 +1,5 @@
 """What every request passes before its route: API key, limits and counters."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import secrets

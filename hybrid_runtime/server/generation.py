@@ -1,7 +1,5 @@
 """The completions of one HTTP request, run side by side in the engine."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncGenerator, Coroutine, Sequence
 from contextlib import aclosing

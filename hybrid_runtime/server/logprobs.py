@@ -1,7 +1,5 @@
 """Log-probabilities in the forms of OpenAI's two endpoints, and vLLM's of a prompt."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any

@@ -1,7 +1,5 @@
 """The counters of `/metrics`, in Prometheus' text form."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest

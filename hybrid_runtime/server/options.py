@@ -1,7 +1,5 @@
 """What can be set of the server itself: `ServerOptions`."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

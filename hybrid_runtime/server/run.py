@@ -1,7 +1,5 @@
 """Runs the application on a socket under uvicorn, and drains it at the end."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import logging

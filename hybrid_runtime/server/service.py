@@ -1,7 +1,5 @@
 """What the routes share: the engine, and checks and conversions that need it."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ reads the conv_state at an offset and writes it to offset 0 of the same block. O
 needs more: it must be taken before the conv_state rolls.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

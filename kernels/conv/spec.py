@@ -1,7 +1,5 @@
 """The conv_state: what a causal convolution keeps of a request."""
 
-from __future__ import annotations
-
 from typing import Literal, get_args
 
 import torch

@@ -1,7 +1,5 @@
 """Causal convolution of decode and verify rows over the extended conv_state."""
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -8,8 +8,6 @@ grid follows from the numbers of tokens and rows alone.
 # Registers are gathered in tuples, which grow in unrolled loops.
 # mypy: disable-error-code="assignment, var-annotated"
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

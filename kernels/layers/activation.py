@@ -1,7 +1,5 @@
 """Squared ReLU."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 import triton

@@ -1,7 +1,5 @@
 """Embedding lookup. torch's kernel reads the lines of a few tokens one after another."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 import triton

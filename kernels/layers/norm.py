@@ -1,7 +1,5 @@
 """Root-mean-square norms: plain, after adding to a residual, and gated by groups (Mamba-2)."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 import triton

@@ -1,7 +1,5 @@
 """Mean hidden state of a prompt's tokens, summed over as many steps as the prompt takes."""
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -4,8 +4,6 @@ The host knows only how many blocks there can be at most, and does not wait for 
 over the blocks has a program for each that is possible, and those without tokens end at once.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

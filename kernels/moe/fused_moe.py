@@ -5,8 +5,6 @@ once, by programs that take all of an expert's tokens as one block. In prefill a
 blocks, one after another, which find its weights in the L2 cache.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

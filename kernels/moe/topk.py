@@ -1,7 +1,5 @@
 """Each token's experts, chosen by a router's logits."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

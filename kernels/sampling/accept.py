@@ -1,8 +1,6 @@
 """Greedy acceptance: the leading drafts that are the target's own choice, or, for measurements, as
 many as a random number says."""
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -1,7 +1,5 @@
 """The most likely token of each line of logits, whose vocabulary is too wide for one program."""
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -5,8 +5,6 @@ largest threshold that keeps enough of them. Each pass over the line tries three
 Logits are numbered in their order (`ordered`), so the search ends when none is left in between.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

@@ -4,8 +4,6 @@ Tokens are in the order of their ids, and the first whose cumulative share excee
 drawn. Weights are added up in float64, whose order of summation hardly ever shows in the token.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

@@ -1,7 +1,5 @@
 """Log-probabilities of emitted tokens, and of the most likely ones beside them: plain torch."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """The distribution a token is drawn from, and the draw: plain torch, by sorting the vocabulary."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

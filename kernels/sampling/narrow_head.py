@@ -5,8 +5,6 @@ bits (e4m3, one scale per token) is half the bytes. The product with the copy on
 tokens; these are scored by the weight itself, so the draft is the same.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch
@@ -285,16 +283,14 @@ def proposals(hidden: Tensor, head: NarrowHead, tiling: HeadTiling | None = None
     return keys
 
 
-def narrow_argmax(
-    hidden: Tensor, head: NarrowHead, out: Tensor, tiling: HeadTiling | None = None
-) -> Tensor:
+def narrow_argmax(hidden: Tensor, head: NarrowHead, out: Tensor) -> Tensor:
     """`narrow_argmax_reference` by three launches where Triton runs."""
     if not runs_triton(hidden):
         return narrow_argmax_reference(hidden, head, out)
     lines, size = hidden.shape
     if not lines:
         return out
-    keys = proposals(hidden, head, tiling)
+    keys = proposals(hidden, head)
     _best_kernel[(lines,)](
         hidden=hidden,
         weight=head.weight,

@@ -9,8 +9,6 @@ the others, as long as its time has not come. One token that is banned for good,
 and an end of text that must not come yet are all such bans.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

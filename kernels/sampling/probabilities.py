@@ -1,7 +1,5 @@
 """Tokens of each line of logits with the whole distribution they were drawn from."""
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -1,7 +1,5 @@
 """Random numbers that depend on their key alone: the same on every device and in every batch."""
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

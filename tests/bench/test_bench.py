@@ -1,13 +1,12 @@
 """The engine benchmark: its arithmetic, its files, and that it runs on a CPU. Nothing is timed."""
 
-from __future__ import annotations
-
 import json
 import shlex
 import sys
 from pathlib import Path
 from typing import Any
 
+import itl
 import pytest
 import torch
 
@@ -16,10 +15,6 @@ from hybrid_runtime.bench.drive import drive, summarize
 from hybrid_runtime.bench.load import Load
 from hybrid_runtime.cli import main
 from hybrid_runtime.engine import Engine
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "engine"))
-
-import itl
 
 TINY = ["--shape", "tiny", "--batches", "2", "--repeats", "1"]
 
@@ -74,6 +69,7 @@ def test_itl_writes_a_row_per_strategy_and_lengths(measured: dict[str, Any]) -> 
     assert measured["runs"][0]["arguments"][:2] == ["--shape", "tiny"]
 
 
+@pytest.mark.slow
 def test_an_older_checkout_takes_turns(tmp_path: Path) -> None:
     out = tmp_path / "a.json"
     before = shlex.join([sys.executable, itl.__file__])

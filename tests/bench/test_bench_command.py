@@ -1,7 +1,5 @@
 """`hybrid-runtime bench`: what it shows, and that nothing that was measured is lost."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil
@@ -37,6 +35,7 @@ def test_a_checkpoint_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[
         assert "left" in said
 
 
+@pytest.mark.slow
 def test_tables_fit_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     lists = ["--batches", "1", "--drafts", "0,3", "--strategies", "auto,always", "--lengths", "all"]
     assert main(["bench", MODEL, *lists, *SMALL]) == 0

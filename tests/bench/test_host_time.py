@@ -1,18 +1,12 @@
 """The host's own work in a step of steady decode, by count. Nothing is timed."""
 
-from __future__ import annotations
-
-import importlib
 import json
-import sys
 from pathlib import Path
-from typing import Any
 
+import host_time
 import pytest
 
 ROOT = Path(__file__).parents[2]
-sys.path[:0] = [str(ROOT / "benchmarks" / "engine"), str(ROOT / "benchmarks" / "common")]
-host_time: Any = importlib.import_module("host_time")
 
 
 @pytest.mark.parametrize("drafts", [3, 0])
@@ -26,6 +20,7 @@ def test_a_step_makes_few_python_calls(rows: int, drafts: int) -> None:
     assert calls["hand_out"] > 0
 
 
+@pytest.mark.slow
 def test_two_checkouts_stand_in_one_result(tmp_path: Path) -> None:
     out = tmp_path / "host.json"
     few = ["--rows", "2", "--drafts", "3", "--steps", "4", "--repeats", "1"]

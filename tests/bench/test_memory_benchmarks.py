@@ -1,19 +1,13 @@
 """The benchmarks of prefix cache and capacity: they run on a CPU and count right."""
 
-from __future__ import annotations
-
-import importlib
 import json
-import sys
 from pathlib import Path
 
+import capacity
+import prefix
 import pytest
+import shapes
 import torch
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "engine"))
-capacity = importlib.import_module("capacity")
-prefix = importlib.import_module("prefix")
-shapes = importlib.import_module("shapes")
 
 
 @pytest.mark.slow

@@ -1,16 +1,8 @@
 """The short form of `numerics.py`: drift from fp64 in both layouts, over 500 tokens."""
 
-from __future__ import annotations
-
-import importlib
-import sys
-from pathlib import Path
-
+import numerics
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "kernels"))
-numerics = importlib.import_module("numerics")
 
 
 @pytest.mark.slow

@@ -1,18 +1,12 @@
 """The serving benchmark: its request lists and figures, and that two engines take turns. Nothing is
 timed."""
 
-from __future__ import annotations
-
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "engine"))
-
 import serve
 import serve_rows
 import serving
@@ -90,6 +84,7 @@ def test_figures_of_one_request() -> None:
     assert serving.figures([one], 2.0, {"ttft": 501.0, "itl": 79.0})["goodput_s"] == 0
 
 
+@pytest.mark.slow
 def test_two_engines_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options = [
         "--shape=tiny", "--lengths=tiny", "--places=2", "--per-place=2", "--repeats=2",

@@ -1,16 +1,10 @@
 """The short form of `benchmarks/engine/soak.py`: load, faults and too little memory, on the CPU."""
 
-from __future__ import annotations
-
-import importlib
 import json
-import sys
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "engine"))
-soak = importlib.import_module("soak")
+import soak
 
 
 @pytest.mark.slow

@@ -1,7 +1,5 @@
 """Comparing the texts of two runs of vLLM."""
 
-from __future__ import annotations
-
 import importlib.util
 from pathlib import Path
 from typing import Any

@@ -1,8 +1,6 @@
 """The benchmark of free memory that holds no number and of dummy runs, on a stand-in of vLLM: what
 it spoils, and what it notices."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace

@@ -1,7 +1,5 @@
 """Benchmarks of replay inside vLLM, as far as they run without it: their arithmetic and tables."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -1,17 +1,8 @@
 """`benchmarks/kernels/window.py` as far as it goes without a GPU."""
 
-from __future__ import annotations
-
-import importlib
-import sys
-from pathlib import Path
-
 import pytest
 import torch
-
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-sys.path[:0] = [str(BENCHMARKS / "kernels"), str(BENCHMARKS / "common")]
-window = importlib.import_module("window")
+import window
 
 
 def test_both_errors_are_those_of_exact_states() -> None:

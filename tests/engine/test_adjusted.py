@@ -1,48 +1,34 @@
 """Penalties, biases and log-probabilities in the engine: the same with drafts as without."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
 import torch
 from helpers.small_engine import (
+    DRAFTERS,
     NEW_TOKENS,
     VOCABULARY,
+    Make,
     Script,
-    engine,
-    hf,
-    nothing_leaked,
-    prompts,
-    tokenizer,
+    with_graphs_and_without,
 )
-from tokenizers import Tokenizer
 from transformers import NemotronHForCausalLM
 
-from hybrid_runtime.demo import PROMPTS, SHIPPED
-from hybrid_runtime.engine import Completion, Engine, SamplingParams
-from hybrid_runtime.state import sync_guard
-
-__all__ = ["hf", "prompts", "tokenizer"]  # fixtures
+from hybrid_runtime.engine import Completion, SamplingParams
 
 PENALISED: dict[str, dict[str, Any]] = {
     "repetition": {"repetition_penalty": 1.4},
     "counts": {"presence_penalty": 0.6, "frequency_penalty": 0.8},
     "bias": {"logit_bias": {3: 2.5, 17: -100, 40: 1.5}},
 }
-DRAFTERS: list[dict[str, Any]] = [
-    {"drafter": "ngram", "num_speculative_tokens": 3},
-    {"drafter": "mtp", "num_speculative_tokens": 2, "steps_ahead": 1},
-    {"drafter": "mtp", "graphs": True, "max_requests": 4, "max_tokens_per_step": 32},
-]
 
 
 @pytest.mark.parametrize("kind", PENALISED)
 def test_penalised_text_equals_that_of_transformers(
-    hf: NemotronHForCausalLM, tokenizer: Tokenizer, prompts: Any, kind: str
+    make: Make, hf: NemotronHForCausalLM, prompts: Any, kind: str
 ) -> None:
     params = SamplingParams(max_tokens=NEW_TOKENS, **PENALISED[kind])
-    runs = engine(hf, tokenizer)
+    runs = make()
     answers = runs.generate(prompts[2:5], params)
     for prompt, answer in zip(prompts[2:5], answers, strict=True):
         known = list(prompt)
@@ -65,17 +51,14 @@ def test_penalised_text_equals_that_of_transformers(
             answers, runs.generate(prompts[2:5], SamplingParams(max_tokens=NEW_TOKENS)), strict=True
         )
     )
-    nothing_leaked(runs)
 
 
 @pytest.mark.parametrize(
     "later", [{"logit_bias": {40: -100.0}}, {"presence_penalty": 0.5}], ids=str
 )
-def test_biases_end_with_their_request(
-    hf: NemotronHForCausalLM, tokenizer: Tokenizer, prompts: Any, later: dict[str, Any]
-) -> None:
+def test_biases_end_with_their_request(make: Make, prompts: Any, later: dict[str, Any]) -> None:
     """Those that come after it share its slot, and the buffer by which biases reach the device."""
-    runs = engine(hf, tokenizer, max_requests=1)
+    runs = make(max_requests=1)
     params = SamplingParams(max_tokens=4, **later)
     want = runs.generate([prompts[2]], params)[0].tokens
     biased = SamplingParams(max_tokens=2, logit_bias={3: 100.0, 17: 100.0})
@@ -84,10 +67,10 @@ def test_biases_end_with_their_request(
     assert runs.generate([prompts[2]], params)[0].tokens == want
 
 
-@pytest.mark.parametrize("options", DRAFTERS, ids=["ngram", "mtp", "graphs"])
+@DRAFTERS
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 def test_drafts_change_neither_text_nor_log_probabilities(
-    hf: NemotronHForCausalLM, tokenizer: Tokenizer, prompts: Any, options: Any, temperature: float
+    make: Make, prompts: Any, options: Any, temperature: float
 ) -> None:
     """Beside requests without any of it, which keep theirs, too."""
     everything = {name: value for kind in PENALISED.values() for name, value in kind.items()}
@@ -101,8 +84,8 @@ def test_drafts_change_neither_text_nor_log_probabilities(
     params[0] = SamplingParams(max_tokens=NEW_TOKENS, temperature=temperature, seed=0)
     alone: list[Completion] = []
     for prompt, one in zip(prompts[:4], params, strict=True):
-        alone += engine(hf, tokenizer).generate([prompt], one)
-    runs = engine(hf, tokenizer, **options)
+        alone += make().generate([prompt], one)
+    runs = make(**options)
     if options["drafter"] == "ngram":  # half of all drafts are right, whatever the text
         texts = [p + a.tokens for p, a in zip(prompts, alone, strict=False)]
         runs.runner.drafter = Script(texts, 3, [3, 0, 2, 1, 3])
@@ -119,19 +102,18 @@ def test_drafts_change_neither_text_nor_log_probabilities(
         for a, b in zip(got.logprobs, wanted.logprobs, strict=True):
             assert abs(a.logprob - b.logprob) < 1e-4
             assert len(a.top) == one.logprobs
-    nothing_leaked(runs)
 
 
 @pytest.mark.parametrize("steps_ahead", [0, 1])
 def test_log_probabilities_are_those_of_the_model(
-    hf: NemotronHForCausalLM, tokenizer: Tokenizer, prompts: Any, steps_ahead: int
+    make: Make, hf: NemotronHForCausalLM, prompts: Any, steps_ahead: int
 ) -> None:
     """Whatever the penalties and limits; a stop string cuts the text, not what is told."""
     prompt = prompts[4]
     params = SamplingParams(
         max_tokens=NEW_TOKENS, temperature=1.5, top_k=20, seed=2, logprobs=4, presence_penalty=1
     )
-    runs = engine(hf, tokenizer, drafter="ngram", num_speculative_tokens=3, steps_ahead=steps_ahead)
+    runs = make(drafter="ngram", num_speculative_tokens=3, steps_ahead=steps_ahead)
     (answer,) = runs.generate([prompt], params)
     with torch.inference_mode():
         logits = hf(torch.tensor([prompt + answer.tokens])).logits[0, len(prompt) - 1 : -1]
@@ -155,31 +137,17 @@ def test_log_probabilities_are_those_of_the_model(
     assert len(again.logprobs) == len(again.tokens)
     for a, b in zip(again.logprobs, answer.logprobs, strict=True):
         assert abs(a.logprob - b.logprob) < 1e-4
-    nothing_leaked(runs)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_graphs_change_neither_text_nor_log_probabilities() -> None:
-    """And nothing waits unseen, once all kinds of steps have been met."""
     kinds: list[dict[str, Any]] = [{}, *PENALISED.values(), {"logprobs": 2}, {"min_p": 0.1}]
     params = [
         SamplingParams(max_tokens=40, temperature=0.8 * (i % 2), seed=i, ignore_eos=True, **kind)
         for i, kind in enumerate(kinds)
     ]
-    prompts = [PROMPTS[i % len(PROMPTS)] for i in range(len(params))]
-    answers = []
-    for graphs in (True, False):
-        runs = Engine.from_pretrained(
-            SHIPPED, device="cuda", dtype="float32", drafter="mtp", block_size=32, graphs=graphs
-        )
-        for prompt, one in zip(prompts, params, strict=True):
-            runs.generate([prompt], one)
-        runs.generate(prompts, params)
-        with sync_guard() as waits:
-            answers.append(runs.generate(prompts, params))
-        assert not waits.undeclared, waits.reasons
-    for with_graphs, without in zip(*answers, strict=True):
+    for with_graphs, without in with_graphs_and_without(params):
         assert with_graphs.tokens == without.tokens
         for a, b in zip(with_graphs.logprobs or [], without.logprobs or [], strict=True):
             # Captured steps are padded, and products of other sizes add up in another order.

@@ -1,7 +1,5 @@
 """The engine for asyncio: right texts for many at once, and whoever leaves takes nothing along."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import Coroutine
@@ -9,35 +7,32 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.small_engine import (
-    NEW_TOKENS,
-    engine,
-    hf,
-    nothing_leaked,
-    prompts,
-    tokenizer,
-    wanted,
-)
+from helpers.small_engine import NEW_TOKENS, Make, engine, fail_at
 from tokenizers import Tokenizer
 from transformers import NemotronHForCausalLM
 
 from hybrid_runtime.engine import AsyncEngine, Engine, EngineClosed, QueueFull, SamplingParams
 from hybrid_runtime.engine.client import Delta
 
-__all__ = ["hf", "prompts", "tokenizer", "wanted"]  # fixtures
-
 N_GRAM = {"drafter": "ngram", "num_speculative_tokens": 3, "block_size": 8, "steps_ahead": 1}
 LONG = SamplingParams(max_tokens=NEW_TOKENS)
 
 
 @pytest.fixture
-def runs(hf: NemotronHForCausalLM, tokenizer: Tokenizer) -> Engine:
-    return engine(hf, tokenizer, **N_GRAM)
+def runs(make: Make) -> Engine:
+    return make(**N_GRAM)
 
 
 def run(main: Coroutine[Any, Any, None]) -> None:
     """A test's coroutine; nothing may hang."""
     asyncio.run(asyncio.wait_for(main, 120))
+
+
+async def ask(serving: AsyncEngine, prompts: list[list[int]]) -> list[Any]:
+    """What each of them gets, perhaps an exception."""
+    return await asyncio.gather(
+        *(serving.generate(p, LONG) for p in prompts), return_exceptions=True
+    )
 
 
 def tokens_of(deltas: list[Delta]) -> list[int]:
@@ -54,7 +49,6 @@ def test_many_at_once_get_the_text_that_each_gets_alone(
             assert serving.engine.stats().emitted == sum(map(len, wanted))
 
     run(main())
-    nothing_leaked(runs)
     # Its thread has ended: the engine is anybody's again.
     assert runs.generate(prompts[:1], LONG)[0].tokens == wanted[0]
 
@@ -99,20 +93,15 @@ def test_whoever_leaves_ends_its_request_and_no_other(
             assert (await other).tokens == wanted[4]
 
     run(main())
-    nothing_leaked(runs)
     assert runs.stats().emitted < NEW_TOKENS + 60
 
 
-def test_a_full_queue_refuses_and_goes_on(
-    hf: NemotronHForCausalLM, tokenizer: Tokenizer, prompts: Any, wanted: Any
-) -> None:
-    runs = engine(hf, tokenizer, **N_GRAM, max_waiting=2, max_requests=1)
+def test_a_full_queue_refuses_and_goes_on(make: Make, prompts: Any, wanted: Any) -> None:
+    runs = make(**N_GRAM, max_waiting=2, max_requests=1)
 
     async def main() -> None:
         async with AsyncEngine(runs) as serving:
-            answers = await asyncio.gather(
-                *(serving.generate(p, LONG) for p in prompts), return_exceptions=True
-            )
+            answers = await ask(serving, prompts)
         refused = [a for a in answers if isinstance(a, BaseException)]
         assert refused
         assert all(isinstance(a, QueueFull) for a in refused)
@@ -121,21 +110,17 @@ def test_a_full_queue_refuses_and_goes_on(
         assert len(refused) < len(prompts)
 
     run(main())
-    nothing_leaked(runs)
 
 
-def test_more_prompts_than_may_wait_are_embedded(
-    hf: NemotronHForCausalLM, tokenizer: Tokenizer, prompts: Any
-) -> None:
-    want = engine(hf, tokenizer).embed(prompts, "mean")
-    runs = engine(hf, tokenizer, max_waiting=1, max_requests=2)
+def test_more_prompts_than_may_wait_are_embedded(make: Make, prompts: Any) -> None:
+    want = make().embed(prompts, "mean")
+    runs = make(max_waiting=1, max_requests=2)
 
     async def main() -> None:
         async with AsyncEngine(runs) as serving:
             torch.testing.assert_close(await serving.embed(prompts, "mean"), want)
 
     run(main())
-    nothing_leaked(runs)
 
 
 def test_closing_serves_those_who_are_there_and_refuses_others(
@@ -155,7 +140,6 @@ def test_closing_serves_those_who_are_there_and_refuses_others(
             assert tokens_of([first, *deltas]) == want
 
     run(main())
-    nothing_leaked(runs)
 
 
 def test_closing_without_draining_ends_all_at_once(runs: Engine, prompts: Any) -> None:
@@ -175,32 +159,22 @@ def test_closing_without_draining_ends_all_at_once(runs: Engine, prompts: Any) -
         assert [d.finish_reason for d in ends].count("abort") == len(prompts)
 
     run(main())
-    nothing_leaked(runs)
 
 
 def test_what_a_step_raises_is_raised_to_its_callers_and_no_others(
     runs: Engine, prompts: Any, wanted: Any
 ) -> None:
-    calls = iter(range(1000))
-
-    def fail_once(*_: Any) -> None:
-        if next(calls) == 4:
-            raise RuntimeError("no text today")
-
-    runs.model.register_forward_pre_hook(fail_once)
+    runs.model.register_forward_pre_hook(fail_at(4, RuntimeError("no text today")))
 
     async def main() -> None:
         async with AsyncEngine(runs) as serving:
-            answers = await asyncio.gather(
-                *(serving.generate(p, LONG) for p in prompts[:3]), return_exceptions=True
-            )
+            answers = await ask(serving, prompts[:3])
             assert any(isinstance(a, RuntimeError) for a in answers)
             assert (await serving.generate(prompts[5], LONG)).tokens == wanted[5]
             with pytest.raises(ValueError, match="prompt is empty"):
                 await serving.generate([], LONG)
 
     run(main())
-    nothing_leaked(runs)
 
 
 def test_a_scheduler_that_fails_ends_all_and_the_next_are_served(
@@ -217,14 +191,11 @@ def test_a_scheduler_that_fails_ends_all_and_the_next_are_served(
 
     async def main() -> None:
         async with AsyncEngine(runs) as serving:
-            answers = await asyncio.gather(
-                *(serving.generate(p, LONG) for p in prompts[:3]), return_exceptions=True
-            )
+            answers = await ask(serving, prompts[:3])
             assert [type(a) for a in answers] == [ZeroDivisionError] * 3
             assert (await serving.generate(prompts[5], LONG)).tokens == wanted[5]
 
     run(main())
-    nothing_leaked(runs)
 
 
 def test_an_engine_that_always_fails_tells_everybody(
@@ -233,9 +204,7 @@ def test_an_engine_that_always_fails_tells_everybody(
     async def main() -> None:
         async with AsyncEngine(runs) as serving:
             monkeypatch.setattr(runs.core, "step", lambda: 1 / 0)
-            answers = await asyncio.gather(
-                *(serving.generate(p, LONG) for p in prompts[:3]), return_exceptions=True
-            )
+            answers = await ask(serving, prompts[:3])
             assert {type(a) for a in answers} <= {ZeroDivisionError, EngineClosed}
             with pytest.raises((ZeroDivisionError, EngineClosed)):
                 await serving.generate(prompts[5], LONG)
@@ -243,20 +212,15 @@ def test_an_engine_that_always_fails_tells_everybody(
     run(main())
 
 
-def test_an_engine_whose_thread_dies_leaves_nobody_waiting(runs: Engine, prompts: Any) -> None:
-    calls = iter(range(1000))
-
-    def die(*_: Any) -> None:
-        if next(calls) == 4:
-            raise SystemExit
-
-    runs.model.register_forward_pre_hook(die)
+def test_an_engine_whose_thread_dies_leaves_nobody_waiting(
+    hf: NemotronHForCausalLM, tokenizer: Tokenizer, prompts: Any
+) -> None:
+    runs = engine(hf, tokenizer, **N_GRAM)
+    runs.model.register_forward_pre_hook(fail_at(4, SystemExit()))
 
     async def main() -> None:
         async with AsyncEngine(runs) as serving:
-            answers = await asyncio.gather(
-                *(serving.generate(p, LONG) for p in prompts[:3]), return_exceptions=True
-            )
+            answers = await ask(serving, prompts[:3])
             assert [type(a) for a in answers] == [EngineClosed] * 3
             with pytest.raises(EngineClosed, match="the engine has failed: SystemExit"):
                 await serving.generate(prompts[5], LONG)

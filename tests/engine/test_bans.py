@@ -1,40 +1,28 @@
 """Words, ends and tokens that a text must not have: the same with drafts as without."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
 import torch
 from helpers.small_engine import (
+    DRAFTERS,
     NEW_TOKENS,
     VOCABULARY,
+    Make,
     Script,
     drain,
-    engine,
-    hf,
-    nothing_leaked,
-    prompts,
-    wanted,
+    with_graphs_and_without,
 )
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from transformers import NemotronHForCausalLM
 
-from hybrid_runtime.demo import PROMPTS, SHIPPED
+from hybrid_runtime.demo import SHIPPED
 from hybrid_runtime.engine import Completion, Engine, SamplingParams
 from hybrid_runtime.engine.bans import bans
-from hybrid_runtime.state import sync_guard
-
-__all__ = ["hf", "prompts", "wanted"]  # fixtures
 
 KINDS = "words", "ends", "allowed", "all"
-DRAFTERS: list[dict[str, Any]] = [
-    {"drafter": "ngram", "num_speculative_tokens": 3},
-    {"drafter": "mtp", "num_speculative_tokens": 2, "steps_ahead": 1},
-    {"drafter": "mtp", "graphs": True, "max_requests": 4, "max_tokens_per_step": 32},
-]
 
 
 @pytest.fixture(scope="module")
@@ -78,9 +66,9 @@ def check(params: SamplingParams, text: list[int], tokens: list[int]) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_text_without_what_is_banned_is_the_likeliest_such(
-    hf: NemotronHForCausalLM, tokenizer: Tokenizer, prompts: Any, wanted: Any, kind: str
+    make: Make, hf: NemotronHForCausalLM, prompts: Any, wanted: Any, kind: str
 ) -> None:
-    runs = engine(hf, tokenizer)
+    runs = make()
     for prompt, text in zip(prompts[2:5], wanted[2:5], strict=True):
         params = SamplingParams(max_tokens=NEW_TOKENS, **asked(kind, text))
         (plain,) = runs.generate([prompt], SamplingParams(max_tokens=NEW_TOKENS))
@@ -105,13 +93,12 @@ def test_text_without_what_is_banned_is_the_likeliest_such(
             best = logits.topk(2)
             assert token == best.indices[0] or best.values[0] - best.values[1] < 1e-4
             output.append(token)
-    nothing_leaked(runs)
 
 
-@pytest.mark.parametrize("options", DRAFTERS, ids=["ngram", "mtp", "graphs"])
+@DRAFTERS
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 def test_drafts_bring_nothing_that_is_banned(
-    hf: NemotronHForCausalLM, tokenizer: Tokenizer, prompts: Any, options: Any, temperature: float
+    make: Make, prompts: Any, options: Any, temperature: float
 ) -> None:
     """The same text as alone, beside requests that forbid other things or nothing, in slots that
     others had before."""
@@ -119,16 +106,16 @@ def test_drafts_bring_nothing_that_is_banned(
     how = [{"max_tokens": NEW_TOKENS, "temperature": temperature, "seed": i} for i in range(5)]
     alone: list[Completion] = []
     params = [SamplingParams(**how[0])]
-    plain = engine(hf, tokenizer).generate(chosen, [SamplingParams(**h) for h in how])
+    plain = make().generate(chosen, [SamplingParams(**h) for h in how])
     for i, kind in enumerate(KINDS):
         params.append(SamplingParams(**how[i + 1], **asked(kind, plain[i + 1].tokens)))
     for prompt, one in zip(chosen, params, strict=True):
-        alone += engine(hf, tokenizer).generate([prompt], one)
+        alone += make().generate([prompt], one)
     assert alone[0].tokens == plain[0].tokens
     for one, free, answer in zip(params[1:], plain[1:], alone[1:], strict=True):
         assert answer.tokens != free.tokens
         check(one, free.tokens, answer.tokens)
-    runs = engine(hf, tokenizer, **options)
+    runs = make(**options)
     if options["drafter"] == "ngram":  # half of all drafts are right, whatever the text
         texts = [p + a.tokens for p, a in zip(chosen, alone, strict=True)]
         runs.runner.drafter = Script(texts, 3, [3, 0, 2, 1, 3])
@@ -136,14 +123,13 @@ def test_drafts_bring_nothing_that_is_banned(
     order = [0, 1, 2, 3, 4, 4, 3, 0, 2, 1, 0, 0, 0, 0]
     together = runs.generate([chosen[i] for i in order], [params[i] for i in order])
     assert [answer.tokens for answer in together] == [alone[i].tokens for i in order]
-    nothing_leaked(runs)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_preempted_request_is_kept_from_the_same(
-    hf: NemotronHForCausalLM, tokenizer: Tokenizer, prompts: Any, wanted: Any, kind: str
+    make: Make, prompts: Any, wanted: Any, kind: str
 ) -> None:
-    runs = engine(hf, tokenizer, steps_ahead=1)
+    runs = make(steps_ahead=1)
     params = SamplingParams(max_tokens=NEW_TOKENS, **asked(kind, wanted[4]))
     (answer,) = runs.generate([prompts[4]], params)
     request = runs.submit(prompts[4], params)
@@ -155,14 +141,13 @@ def test_a_preempted_request_is_kept_from_the_same(
         runs.step()
     assert request.output == answer.tokens
     drain(runs)
-    nothing_leaked(runs)
 
 
 def test_no_end_of_text_comes_before_the_least_tokens(
-    hf: NemotronHForCausalLM, tokenizer: Tokenizer, prompts: Any, wanted: Any
+    make: Make, prompts: Any, wanted: Any
 ) -> None:
     """Unless it is ignored, and then it is a token as any other."""
-    runs = engine(hf, tokenizer)
+    runs = make()
     first = wanted[4][3]
     runs.core.eos = frozenset([first, wanted[4][9], VOCABULARY + 3])
     text = runs.generate([prompts[4]], SamplingParams(max_tokens=NEW_TOKENS))[0]
@@ -176,9 +161,9 @@ def test_no_end_of_text_comes_before_the_least_tokens(
 
 
 def test_stop_strings_wait_for_the_least_tokens_and_may_be_kept(
-    hf: NemotronHForCausalLM, tokenizer: Tokenizer, prompts: Any, wanted: Any
+    make: Make, prompts: Any, wanted: Any
 ) -> None:
-    runs = engine(hf, tokenizer)
+    runs = make()
     whole = "".join(f" t{token}" for token in wanted[4])
     stop = f"t{wanted[4][5]}"
     (plain,) = runs.generate([prompts[4]], SamplingParams(max_tokens=NEW_TOKENS, stop=(stop,)))
@@ -209,12 +194,10 @@ def test_stop_strings_wait_for_the_least_tokens_and_may_be_kept(
     assert len(answer.logprobs or []) == len(plain.tokens)
 
 
-def test_special_tokens_are_in_the_text_if_asked_for(
-    hf: NemotronHForCausalLM, prompts: Any, wanted: Any
-) -> None:
+def test_special_tokens_are_in_the_text_if_asked_for(make: Make, prompts: Any, wanted: Any) -> None:
     special = Tokenizer(WordLevel({f"t{i}": i for i in range(VOCABULARY)}, unk_token="t0"))
     special.add_special_tokens([f"t{wanted[4][5]}"])
-    runs = engine(hf, special)
+    runs = make(tokenizer=special)
     params = (
         SamplingParams(max_tokens=NEW_TOKENS),
         SamplingParams(max_tokens=NEW_TOKENS, skip_special_tokens=False),
@@ -272,9 +255,9 @@ def test_words_of_tokens_that_the_model_does_not_have_need_no_ban(tokenizer: Tok
     assert [ban.tokens for ban in found] == [(VOCABULARY - 2,)]
 
 
-def test_a_minimum_that_bans_nothing_changes_no_logits(hf: NemotronHForCausalLM) -> None:
+def test_a_minimum_that_bans_nothing_changes_no_logits(make: Make) -> None:
     """Else every step of the whole batch would copy its logits to float32."""
-    runs = engine(hf, None)
+    runs = make(tokenizer=None)
     params = SamplingParams(max_tokens=8, min_tokens=8, ignore_eos=True)
     request = runs.submit([5, 6, 7], params)
     assert request.bans == ()
@@ -284,16 +267,14 @@ def test_a_minimum_that_bans_nothing_changes_no_logits(hf: NemotronHForCausalLM)
     assert len(request.output) == 8
 
 
-def test_a_word_that_the_tokenizer_does_not_know_is_refused(hf: NemotronHForCausalLM) -> None:
-    runs = engine(hf, Tokenizer(WordLevel({"t0": 0}, unk_token="none")))
+def test_a_word_that_the_tokenizer_does_not_know_is_refused(make: Make) -> None:
+    runs = make(tokenizer=Tokenizer(WordLevel({"t0": 0}, unk_token="none")))
     with pytest.raises(ValueError, match=r"^bad_words is not what the tokenizer can encode: "):
         runs.submit([5, 6, 7], SamplingParams(max_tokens=4, bad_words=("t1",)))
 
 
-def test_what_cannot_be_kept_is_refused(
-    hf: NemotronHForCausalLM, tokenizer: Tokenizer, prompts: Any
-) -> None:
-    runs = engine(hf, tokenizer)
+def test_what_cannot_be_kept_is_refused(make: Make, tokenizer: Tokenizer, prompts: Any) -> None:
+    runs = make()
     runs.core.eos = frozenset([3])
     for wrong, message in (
         ({"allowed_token_ids": (5, 96)}, r"^allowed_token_ids is \(5, 96\), must be .* 0\.\.95"),
@@ -307,7 +288,7 @@ def test_what_cannot_be_kept_is_refused(
         params = SamplingParams(max_tokens=4, **wrong)  # type: ignore[arg-type]
         with pytest.raises(ValueError, match=message):
             runs.submit(prompts[0], params)
-    without = engine(hf, None)
+    without = make(tokenizer=None)
     with pytest.raises(ValueError, match=r"^bad_words is text"):
         without.submit(prompts[0], SamplingParams(bad_words=("t1",)))
     assert runs.idle
@@ -316,8 +297,7 @@ def test_what_cannot_be_kept_is_refused(
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_graphs_keep_the_same_from_being_drawn() -> None:
-    """Tables that are made after graphs were captured count for the next steps; and nothing waits
-    unseen, once all kinds of steps have been met."""
+    """Tables that are made after graphs were captured count for the next steps."""
     kinds: list[dict[str, Any]] = [
         {}, {"presence_penalty": 1.0}, {"bad_words": ("return", "self.", "import os")},
         {"min_tokens": 30, "stop_token_ids": tuple(range(90))},
@@ -328,19 +308,7 @@ def test_graphs_keep_the_same_from_being_drawn() -> None:
         SamplingParams(**{"max_tokens": 40, "temperature": 0.8 * (i % 2), "seed": i} | kind)
         for i, kind in enumerate(kinds)
     ]
-    prompts = [PROMPTS[i % len(PROMPTS)] for i in range(len(params))]
-    answers = []
-    for graphs in (True, False):
-        runs = Engine.from_pretrained(
-            SHIPPED, device="cuda", dtype="float32", drafter="mtp", block_size=32, graphs=graphs
-        )
-        for prompt, one in zip(prompts, params, strict=True):
-            runs.generate([prompt], one)
-        runs.generate(prompts, params)
-        with sync_guard() as waits:
-            answers.append(runs.generate(prompts, params))
-        assert not waits.undeclared, waits.reasons
-    for with_graphs, without in zip(*answers, strict=True):
+    for with_graphs, without in with_graphs_and_without(params):
         assert with_graphs.tokens == without.tokens
         for a, b in zip(
             with_graphs.prompt_logprobs or [], without.prompt_logprobs or [], strict=True

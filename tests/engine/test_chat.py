@@ -1,7 +1,5 @@
 """Chat: prompts are those that transformers makes of the same template and messages."""
 
-from __future__ import annotations
-
 import json
 import logging
 import re

@@ -1,7 +1,5 @@
 """Damaged checkpoints: each is refused in one line that names the file and what is wrong."""
 
-from __future__ import annotations
-
 import math
 import re
 import struct
@@ -46,6 +44,9 @@ OTHER = {
     "version": "1.0",
     "model": {"type": "WordLevel", "vocab": {"a": 0, "b": 999}, "unk_token": "a"},
 }
+EXPERT = "backbone.layers.3.mixer.experts.7.up_proj.weight"
+JOINED = "mtp.layers.0.eh_proj.weight"
+NO_NORM = "layers.0.input_layernorm.weight"  # an EAGLE head has none
 NO_TOKENS = {"version": "1.0", "model": {"type": "BPE", "vocab": {}, "merges": []}}
 
 # What is damaged, how, and what is said behind the file's path.
@@ -111,8 +112,11 @@ FILES: list[tuple[str, Damage, str]] = [
     (MODEL, cast(torch.float64), " is F64, must be one of"),
     (MODEL, cast(torch.bool), " is BOOL, must be one of"),
     ("", tensors(**{HEAD: None}), "tensor lm_head.weight is missing in FILE"),
+    ("", tensors(**{EXPERT: None}), f"tensor {EXPERT} is missing in FILE"),
     ("", write(MODEL, struct.pack("<Q", 2) + b"{}"), "tensor .* is missing in FILE"),
     ("", tensors(**{"mtp.layers.0.hnorm.weight": None}), "tensor mtp.* is missing in FILE"),
+    (MODEL, tensors(**{"mtp.layers.2.norm.weight": torch.ones(32)}), " is unexpected"),
+    (MODEL, tensors(**{JOINED: torch.ones(32, 32)}), r" is \[32, 32\], must be \[32, 64\]"),
     (MODEL, tensors(**{"a\nb": torch.ones(1)}), " has no name that can be printed"),
     (MODEL, tensors(**{"lm_head.scale": torch.ones(1)}), " is unexpected"),
     (MODEL, tensors(**{HEAD: torch.ones(32, TOKENS)}), r" is \[32, 320\], must be \[320, 32\]"),
@@ -121,6 +125,7 @@ FILES: list[tuple[str, Damage, str]] = [
     (EAGLE_MODEL, edit(EAGLE_MODEL, lambda raw: raw[:-9]), " is not a safetensors file"),
     ("eagle", gone(EAGLE_MODEL), " has no weights"),
     ("eagle", tensors(EAGLE_MODEL, **{"fc.weight": None}), "tensor fc.weight is missing in FILE"),
+    (EAGLE_MODEL, tensors(EAGLE_MODEL, **{NO_NORM: torch.ones(32)}), " is unexpected"),
     (EAGLE_MODEL, tensors(EAGLE_MODEL, **{"fc.bias": torch.ones(3)}), r" is \[3\], must be \[32\]"),
     (EAGLE_MODEL, tensors(EAGLE_MODEL, **{"fc.bias": torch.ones(32).char()}), " is I8, must be"),
     # Index files.

@@ -1,7 +1,5 @@
 """Embeddings from the engine against transformers' own hidden states, alone and under load."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,13 +10,11 @@ import torch
 from helpers.small_engine import (
     NEW_TOKENS,
     VOCABULARY,
-    engine,
-    hf,
+    Make,
+    fail_at,
     hf_greedy,
-    nothing_leaked,
     same_text,
     text,
-    tokenizer,
 )
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -31,8 +27,6 @@ from transformers import NemotronHForCausalLM
 from hybrid_runtime.demo import SHIPPED
 from hybrid_runtime.engine import Engine, QueueFull, Request, SamplingParams
 from hybrid_runtime.state import sync_guard
-
-__all__ = ["hf", "tokenizer"]  # fixtures
 
 BLOCK = 8
 GREEDY = SamplingParams(max_tokens=NEW_TOKENS)
@@ -50,8 +44,9 @@ ENGINES: list[dict[str, Any]] = [
 PROMPTS = [text(n, 200 + n) for n in LENGTHS]
 
 
-def small(hf: NemotronHForCausalLM, tokenizer: Tokenizer | None, **options: Any) -> Engine:
-    return engine(hf, tokenizer, **{"block_size": BLOCK} | options)
+@pytest.fixture
+def make(make: Make) -> Make:
+    return lambda **options: make(**{"block_size": BLOCK} | options)
 
 
 def wanted(
@@ -81,11 +76,11 @@ def close(found: Tensor, want: Tensor) -> None:
 @pytest.mark.parametrize("options", ENGINES, ids=str)
 @pytest.mark.parametrize("pooling", ["last", "mean"])
 def test_embeddings_are_those_of_transformers(
-    hf: NemotronHForCausalLM, tokenizer: Tokenizer, pooling: Any, options: dict[str, Any]
+    make: Make, hf: NemotronHForCausalLM, pooling: Any, options: dict[str, Any]
 ) -> None:
     """In one chunk and in many, one prompt a step and eight, with an instruction and without; the
     second time around from the cache, where there is one."""
-    runs = small(hf, tokenizer, **options)
+    runs = make(**options)
     for instruction in ([], text(19, 1)):
         want = wanted(hf, PROMPTS, pooling, instruction)
         for _ in range(2):
@@ -93,14 +88,11 @@ def test_embeddings_are_those_of_transformers(
     assert runs.stats().emitted == 0
     raw = runs.embed(PROMPTS[3:5], pooling, normalize=False)
     close(raw, wanted(hf, PROMPTS[3:5], pooling, normalize=False))
-    nothing_leaked(runs)
 
 
 @pytest.mark.parametrize("pooling", ["last", "mean"])
-def test_an_embedding_does_not_depend_on_the_batch(
-    hf: NemotronHForCausalLM, tokenizer: Tokenizer, pooling: Any
-) -> None:
-    runs = small(hf, tokenizer, prefix_caching=False)
+def test_an_embedding_does_not_depend_on_the_batch(make: Make, pooling: Any) -> None:
+    runs = make(prefix_caching=False)
     alone = torch.cat([runs.embed([prompt], pooling) for prompt in PROMPTS])
     torch.testing.assert_close(runs.embed(PROMPTS, pooling), alone, rtol=1e-5, atol=1e-6)
 
@@ -108,10 +100,10 @@ def test_an_embedding_does_not_depend_on_the_batch(
 @pytest.mark.slow
 @pytest.mark.parametrize("options", ENGINES[1:5], ids=str)
 def test_embedding_and_generating_share_steps(
-    hf: NemotronHForCausalLM, tokenizer: Tokenizer, options: dict[str, Any]
+    make: Make, hf: NemotronHForCausalLM, options: dict[str, Any]
 ) -> None:
     """Neither knows of the other, whoever comes first, and whoever is found in the cache."""
-    runs = small(hf, tokenizer, **options)
+    runs = make(**options)
     shared = []
     runs.model.register_forward_hook(lambda *_: shared.append(kinds(runs)))
     texts, vectors = [], []
@@ -129,7 +121,6 @@ def test_embedding_and_generating_share_steps(
     for pooling, requests in (("mean", vectors[::2]), ("last", vectors[1::2])):
         want = wanted(hf, PROMPTS, pooling, normalize=False)
         close(torch.stack([vector(r) for r in requests]), want)
-    nothing_leaked(runs)
 
 
 def kinds(runs: Engine) -> set[bool]:
@@ -141,8 +132,8 @@ def vector(request: Request) -> Tensor:
     return request.embedding
 
 
-def test_a_hit_never_takes_what_is_pooled(hf: NemotronHForCausalLM, tokenizer: Tokenizer) -> None:
-    runs = small(hf, tokenizer)
+def test_a_hit_never_takes_what_is_pooled(make: Make, hf: NemotronHForCausalLM) -> None:
+    runs = make()
     instruction, prompt = text(19, 1), text(22, 2)
     want = {p: wanted(hf, [prompt], p, instruction, normalize=False)[0] for p in ("mean", "last")}
     cases = [("mean", 0, None), ("mean", 16, "pooled"), ("last", 40, None), ("mean", 16, "pooled")]
@@ -161,9 +152,9 @@ def test_a_hit_never_takes_what_is_pooled(hf: NemotronHForCausalLM, tokenizer: T
 
 @pytest.mark.parametrize(("pooling", "tokens"), [("mean", 16), ("last", 40)])
 def test_a_hit_from_the_host_is_cut_alike(
-    hf: NemotronHForCausalLM, tokenizer: Tokenizer, pooling: Any, tokens: int
+    make: Make, hf: NemotronHForCausalLM, pooling: Any, tokens: int
 ) -> None:
-    runs = small(hf, tokenizer, max_requests=1, num_blocks=(14, 9), host_blocks=(60, 60))
+    runs = make(max_requests=1, num_blocks=(14, 9), host_blocks=(60, 60))
     instruction, prompt = text(19, 1), text(22, 2)
     runs.embed([prompt], "last", instruction)
     runs.embed([text(60, 20 + n) for n in range(4)])
@@ -173,21 +164,20 @@ def test_a_hit_from_the_host_is_cut_alike(
     assert runs.stats().prefix.host_blocks > 0
     assert request.hit.tokens == tokens
     close(vector(request), wanted(hf, [prompt], pooling, instruction, normalize=False)[0])
-    nothing_leaked(runs)
 
 
-def test_embeddings_need_no_logits(hf: NemotronHForCausalLM, tokenizer: Tokenizer) -> None:
-    runs = small(hf, tokenizer, max_tokens_per_step=16)
+def test_embeddings_need_no_logits(make: Make, hf: NemotronHForCausalLM) -> None:
+    runs = make(max_tokens_per_step=16)
     runs.model.logits = lambda _: 1 / 0  # type: ignore[method-assign, return-value, assignment]
     close(runs.embed(PROMPTS), wanted(hf, PROMPTS, "last"))
 
 
 @pytest.mark.parametrize("options", [{}, MTP | {"steps_ahead": 1}], ids=str)
 def test_a_preempted_embedding_begins_again(
-    hf: NemotronHForCausalLM, tokenizer: Tokenizer, options: dict[str, Any]
+    make: Make, hf: NemotronHForCausalLM, options: dict[str, Any]
 ) -> None:
     """In the middle of its prompt, when its sum is not empty."""
-    runs = small(hf, tokenizer, max_tokens_per_step=11, **options)
+    runs = make(max_tokens_per_step=11, **options)
     prompt, instruction = text(60, 3), text(9, 4)
     requests = [
         runs.submit_embedding(prompt, "mean"),
@@ -204,14 +194,11 @@ def test_a_preempted_embedding_begins_again(
     close(vector(requests[0]), wanted(hf, [prompt], "mean", normalize=False)[0])
     close(vector(requests[1]), wanted(hf, [prompt], "mean", instruction, normalize=False)[0])
     close(vector(requests[2]), wanted(hf, [prompt], "last", normalize=False)[0])
-    nothing_leaked(runs)
 
 
-def test_embeddings_give_way_when_memory_is_short(
-    hf: NemotronHForCausalLM, tokenizer: Tokenizer
-) -> None:
+def test_embeddings_give_way_when_memory_is_short(make: Make, hf: NemotronHForCausalLM) -> None:
     """Texts that grow take the blocks of embeddings that came later and are half done."""
-    runs = small(hf, tokenizer, **MTP, num_blocks=(26, 40), max_tokens_per_step=17)
+    runs = make(**MTP, num_blocks=(26, 40), max_tokens_per_step=17)
     prompts = [text(40 + n, 300 + n) for n in range(6)]
     texts = [runs.submit(prompt[:20], GREEDY) for prompt in prompts[:4]]
     for _ in range(5):
@@ -224,24 +211,16 @@ def test_embeddings_give_way_when_memory_is_short(
         same_text(hf, prompt[:20], request.output, hf_greedy(hf, prompt[:20]))
     want = wanted(hf, prompts, "mean", normalize=False)
     close(torch.stack([vector(r) for r in vectors]), want)
-    nothing_leaked(runs)
 
 
 @pytest.mark.parametrize("steps_ahead", [0, 1])
 def test_aborts_deadlines_and_failing_steps_touch_nobody_else(
-    hf: NemotronHForCausalLM, tokenizer: Tokenizer, steps_ahead: int
+    make: Make, hf: NemotronHForCausalLM, steps_ahead: int
 ) -> None:
-    runs = small(
-        hf, tokenizer, max_tokens_per_step=16, max_requests=3, max_waiting=9,
+    runs = make(max_tokens_per_step=16, max_requests=3, max_waiting=9,
         steps_ahead=steps_ahead,
     )  # fmt: skip
-    calls = iter(range(100))
-
-    def fail_once(*_: Any) -> None:
-        if next(calls) == 6:
-            raise RuntimeError("no vectors today")
-
-    runs.model.register_forward_pre_hook(fail_once)
+    runs.model.register_forward_pre_hook(fail_at(6, RuntimeError("no vectors today")))
     prompts = [text(40, 400 + n) for n in range(8)]
     requests = [runs.submit_embedding(prompt, "mean") for prompt in prompts]
     late = runs.submit_embedding(prompts[0], deadline=0.0)
@@ -262,30 +241,27 @@ def test_aborts_deadlines_and_failing_steps_touch_nobody_else(
     assert len(done) == 6 - len(failed)
     want = wanted(hf, [prompts[i] for i in done], "mean", normalize=False)
     close(torch.stack([vector(requests[i]) for i in done]), want)
-    nothing_leaked(runs)
 
 
-def test_embed_raises_what_a_step_raises(hf: NemotronHForCausalLM, tokenizer: Tokenizer) -> None:
-    runs = small(hf, tokenizer, max_requests=2)
+def test_embed_raises_what_a_step_raises(make: Make, hf: NemotronHForCausalLM) -> None:
+    runs = make(max_requests=2)
     failing = runs.model.register_forward_pre_hook(lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         runs.embed(PROMPTS)
     failing.remove()
-    nothing_leaked(runs)
     close(runs.embed(PROMPTS), wanted(hf, PROMPTS, "last"))
 
 
 @pytest.mark.parametrize("options", [{}, MTP], ids=str)
 def test_a_prompt_may_fill_the_model(
-    hf: NemotronHForCausalLM, tokenizer: Tokenizer, options: dict[str, Any]
+    make: Make, hf: NemotronHForCausalLM, options: dict[str, Any]
 ) -> None:
-    runs = small(hf, tokenizer, max_model_len=48, **options)
+    runs = make(max_model_len=48, **options)
     prompt, short = text(48, 6), text(5, 7)
     for pooling in ("last", "mean"):
         close(runs.embed([prompt, short], pooling), wanted(hf, [prompt, short], pooling))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"prompt has 49 tokens; it must fit max_model_len \(48\)"):
         runs.embed([short, prompt], instruction=[1])
-    nothing_leaked(runs)
 
 
 @pytest.fixture(scope="module")
@@ -308,6 +284,7 @@ def words() -> Tokenizer:
     ],
 )
 def test_an_instruction_ends_where_the_prompts_first_token_begins(
+    make: Make,
     hf: NemotronHForCausalLM,
     words: Tokenizer,
     instruction: str,
@@ -315,7 +292,7 @@ def test_an_instruction_ends_where_the_prompts_first_token_begins(
     tokens: list[int],
     count: int,
 ) -> None:
-    runs = small(hf, words)
+    runs = make(tokenizer=words)
     for pooling in ("mean", "last"):
         found = runs.embed([prompt], pooling, instruction)  # type: ignore[arg-type]
         close(found, wanted(hf, [tokens[count:]], pooling, tokens[:count]))
@@ -337,14 +314,13 @@ BAD: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("arguments", "message"), BAD, ids=[m for _, m in BAD])
 def test_bad_input_is_refused_and_leaves_nothing_behind(
-    hf: NemotronHForCausalLM, words: Tokenizer, arguments: dict[str, Any], message: str
+    make: Make, words: Tokenizer, arguments: dict[str, Any], message: str
 ) -> None:
     words = Tokenizer.from_str(words.to_str())
     words.post_processor = TemplateProcessing(single="$A", special_tokens=[])
-    runs = small(hf, words)
+    runs = make(tokenizer=words)
     with pytest.raises(ValueError, match=message):
         runs.embed(**arguments)
-    nothing_leaked(runs)
     runs.tokenizer = None
     with pytest.raises(ValueError, match="without a tokenizer"):
         runs.embed(["t1"])

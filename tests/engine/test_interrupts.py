@@ -1,7 +1,5 @@
 """Ctrl-C at any line of a step: nobody is lost, every text stays right, and no block is lost."""
 
-from __future__ import annotations
-
 import random
 import signal
 import sys
@@ -14,14 +12,10 @@ from typing import Any
 import pytest
 from helpers.marks import slow
 from helpers.pool_world import World
-from helpers.small_engine import NEW_TOKENS, engine, hf, nothing_leaked, prompts, tokenizer, wanted
-from tokenizers import Tokenizer
-from transformers import NemotronHForCausalLM
+from helpers.small_engine import NEW_TOKENS, Make, at_call, nothing_leaked
 
 import hybrid_runtime.specdecode
 from hybrid_runtime.engine import Request, SamplingParams
-
-__all__ = ["hf", "prompts", "tokenizer", "wanted"]  # fixtures
 
 PACKAGE = Path(hybrid_runtime.__file__).parent
 ROOMS = (
@@ -130,16 +124,11 @@ LONG = SamplingParams(max_tokens=NEW_TOKENS)
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_ctrl_c_ends_what_it_hits_and_nothing_else(
-    hf: NemotronHForCausalLM, tokenizer: Tokenizer, prompts: Any, wanted: Any, stream: bool
+    make: Make, prompts: Any, wanted: Any, stream: bool
 ) -> None:
-    runs = engine(hf, tokenizer, **N_GRAM)
+    runs = make(**N_GRAM)
     other = runs.submit(prompts[5], LONG)
-    passes = iter(range(1000))
-
-    def ctrl_c(*_: Any) -> None:
-        if next(passes) == 4:
-            signal.raise_signal(signal.SIGINT)
-
+    ctrl_c = at_call(4, lambda: signal.raise_signal(signal.SIGINT))
     runs.model.register_forward_pre_hook(ctrl_c)
     hit: Any = (
         (lambda: list(runs.stream(prompts[3], LONG)))
@@ -152,14 +141,11 @@ def test_ctrl_c_ends_what_it_hits_and_nothing_else(
     while not runs.idle:
         runs.step()
     assert (other.finish_reason, other.output) == ("length", wanted[5])
-    nothing_leaked(runs)
 
 
-def test_what_the_device_counts_is_counted_again(
-    hf: NemotronHForCausalLM, tokenizer: Tokenizer, prompts: Any
-) -> None:
+def test_what_the_device_counts_is_counted_again(make: Make, prompts: Any) -> None:
     """Penalties look at the tokens so far, and log-probabilities come with them."""
-    runs, draw = engine(hf, tokenizer, **N_GRAM), random.Random(2)
+    runs, draw = make(**N_GRAM), random.Random(2)
     params = SamplingParams(max_tokens=20, presence_penalty=1.0, frequency_penalty=1.5, logprobs=1)
     alone = [runs.generate([prompt], params)[0] for prompt in prompts[2:5]]
     requests = [runs.submit(prompt, params) for prompt in prompts[2:5]]
@@ -177,14 +163,13 @@ def test_what_the_device_counts_is_counted_again(
         assert want.logprobs is not None
         for got, told in zip(request.output_logprobs, want.logprobs, strict=True):
             assert got.logprob == pytest.approx(told.logprob, abs=1e-4)
-    nothing_leaked(runs)
 
 
 @pytest.mark.parametrize("act", ["submit", "abort", "reset_prefix_cache"])
 def test_calls_interrupted_at_any_line_lose_nothing(
-    hf: NemotronHForCausalLM, tokenizer: Tokenizer, prompts: Any, wanted: Any, act: str
+    make: Make, prompts: Any, wanted: Any, act: str
 ) -> None:
-    runs, short = engine(hf, tokenizer, **N_GRAM), SamplingParams(max_tokens=4)
+    runs, short = make(**N_GRAM), SamplingParams(max_tokens=4)
     calls: dict[str, Callable[[Request], object]] = {
         "submit": lambda _: runs.submit(prompts[2], short, deadline=1000),
         "abort": runs.abort,
@@ -208,21 +193,14 @@ def test_calls_interrupted_at_any_line_lose_nothing(
 
 
 def test_who_is_aborted_in_the_middle_of_a_step_leaves_at_its_end(
-    hf: NemotronHForCausalLM, tokenizer: Tokenizer, prompts: Any, wanted: Any
+    make: Make, prompts: Any, wanted: Any
 ) -> None:
     """As a stream is that the garbage collector finds there."""
-    runs = engine(hf, tokenizer, **N_GRAM)
+    runs = make(**N_GRAM)
     requests = [runs.submit(prompt, LONG) for prompt in prompts[:4]]
-    passes = iter(range(1000))
-
-    def collect(*_: Any) -> None:
-        if next(passes) == 4:
-            runs.abort(requests[1])
-
-    runs.model.register_forward_pre_hook(collect)
+    runs.model.register_forward_pre_hook(at_call(4, lambda: runs.abort(requests[1])))
     while not runs.idle:
         runs.step()
     assert [r.finish_reason for r in requests] == ["length", "abort", "length", "length"]
     for request, want in zip(requests, wanted, strict=False):
         assert request.output == want[: len(request.output)]
-    nothing_leaked(runs)

@@ -1,44 +1,25 @@
 """Life of a request in the engine: ends, limits, aborts, errors, streams, and refused input."""
 
-from __future__ import annotations
-
 from collections.abc import Generator
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from helpers.small_engine import (
-    NEW_TOKENS,
-    VOCABULARY,
-    Script,
-    drain,
-    engine,
-    hf,
-    nothing_leaked,
-    prompts,
-    tokenizer,
-    wanted,
-)
-from tokenizers import Tokenizer
+from helpers.small_engine import NEW_TOKENS, VOCABULARY, Make, Script, drain, fail_at
 from torch import Tensor
-from transformers import NemotronHForCausalLM
 
 from hybrid_runtime.engine import QueueFull, Request, SamplingParams, TokenLogprobs
 from hybrid_runtime.specdecode.drafter import VerifyOutput
 
-__all__ = ["hf", "prompts", "tokenizer", "wanted"]  # fixtures
-
 N_GRAM = {"drafter": "ngram", "num_speculative_tokens": 3, "block_size": 8}
 
 
-def test_ends_at_stop_tokens_and_end_of_text(
-    hf: NemotronHForCausalLM, tokenizer: Tokenizer, prompts: Any, wanted: Any
-) -> None:
+def test_ends_at_stop_tokens_and_end_of_text(make: Make, prompts: Any, wanted: Any) -> None:
     prompt, text = prompts[3], wanted[3]
     token = text[10]
     first = text.index(token)
-    runs = engine(hf, tokenizer, **N_GRAM)
+    runs = make(**N_GRAM)
     params = SamplingParams(max_tokens=NEW_TOKENS, stop_token_ids=(token,))
     answer = runs.generate([prompt], params)[0]
     assert (answer.tokens, answer.finish_reason) == (text[:first], "stop")
@@ -47,22 +28,18 @@ def test_ends_at_stop_tokens_and_end_of_text(
     assert (answer.tokens, answer.finish_reason) == (text[:first], "stop")
     on = runs.generate([prompt], SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True))[0]
     assert (on.tokens, on.finish_reason) == (text, "length")
-    nothing_leaked(runs)
 
 
-def test_ends_at_a_stop_string_and_cuts_it(
-    hf: NemotronHForCausalLM, tokenizer: Tokenizer, prompts: Any, wanted: Any
-) -> None:
+def test_ends_at_a_stop_string_and_cuts_it(make: Make, prompts: Any, wanted: Any) -> None:
     stop = f"t{wanted[4][7]} t{wanted[4][8]}"
     whole = " ".join(f"t{t}" for t in wanted[4])
-    runs = engine(hf, tokenizer, **N_GRAM)
+    runs = make(**N_GRAM)
     params = SamplingParams(max_tokens=NEW_TOKENS, stop=(stop,))
     answer = runs.generate([prompts[4]], params)[0]
     assert answer.finish_reason == "stop"
     assert answer.text.strip() == whole[: whole.index(stop)].strip()
     # A stream must not have shown the beginning of what is cut.
     assert "".join(runs.stream(prompts[4], params)) == answer.text
-    nothing_leaked(runs)
 
 
 def test_what_may_begin_a_stop_string_is_not_settled() -> None:
@@ -83,19 +60,14 @@ def test_log_probabilities_of_tokens_that_come_again_are_told_once() -> None:
     assert request.output_logprobs == again
 
 
-def test_a_full_model_length_ends_a_request(
-    hf: NemotronHForCausalLM, tokenizer: Tokenizer, prompts: Any, wanted: Any
-) -> None:
-    runs = engine(hf, tokenizer, **N_GRAM | {"max_model_len": len(prompts[5]) + 5})
+def test_a_full_model_length_ends_a_request(make: Make, prompts: Any, wanted: Any) -> None:
+    runs = make(**N_GRAM | {"max_model_len": len(prompts[5]) + 5})
     answer = runs.generate([prompts[5]], SamplingParams(max_tokens=NEW_TOKENS))[0]
     assert (answer.tokens, answer.finish_reason) == (wanted[5][:5], "length")
-    nothing_leaked(runs)
 
 
-def test_completions_of_a_prompt_are_those_of_their_seeds(
-    hf: NemotronHForCausalLM, tokenizer: Tokenizer, prompts: Any
-) -> None:
-    runs = engine(hf, tokenizer, **N_GRAM)
+def test_completions_of_a_prompt_are_those_of_their_seeds(make: Make, prompts: Any) -> None:
+    runs = make(**N_GRAM)
     params = SamplingParams(max_tokens=6, temperature=1.0, seed=4, n=3)
     answers = runs.generate(prompts[2:4], [params, SamplingParams(max_tokens=6)])
     assert len(answers) == 4
@@ -106,20 +78,14 @@ def test_completions_of_a_prompt_are_those_of_their_seeds(
         runs.submit(prompts[2], params)
     with pytest.raises(ValueError, match=r"^logit_bias is .* must be of tokens in 0\.\.95"):
         runs.submit(prompts[2], SamplingParams(logit_bias={VOCABULARY: 1}))
-    nothing_leaked(runs)
 
 
 @pytest.mark.parametrize("steps_ahead", [0, 1])
 @pytest.mark.parametrize("after", [0, 1, 2, 5])
 def test_an_abort_touches_nobody_else(
-    hf: NemotronHForCausalLM,
-    tokenizer: Tokenizer,
-    prompts: Any,
-    wanted: Any,
-    after: int,
-    steps_ahead: int,
+    make: Make, prompts: Any, wanted: Any, after: int, steps_ahead: int
 ) -> None:
-    runs = engine(hf, tokenizer, **N_GRAM | {"max_requests": 4, "steps_ahead": steps_ahead})
+    runs = make(**N_GRAM | {"max_requests": 4, "steps_ahead": steps_ahead})
     requests = [runs.submit(p, SamplingParams(max_tokens=NEW_TOKENS)) for p in prompts]
     for _ in range(after):
         runs.step()
@@ -133,7 +99,6 @@ def test_an_abort_touches_nobody_else(
             assert request.output == wanted[i][: len(request.output)]
         else:
             assert request.output == wanted[i]
-    nothing_leaked(runs)
 
 
 class Raises(Script):
@@ -149,74 +114,42 @@ class Raises(Script):
 
 
 @pytest.mark.parametrize("steps_ahead", [0, 1])
+@pytest.mark.parametrize("where", ["forward pass", "drafter"])
 def test_a_failing_step_ends_its_requests_and_no_others(
-    hf: NemotronHForCausalLM, tokenizer: Tokenizer, prompts: Any, wanted: Any, steps_ahead: int
+    make: Make, prompts: Any, wanted: Any, where: str, steps_ahead: int
 ) -> None:
-    runs = engine(hf, tokenizer, **N_GRAM | {"max_requests": 3, "steps_ahead": steps_ahead})
-    texts = [p + w for p, w in zip(prompts, wanted, strict=True)]
-    runs.runner.drafter = Raises(texts, 3, [2, 1, 3, 0])
+    runs = make(**N_GRAM | {"max_requests": 3, "steps_ahead": steps_ahead})
+    if where == "drafter":
+        texts = [p + w for p, w in zip(prompts, wanted, strict=True)]
+        runs.runner.drafter = Raises(texts, 3, [2, 1, 3, 0])
+    else:
+        runs.model.register_forward_pre_hook(fail_at(4, RuntimeError("no drafts today")))
     answers = runs.generate(prompts, SamplingParams(max_tokens=NEW_TOKENS), raise_errors=False)
     failed = [a for a in answers if a.finish_reason == "error"]
     assert 0 < len(failed) <= 3
     assert all("no drafts today" in str(a.error) for a in failed)
     for answer, want in zip(answers, wanted, strict=True):
-        if answer.finish_reason != "error":
-            assert answer.tokens == want
-    drain(runs)
-    nothing_leaked(runs)
-
-
-@pytest.mark.parametrize("steps_ahead", [0, 1])
-def test_a_failing_forward_pass_ends_its_requests_and_no_others(
-    hf: NemotronHForCausalLM, tokenizer: Tokenizer, prompts: Any, wanted: Any, steps_ahead: int
-) -> None:
-    runs = engine(hf, tokenizer, **N_GRAM | {"max_requests": 3, "steps_ahead": steps_ahead})
-    calls = iter(range(100))
-
-    def fail_once(*_: Any) -> None:
-        if next(calls) == 4:
-            raise RuntimeError("no text today")
-
-    runs.model.register_forward_pre_hook(fail_once)
-    answers = runs.generate(prompts, SamplingParams(max_tokens=NEW_TOKENS), raise_errors=False)
-    failed = [a for a in answers if a.finish_reason == "error"]
-    assert 0 < len(failed) <= 3
-    for answer, want in zip(answers, wanted, strict=True):
         assert answer.finish_reason == "error" or answer.tokens == want
-    nothing_leaked(runs)
+    drain(runs)
 
 
 def test_generate_raises_what_a_step_raised_after_the_others_have_ended(
-    hf: NemotronHForCausalLM,
-    tokenizer: Tokenizer,
-    prompts: Any,
-    wanted: Any,
-    caplog: pytest.LogCaptureFixture,
+    make: Make, prompts: Any, wanted: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    runs = engine(hf, tokenizer, **N_GRAM | {"max_requests": 3})
-    calls = iter(range(100))
-
-    def fail_once(*_: Any) -> None:
-        if next(calls) == 4:
-            raise RuntimeError("no text today")
-
-    runs.model.register_forward_pre_hook(fail_once)
+    runs = make(**N_GRAM | {"max_requests": 3})
+    runs.model.register_forward_pre_hook(fail_at(4, RuntimeError("no text today")))
     with pytest.raises(RuntimeError, match="no text today"):
         runs.generate(prompts, SamplingParams(max_tokens=NEW_TOKENS))
     assert runs.stats().emitted >= NEW_TOKENS * (len(prompts) - 3)
     assert any(record.levelname == "ERROR" for record in caplog.records)
-    nothing_leaked(runs)
 
 
-def test_an_abandoned_stream_is_aborted(
-    hf: NemotronHForCausalLM, tokenizer: Tokenizer, prompts: Any
-) -> None:
-    runs = engine(hf, tokenizer, **N_GRAM)
+def test_an_abandoned_stream_is_aborted(make: Make, prompts: Any) -> None:
+    runs = make(**N_GRAM)
     stream = runs.stream(prompts[2], SamplingParams(max_tokens=NEW_TOKENS))
     next(stream)
     assert isinstance(stream, Generator)
     stream.close()
-    nothing_leaked(runs)
 
 
 BAD_OPTIONS = [
@@ -239,11 +172,9 @@ BAD_OPTIONS = [
 
 
 @pytest.mark.parametrize(("options", "message"), BAD_OPTIONS, ids=[m for _, m in BAD_OPTIONS])
-def test_bad_options_are_refused(
-    hf: NemotronHForCausalLM, tokenizer: Tokenizer, options: dict[str, Any], message: str
-) -> None:
+def test_bad_options_are_refused(make: Make, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        engine(hf, tokenizer, **options)
+        make(**options)
 
 
 LIST = "must be text or a list of token ids"
@@ -267,9 +198,9 @@ BAD_PROMPTS: list[tuple[object, str]] = [
 
 @pytest.mark.parametrize(("prompt", "message"), BAD_PROMPTS, ids=[m for _, m in BAD_PROMPTS])
 def test_bad_prompts_are_refused_and_leave_nothing_behind(
-    hf: NemotronHForCausalLM, tokenizer: Tokenizer, prompts: Any, prompt: Any, message: str
+    make: Make, prompts: Any, prompt: Any, message: str
 ) -> None:
-    runs = engine(hf, tokenizer, **N_GRAM)
+    runs = make(**N_GRAM)
     for refused in (
         lambda: runs.generate([prompts[0], prompt]),
         lambda: runs.submit(prompt),
@@ -281,7 +212,6 @@ def test_bad_prompts_are_refused_and_leave_nothing_behind(
         with pytest.raises(ValueError, match=message):
             runs.embed([prompts[0], prompt])
     assert runs.stats().steps == 0
-    nothing_leaked(runs)
 
 
 BAD_ARGUMENTS: list[tuple[dict[str, object], str]] = [
@@ -299,14 +229,9 @@ BAD_ARGUMENTS: list[tuple[dict[str, object], str]] = [
 
 @pytest.mark.parametrize(("arguments", "message"), BAD_ARGUMENTS, ids=[m for _, m in BAD_ARGUMENTS])
 def test_bad_arguments_stop_nobody_else(
-    hf: NemotronHForCausalLM,
-    tokenizer: Tokenizer,
-    prompts: Any,
-    wanted: Any,
-    arguments: Any,
-    message: str,
+    make: Make, prompts: Any, wanted: Any, arguments: Any, message: str
 ) -> None:
-    runs = engine(hf, tokenizer, **N_GRAM)
+    runs = make(**N_GRAM)
     other = runs.submit(prompts[4], SamplingParams(max_tokens=NEW_TOKENS), deadline=float("inf"))
     runs.step()
     with pytest.raises(ValueError, match=message):
@@ -316,48 +241,39 @@ def test_bad_arguments_stop_nobody_else(
             runs.submit_embedding(prompts[3], **arguments)
     drain(runs)
     assert other.output == wanted[4]
-    nothing_leaked(runs)
 
 
 @pytest.mark.parametrize("value", [None, 5, b"t1", {"t1": 1}, "t1", torch.ones(2, 2)], ids=repr)
-def test_what_is_no_list_of_prompts_is_refused(
-    hf: NemotronHForCausalLM, tokenizer: Tokenizer, value: Any
-) -> None:
-    runs = engine(hf, tokenizer)
+def test_what_is_no_list_of_prompts_is_refused(make: Make, value: Any) -> None:
+    runs = make()
     for act in (runs.generate, runs.embed):
         with pytest.raises(ValueError, match=r"prompts is .*; it must be a list of prompts"):
             act(value)
 
 
 @pytest.mark.parametrize("params", [{}, 5, "x", [SamplingParams(), {}]], ids=repr)
-def test_what_is_no_sampling_params_is_refused(
-    hf: NemotronHForCausalLM, tokenizer: Tokenizer, params: Any
-) -> None:
-    runs = engine(hf, tokenizer)
+def test_what_is_no_sampling_params_is_refused(make: Make, params: Any) -> None:
+    runs = make()
     with pytest.raises(ValueError, match=r"params (is|has) .*must be SamplingParams"):
         runs.generate([[1], [2]], params)
-    nothing_leaked(runs)
 
 
-def test_a_request_is_queued_once(
-    hf: NemotronHForCausalLM, tokenizer: Tokenizer, prompts: Any
-) -> None:
-    runs = engine(hf, tokenizer)
+def test_a_request_is_queued_once(make: Make, prompts: Any) -> None:
+    runs = make()
     request = runs.submit(prompts[0])
     with pytest.raises(ValueError, match="request 0 was queued before"):
         runs.add(request)
     # Another engine's request is none of ours.
-    engine(hf, tokenizer).abort(request)
+    make().abort(request)
     assert request.finish_reason is None
     runs.abort(request)
-    nothing_leaked(runs)
 
 
 @pytest.mark.parametrize("most", [1, 2])
 def test_generate_and_embed_feed_a_short_queue(
-    hf: NemotronHForCausalLM, tokenizer: Tokenizer, prompts: Any, wanted: Any, most: int
+    make: Make, prompts: Any, wanted: Any, most: int
 ) -> None:
-    runs = engine(hf, tokenizer, **N_GRAM | {"max_waiting": most, "max_requests": 2})
+    runs = make(**N_GRAM | {"max_waiting": most, "max_requests": 2})
     answers = runs.generate(prompts, SamplingParams(max_tokens=NEW_TOKENS))
     assert [a.tokens for a in answers] == wanted
     assert len(runs.embed(prompts)) == len(prompts)
@@ -366,50 +282,38 @@ def test_generate_and_embed_feed_a_short_queue(
         runs.submit(prompts[0])
     for request in waiting:
         runs.abort(request)
-    nothing_leaked(runs)
 
 
-def test_a_request_that_can_never_fit_is_refused_at_once(
-    hf: NemotronHForCausalLM, tokenizer: Tokenizer, prompts: Any
-) -> None:
-    runs = engine(hf, tokenizer, **N_GRAM | {"num_blocks": (6, 40)})
+def test_a_request_that_can_never_fit_is_refused_at_once(make: Make, prompts: Any) -> None:
+    runs = make(**N_GRAM | {"num_blocks": (6, 40)})
     with pytest.raises(ValueError, match="needs 12 KV blocks; it must need at most 6"):
         runs.submit(prompts[7], SamplingParams(max_tokens=NEW_TOKENS))
-    nothing_leaked(runs)
 
 
-def test_nothing_is_kept_free_for_requests_that_cannot_get_longer(
-    hf: NemotronHForCausalLM, tokenizer: Tokenizer
-) -> None:
+def test_nothing_is_kept_free_for_requests_that_cannot_get_longer(make: Make) -> None:
     # 16 tokens, 2 of output, and 6 of drafts that may be written: three blocks from the start.
-    runs = engine(hf, tokenizer, **N_GRAM | {"max_requests": 4, "num_blocks": (12, 40)})
+    runs = make(**N_GRAM | {"max_requests": 4, "num_blocks": (12, 40)})
     for first in range(4):
         runs.submit(list(range(first, first + 16)), SamplingParams(max_tokens=2, ignore_eos=True))
     runs.step()
     assert len(runs.scheduler.running) == 4
     drain(runs)
     assert runs.stats().preemptions == 0
-    nothing_leaked(runs)
 
 
-def test_no_more_are_admitted_at_once_than_there_are_states_for(
-    hf: NemotronHForCausalLM, tokenizer: Tokenizer
-) -> None:
+def test_no_more_are_admitted_at_once_than_there_are_states_for(make: Make) -> None:
     # A request begins with K + 2 state blocks, which nobody has taken yet when the next is asked.
     few = {"max_requests": 4, "num_blocks": (80, 11), "state_layout": "columns"}
-    runs = engine(hf, tokenizer, **N_GRAM | few)
+    runs = make(**N_GRAM | few)
     for first in range(4):
         runs.submit(list(range(first, first + 12)), SamplingParams(max_tokens=2, ignore_eos=True))
     runs.step()
     assert len(runs.scheduler.running) == 2
     assert runs.stats().preemptions == 0
     drain(runs)
-    nothing_leaked(runs)
 
 
-def test_lists_of_parameters_must_match(
-    hf: NemotronHForCausalLM, tokenizer: Tokenizer, prompts: Any
-) -> None:
-    runs = engine(hf, tokenizer)
+def test_lists_of_parameters_must_match(make: Make, prompts: Any) -> None:
+    runs = make()
     with pytest.raises(ValueError, match="params has 1 entries; it must have 2"):
         runs.generate(prompts[:2], [SamplingParams()])

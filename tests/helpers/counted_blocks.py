@@ -1,7 +1,5 @@
 """Blocks with any number of owners, zero when they are handed out and NaN once nobody owns them."""
 
-from __future__ import annotations
-
 from hybrid_runtime.state.manager import HybridStateManager
 
 

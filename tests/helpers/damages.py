@@ -3,8 +3,6 @@
 `whole` and `checkpoint` are fixtures: a test file that uses one imports both.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -44,7 +42,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("whole")
     model = NemotronH(NemotronHConfig.from_dict(CONFIG), "cpu", torch.float32)
     head, shape = MTPHead(model), EAGLE | {"vocab_size": TOKENS}
-    eagle = EagleHead(EagleConfig.from_dict(shape), model)
+    eagle = EagleHead(EagleConfig.from_dict(shape), model, own_embedding=True)
     for seed, module in enumerate((model, head, eagle)):
         randomise(module, seed)
     save_checkpoint(directory, CONFIG, model, head)
@@ -127,14 +125,11 @@ def cast(dtype: torch.dtype) -> Damage:
     return tensors(**{HEAD: torch.zeros(TOKENS, 32).to(dtype)})
 
 
-def shards(index: Any, move: bool = True) -> Damage:
+def shards(index: Any) -> Damage:
     """The weights as a.safetensors, and an index."""
 
     def damage(directory: Path) -> None:
-        if move:
-            (directory / MODEL).rename(directory / "a.safetensors")
-        else:
-            (directory / MODEL).unlink()
+        (directory / MODEL).rename(directory / "a.safetensors")
         write_json(INDEX, index)(directory)
 
     return damage

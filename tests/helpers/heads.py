@@ -1,7 +1,5 @@
 """The target and the EAGLE head that tests of draft heads share."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from helpers.oracle import hf_model, our_model, random_config

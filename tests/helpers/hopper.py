@@ -1,7 +1,5 @@
 """Compiles kernels for a Hopper GPU, on machines without one."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Device blocks with random bytes, host tiers over them, and copies that fail."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Literal
 

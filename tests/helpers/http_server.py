@@ -3,8 +3,6 @@
 `served`, `client` and `alone` are fixtures of all tests in tests/server, one each per process.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import threading

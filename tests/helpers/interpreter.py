@@ -11,7 +11,7 @@ import sys
 import pytest
 import torch
 import triton
-from helpers.quick_interpreter import quicken
+from helpers.interpreter_changes import quicken
 
 CUDA = torch.cuda.is_available()
 INTERPRETED = bool(triton.knobs.runtime.interpret)

@@ -1,7 +1,5 @@
 """Marks and names of single cases of a parametrised test."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers import NemotronHConfig as HFConfig
 from transformers import NemotronHForCausalLM
@@ -91,12 +92,8 @@ def randomise(module: torch.nn.Module, seed: int, scale: float = 0.25) -> None:
         value.data.copy_(1 + 0.2 * noise if "norm" in name else scale * noise)
 
 
-def save_checkpoint(
-    directory: Path, config: dict[str, Any], *modules: torch.nn.Module
-) -> dict[str, Tensor]:
-    """Write config.json and model.safetensors; returns the tensors written."""
-    from safetensors.torch import save_file
-
+def save_checkpoint(directory: Path, config: dict[str, Any], *modules: torch.nn.Module) -> None:
+    """Write config.json and model.safetensors."""
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(config))
     tensors = {
@@ -105,7 +102,6 @@ def save_checkpoint(
         for name, value in checkpoint_tensors(module).items()
     }
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
-    return tensors
 
 
 def make_caches(

@@ -1,8 +1,6 @@
 """A bound manager of four slots, by default in the columns layout, and steps of it: to test the
 interface."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Whether a launch waits for nothing, and does in a CUDA graph what it does outside of one."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """Sampling parameters of a batch, as tensors, and what a step is to emit."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

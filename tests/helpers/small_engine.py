@@ -1,11 +1,11 @@
 """A small model of random weights, its text by transformers, and engines that must give it.
 
-`hf`, `tokenizer`, `prompts` and `wanted` are fixtures: a test file that uses one imports it.
+`hf`, `tokenizer`, `prompts`, `wanted` and `make` are fixtures of all tests in tests/engine; others
+import those that they use.
 """
 
-from __future__ import annotations
-
 import itertools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -16,10 +16,12 @@ from tokenizers.models import WordLevel
 from torch import Tensor
 from transformers import NemotronHForCausalLM
 
-from hybrid_runtime.engine import Engine, EngineConfig
+from hybrid_runtime.demo import PROMPTS, SHIPPED
+from hybrid_runtime.engine import Completion, Engine, EngineConfig, SamplingParams
 from hybrid_runtime.models.eagle import EagleConfig, EagleHead
 from hybrid_runtime.models.nemotron_h import MTPHead
 from hybrid_runtime.specdecode.drafter import VerifyOutput
+from hybrid_runtime.state import sync_guard
 
 NEW_TOKENS = 24
 VOCABULARY = 96
@@ -37,6 +39,16 @@ EAGLE = EagleConfig(
     num_key_value_heads=2,
     head_dim=8,
 )
+DRAFTERS = pytest.mark.parametrize(
+    "options",
+    [
+        {"drafter": "ngram", "num_speculative_tokens": 3},
+        {"drafter": "mtp", "num_speculative_tokens": 2, "steps_ahead": 1},
+        {"drafter": "mtp", "graphs": True, "max_requests": 4, "max_tokens_per_step": 32},
+    ],
+    ids=["ngram", "mtp", "graphs"],
+)
+Make = Callable[..., Engine]
 NOISE = 1e-4
 """Logits closer than this are a tie in fp32: several times the largest difference measured between
 this engine and transformers (1e-5 of the largest logit, which is about 3 here)."""
@@ -92,6 +104,20 @@ def engine(hf: NemotronHForCausalLM, tokenizer: Tokenizer | None, **options: Any
     return Engine(model, config, tokenizer=tokenizer, eos_token_ids=(), head=head)
 
 
+@pytest.fixture
+def make(hf: NemotronHForCausalLM, tokenizer: Tokenizer) -> Iterator[Make]:
+    """Makes engines of these options; in the end nothing may be left in any of them."""
+    made = []
+
+    def one(**options: Any) -> Engine:
+        made.append(engine(hf, **{"tokenizer": tokenizer} | options))
+        return made[-1]
+
+    yield one
+    for runs in made:
+        nothing_leaked(runs)
+
+
 def same_text(hf: NemotronHForCausalLM, prompt: list[int], got: list[int], want: list[int]) -> None:
     """Equal, or different from a token on whose two best logits are closer than `NOISE`."""
     if got == want:
@@ -140,6 +166,44 @@ def drain(runs: Engine) -> None:
     """Run until nothing is left, a step that was queued ahead included."""
     while not runs.idle:
         runs.step()
+
+
+def at_call(number: int, act: Callable[[], object]) -> Callable[..., None]:
+    """A hook that acts in its call of this number, counted from 0, and in no other."""
+    calls = itertools.count()
+
+    def hook(*_: Any) -> None:
+        if next(calls) == number:
+            act()
+
+    return hook
+
+
+def fail_at(number: int, error: BaseException) -> Callable[..., None]:
+    """A hook that raises in its call of this number, counted from 0, and in no other."""
+
+    def fail() -> None:
+        raise error
+
+    return at_call(number, fail)
+
+
+def with_graphs_and_without(params: list[SamplingParams]) -> list[tuple[Completion, Completion]]:
+    """Answers of the shipped checkpoint on a GPU. Nothing may wait unseen, once all kinds of steps
+    have been met."""
+    prompts = [PROMPTS[i % len(PROMPTS)] for i in range(len(params))]
+    answers = []
+    for graphs in (True, False):
+        runs = Engine.from_pretrained(
+            SHIPPED, device="cuda", dtype="float32", drafter="mtp", block_size=32, graphs=graphs
+        )
+        for prompt, one in zip(prompts, params, strict=True):
+            runs.generate([prompt], one)
+        runs.generate(prompts, params)
+        with sync_guard() as waits:
+            answers.append(runs.generate(prompts, params))
+        assert not waits.undeclared, waits.reasons
+    return list(zip(*answers, strict=True))
 
 
 def nothing_leaked(runs: Engine) -> None:

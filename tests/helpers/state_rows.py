@@ -1,7 +1,5 @@
 """Rows of the columns layout that tests run kernels and references on."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Tensors that tests of kernels make and compare."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

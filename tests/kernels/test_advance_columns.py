@@ -1,8 +1,6 @@
 """The columns layout's bookkeeping kernel against its reference, over histories: on a GPU where
 there is one, else in the interpreter, in a process of its own."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,8 +1,6 @@
 """Every kernel compiles for a Hopper GPU, on machines without one: the interpreter accepts more
 than the compiler does (names that change type between branches, for one)."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any
@@ -12,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 from helpers.hopper import aligned, compiled, spilled
+from helpers.interpreter import plain
 from triton.runtime.jit import JITFunction
 
 from hybrid_runtime.kernels.attention import paged, reduce, store_kv
@@ -30,7 +29,6 @@ from hybrid_runtime.kernels.mamba2 import chunk_scan_kernels
 from hybrid_runtime.kernels.mamba2 import state_update as selective_state_update
 from hybrid_runtime.kernels.mamba2.chunk_scan import STEP_HEADS, ScanShape, scan_shape, scan_tiling
 from hybrid_runtime.kernels.moe import align_block_size, fused_moe, topk
-from hybrid_runtime.kernels.sampling import argmax
 from hybrid_runtime.kernels.step import (
     advance_columns,
     move_rows,
@@ -38,6 +36,8 @@ from hybrid_runtime.kernels.step import (
     vllm_decide,
     vllm_rows,
 )
+
+pytestmark = plain
 
 COPY = move_rows.CopyTiling(
     word=tl.int32, tap=tl.int16, taps=3, matrix_words=8192, matrix_tiles=2, matrix_tile=4096,
@@ -64,10 +64,12 @@ SSM_STRIDES: dict[str, Any] = {
 CONV_STRIDES: dict[str, Any] = {
     "x_stride": ChannelStrides("i32", 1), "conv_stride": ConvStateStrides("i32", "i32", 1),
 }  # fmt: skip
-MAMBA_STRIDES = {
+TYPES = {
+    "_embedding_kernel": {"tokens": "*i32", "out": "*bf16"},
     "_conv1d_update_kernel": CONV_STRIDES, "_selective_state_update_kernel": SSM_STRIDES,
 }  # fmt: skip
 POOL: dict[str, Any] = {"FIELDS": 6, "SIZE": 4096, "TOKENS": 32, "TILE": 128}
+EMBEDDING: dict[str, Any] = {"V": 131072, "SIZE": 4480, "BLOCK": 1024}
 NO_CUTS = {"cut": None, "cut_column": None}
 NO_CHECKPOINT = {"checkpoint_column": None, "checkpoint_after": None}
 KERNELS = [
@@ -83,6 +85,7 @@ KERNELS = [
     (vllm_rows._place_rows_kernel, PLACE | {"BY_SLOT": True}),
     (vllm_rows._decide_flush_kernel, {"BLOCK_SIZE": 4336, "ROWS": 128}),
     (pooling._pooling_kernel, POOL),
+    (embedding._embedding_kernel, EMBEDDING),
     (conv1d_update._conv1d_update_kernel, CONV | NO_CHECKPOINT),
     (
         conv1d_update._conv1d_update_kernel,
@@ -99,37 +102,12 @@ KERNELS = [
 
 @pytest.mark.parametrize(("kernel", "constants"), KERNELS)
 def test_compiles_for_hopper(kernel: JITFunction, constants: dict[str, Any]) -> None:
-    if not isinstance(kernel, JITFunction):
-        pytest.skip("the interpreter is on")
-    assert compiled(kernel, constants, **MAMBA_STRIDES.get(kernel.__name__, {})).asm["cubin"]
-
-
-EMBEDDING: dict[str, Any] = {"V": 131072, "SIZE": 4480, "BLOCK": 1024}
-PARTS: dict[str, Any] = {"V": 131072, "PARTS": 32, "TILE": 4096}
-WHOLE: dict[str, Any] = {"V": 131072, "PARTS": 32, "WIDTH": 32, "MARKS": True}
-
-
-@pytest.mark.parametrize(
-    ("kernel", "constants"),
-    [
-        (embedding._embedding_kernel, EMBEDDING),
-        (argmax._part_kernel, PARTS),
-        (argmax._whole_kernel, WHOLE),
-    ],
-)
-def test_tokens_in_and_out(kernel: JITFunction, constants: dict[str, Any]) -> None:
-    if not isinstance(kernel, JITFunction):
-        pytest.skip("the interpreter is on")
-    types = {"tokens": "*i32", "logits": "*bf16", "values": "*fp32", "indices": "*i32"}
-    types["out"] = "*bf16" if kernel is embedding._embedding_kernel else "*i32"
-    assert compiled(kernel, constants, **types).asm["cubin"]
+    assert compiled(kernel, constants, **TYPES.get(kernel.__name__, {})).asm["cubin"]
 
 
 @pytest.mark.parametrize(("type_", "tile"), [("*fp32", 8), ("*fp16", 16), ("*bf16", 16)])
 def test_state_update_moves_16_bytes_at_once(type_: str, tile: int) -> None:
     kernel = selective_state_update._selective_state_update_kernel
-    if not isinstance(kernel, JITFunction):
-        pytest.skip("the interpreter is on")
     constants = SSM | {"TILE": tile}
     types = SSM_STRIDES | {"states": type_}
     text = compiled(kernel, constants, ("states", "state_stride"), **types).asm["ptx"]
@@ -198,8 +176,6 @@ def test_attention_and_norms_move_16_bytes_at_once(
     type_: str,
     access: str,
 ) -> None:
-    if not isinstance(kernel, JITFunction):
-        pytest.skip("the interpreter is on")
     types = dict.fromkeys(VALUES, type_) | ROWS | SCALARS | PARTIAL | tuples
     strides = [name for name in kernel.arg_names if "stride" in name]
     code = compiled(kernel, constants, (*VALUES, *PARTIAL, *strides), **types)
@@ -217,8 +193,6 @@ SCANS = [(*size, dtype) for size in SIZES for dtype in (torch.bfloat16, torch.fl
 def test_chunk_scan_fits_into_registers(
     dim: int, state: int, dtype: torch.dtype, cuts: dict[str, Any], tmp_path: Path
 ) -> None:
-    if not isinstance(chunk_scan_kernels.carry_kernel, JITFunction):
-        pytest.skip("the interpreter is on")
     half = dtype == torch.bfloat16
     shape, type_ = scan_tiling(dim, state, dtype), "*bf16" if half else "*fp32"
     padded = triton.next_power_of_2(state)
@@ -251,8 +225,6 @@ def test_chunk_scan_fits_into_registers(
 )
 def test_long_convolution_moves_8_bytes_at_once(changed: dict[str, Any], tmp_path: Path) -> None:
     kernel = conv1d_varlen._conv1d_varlen_kernel
-    if not isinstance(kernel, JITFunction):
-        pytest.skip("the interpreter is on")
     shape = conv1d_varlen.ConvTiling()
     constants = CONV | {"LENGTH": 6, "TOKENS": shape.tokens, "TILE": shape.channels} | changed
     options = {"num_warps": shape.warps}
@@ -277,8 +249,6 @@ def test_expert_products_stream_their_matrices(
     dtype: torch.dtype, tokens: int, sizes: dict[str, Any], tmp_path: Path
 ) -> None:
     kernel = fused_moe._fused_moe_kernel
-    if not isinstance(kernel, JITFunction):
-        pytest.skip("the interpreter is on")
     shape = fused_moe.moe_tiling(6 * tokens, 128, dtype)
     constants = PRODUCT | sizes | {
         "dot_type": FLOAT_TYPES[dtype], "BLOCK_M": shape.block_m, "BLOCK_N": shape.block_n,
@@ -335,8 +305,6 @@ RELU2: dict[str, Any] = {"BLOCK": 4096, "x_dim": 1}
 def test_what_surrounds_the_experts(
     kernel: JITFunction, constants: dict[str, Any], warps: int, access: str, tmp_path: Path
 ) -> None:
-    if not isinstance(kernel, JITFunction):
-        pytest.skip("the interpreter is on")
     types: dict[str, Any] = dict.fromkeys(("logits", "bias", "topk_weights", "outputs"), "*fp32")
     types |= {"scale": "fp32", "topk_ids": "*i64", "sorted_token_ids": "*i32"}
     types |= {"logits_stride": topk.LogitsStrides("i32", 1), "blocks": "*i32"}

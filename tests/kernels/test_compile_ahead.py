@@ -1,7 +1,5 @@
 """Kernels are compiled side by side and not launched, on a stand-in of Triton's driver."""
 
-from __future__ import annotations
-
 import gc
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -13,10 +11,13 @@ import torch
 import triton
 import triton.language as tl
 from helpers.hopper import HOPPER
+from helpers.interpreter import plain
 from triton.runtime.jit import JITFunction
 
 from hybrid_runtime.device.compile import compiling
 from hybrid_runtime.kernels.mamba2 import chunk_scan_kernels
+
+pytestmark = plain
 
 
 @triton.jit
@@ -56,8 +57,6 @@ def ready(kernel: JITFunction[Any]) -> int:
 
 
 def test_launches_only_compile(driver: None) -> None:
-    if not isinstance(_double, JITFunction):
-        pytest.skip("the interpreter is on")
     run, x = JITFunction.run, torch.ones(64)
     with compiling():
         for _ in range(2):
@@ -72,8 +71,6 @@ def test_launches_only_compile(driver: None) -> None:
 
 
 def test_what_does_not_compile_is_told_and_launches_work_again(driver: None) -> None:
-    if not isinstance(_double, JITFunction):
-        pytest.skip("the interpreter is on")
     run = JITFunction.run
     with pytest.raises(triton.CompilationError), compiling():
         _wrong[(1,)](torch.ones(64), 3.5, TILE=16)
@@ -87,8 +84,6 @@ def test_threads_parse_while_finalisers_run(driver: None) -> None:
     """CPython 3.11 raises SystemError where two threads parse at once; 3.12 and later do not."""
     every = vars(chunk_scan_kernels).values()
     kernels = [kernel for kernel in every if isinstance(kernel, JITFunction)]
-    if not kernels:
-        pytest.skip("the interpreter is on")
 
     def parse(_: int) -> None:
         for _ in range(40):

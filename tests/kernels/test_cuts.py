@@ -1,15 +1,16 @@
 """Rows that leave a checkpoint on the way: the same as two calls that split them there."""
 
-from __future__ import annotations
-
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from helpers.interpreter import elsewhere, kernels, plain, run_in_interpreter
+from helpers.interpreter import kernels, plain
+from helpers.mamba_cases import Conv, Ssm
+from helpers.replay_cases import BIG
 from helpers.replayed import check_replay
 from helpers.state_rows import Rows, prefill_rows
-from helpers.tensors import DEVICE, ints, noise, same_bytes
+from helpers.tensors import ints, same_bytes
 from torch import Tensor
 
 from hybrid_runtime.kernels.common.varlen import Cuts, StateRows, split_rows
@@ -21,15 +22,10 @@ from hybrid_runtime.kernels.mamba2.naive import chunk_scan_reference
 CHUNK = 32
 SCAN = ScanTiling(CHUNK, 16, 16, 2, 16)
 CONV = ConvTiling(4, 64, 1)
+SMALL = Ssm(heads=4, dim=16, state=32)
 # Around the window (W - 1 = 3), a chunk, two of them, at the end; 0: no cut.
 AFTER = (1, 2, 3, 4, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK, 69, 0, 5)
 LENGTHS = (2, 5, 5, 5, 70, 70, 70, 70, 70, 70, 6)
-
-
-@pytest.mark.slow
-@elsewhere
-def test_kernels_in_the_interpreter() -> None:
-    run_in_interpreter(__file__)
 
 
 def cut_rows(
@@ -47,44 +43,18 @@ def cut_rows(
 def conv_inputs(
     rows: Rows, dtype: torch.dtype, layout: str = "SD", channels: int = 40
 ) -> tuple[dict[str, Any], Tensor]:
-    """Arguments and conv_states, NaN where nobody may read."""
-    generator = torch.Generator(DEVICE).manual_seed(0)
-    x = noise(generator, rows.tokens, channels, dtype=dtype)
-    x[~rows.owned] = float("nan")
-    conv_states = torch.full((rows.blocks, 6, channels), float("nan"), dtype=dtype, device=DEVICE)
-    if layout == "DS":
-        conv_states = conv_states.transpose(1, 2).contiguous().transpose(1, 2)
-    for _, slot, _, read, _, _ in rows.active:
-        if read >= 0:
-            conv_states[rows.block(slot, read), :3] = noise(generator, 3, channels, dtype=dtype)
-    weight = noise(generator, channels, 4, dtype=dtype)
-    return {"x": x, "weight": weight, "bias": None, **rows.arguments}, conv_states
+    """Arguments and conv_states."""
+    types = {"x": dtype, "window": dtype, "weight": dtype}
+    shape = Conv(layout=layout, channels=channels, wide=0, bias=False, **types)
+    return shape.inputs(rows, 0)[:2]
 
 
 def scan_inputs(
-    rows: Rows,
-    dtype: torch.dtype,
-    states_dtype: torch.dtype,
-    size: tuple[int, int, int, int] = (4, 2, 16, 32),
+    rows: Rows, dtype: torch.dtype, states_dtype: torch.dtype, shape: Ssm = SMALL
 ) -> tuple[dict[str, Any], Tensor]:
-    """Arguments and states, NaN where nobody may read. size: heads, groups, and of a state."""
-    generator = torch.Generator(DEVICE).manual_seed(0)
-    heads, groups, dim, state = size
-    x = noise(generator, rows.tokens, heads, dim, dtype=dtype)
-    B, C = (noise(generator, rows.tokens, groups, state, dtype=dtype) for _ in range(2))
-    dt = noise(generator, rows.tokens, heads, dtype=dtype)
-    for given in (x, B, C, dt):
-        given[~rows.owned] = float("nan")
-    shape = rows.blocks, heads, dim, state
-    states = torch.full(shape, float("nan"), dtype=states_dtype, device=DEVICE)
-    for _, slot, _, read, _, _ in rows.active:
-        if read >= 0:
-            states[rows.block(slot, read)] = noise(generator, *shape[1:], dtype=states_dtype)
-    vectors = {
-        name: noise(generator, heads, dtype=torch.float32) for name in ("A_log", "D", "dt_bias")
-    }
-    arguments = {"x": x, "dt": dt, "B": B, "C": C, "chunk_size": 128, **vectors, **rows.arguments}
-    return arguments, states
+    """Arguments and states."""
+    arguments, states, _ = replace(shape, x=dtype, states=states_dtype).arguments(rows, 0)
+    return arguments | {"chunk_size": 128}, states
 
 
 def in_two_calls(kernel: Any, cuts: Cuts, rows: StateRows, **arguments: Any) -> Tensor:
@@ -166,7 +136,7 @@ def test_references_as_in_two_calls() -> None:
 def test_cuts_of_nobody_change_nothing() -> None:
     """Without a cut, the launches for cuts leave the same bytes as those without."""
     rows, cuts = cut_rows((33, 5, 1, 70), (0, 0, 0, 0))
-    arguments, states = scan_inputs(rows, torch.bfloat16, torch.float32, (2, 1, 16, 16))
+    arguments, states = scan_inputs(rows, torch.bfloat16, torch.float32, Ssm(groups=1, dim=16))
     conv_arguments, conv_states = conv_inputs(rows, torch.bfloat16)
     plain_states, plain_conv_states = states.clone(), conv_states.clone()
     y = chunk_scan(states=states, cuts=cuts, tiling=SCAN, **arguments)
@@ -184,7 +154,9 @@ def test_cuts_of_many_rows() -> None:
     """More parts than one look of `part_of_tile` sees."""
     lengths = (3,) * 70
     rows, cuts = cut_rows(lengths, tuple(i % 3 for i in range(70)))
-    arguments, states = scan_inputs(rows, torch.float32, torch.float32, (1, 1, 16, 16))
+    arguments, states = scan_inputs(
+        rows, torch.float32, torch.float32, Ssm(heads=1, groups=1, dim=16)
+    )
     split = states.clone()
     y = chunk_scan(states=states, cuts=cuts, tiling=SCAN, **arguments)
     assert torch.equal(y, in_two_calls(chunk_scan, cuts, states=split, tiling=SCAN, **arguments))
@@ -196,7 +168,7 @@ def test_cuts_of_many_rows() -> None:
 def test_large_states_as_in_two_calls(states_dtype: torch.dtype) -> None:
     """Shapes of Nemotron-H-8B, with launch shapes as chosen, in a CUDA graph too."""
     rows, cuts = cut_rows((2048, 1500, 300, 1057, 129), (1056, 556, 0, 1056, 128))
-    arguments, states = scan_inputs(rows, torch.bfloat16, states_dtype, (128, 8, 64, 128))
+    arguments, states = scan_inputs(rows, torch.bfloat16, states_dtype, Ssm(**BIG))
     mine, split = states.clone(), states.clone()
     y = chunk_scan(states=mine, cuts=cuts, **arguments)
     assert torch.equal(y, in_two_calls(chunk_scan, cuts, states=split, **arguments))

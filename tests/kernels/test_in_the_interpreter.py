@@ -1,28 +1,31 @@
-"""Small files' kernels without a GPU, several in each interpreter: to start one takes seconds.
+"""Kernels without a GPU, several files in each interpreter: to start one takes seconds.
 
-Larger files start their own, see helpers/interpreter.py."""
+Other files start their own, see helpers/interpreter.py."""
 
 from pathlib import Path
 
 import pytest
 from helpers.interpreter import elsewhere, plain, run_in_interpreter
+from helpers.marks import slow
 
 HERE = Path(__file__).parent
-TOGETHER = (
+QUICK = (
     ("advance_columns", "penalties", "pooling", "sampling"),
     ("layers", "step", "topk"),
+    ("narrow_head",),  # which has the interpreter round as GPUs do
 )
+SLOW = (("conv", "ssm"), ("cuts", "moe"), ("state_copy", "vllm_rows"))
 
 
 @elsewhere
-@pytest.mark.parametrize("names", TOGETHER, ids="-".join)
-def test_kernels_of_small_files(names: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("names", [*QUICK, *slow(*SLOW)], ids="-".join)
+def test_kernels_of_several_files(names: tuple[str, ...]) -> None:
     run_in_interpreter(*(str(HERE / f"test_{name}.py") for name in names))
 
 
 @plain
 def test_no_file_is_forgotten() -> None:
-    together = [f"test_{name}.py" for names in TOGETHER for name in names]
+    together = [f"test_{name}.py" for names in (*QUICK, *SLOW) for name in names]
     for path in HERE.glob("test_*.py"):
         text = path.read_text()
         if path != Path(__file__) and "\n@kernels\n" in text:

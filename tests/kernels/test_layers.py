@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-import triton
 from helpers.interpreter import kernels
+from helpers.marks import cases
 from torch import Tensor
 
 from hybrid_runtime.kernels.layers.embedding import embedding, embedding_reference
@@ -54,12 +54,6 @@ LARGE = {
     for shape in ((256, 2688), (256, 4480), (64, 10240), (1, 8192))
     for dtype in (torch.bfloat16, torch.float16, torch.float32)
 }
-CASES = [pytest.param(case, id=name) for name, case in SMALL.items()]
-CASES += [
-    pytest.param(case, id=name, marks=pytest.mark.gpu)
-    for name, case in LARGE.items()
-    if GPU or not triton.knobs.runtime.interpret
-]
 TOLERANCE = {torch.float64: 1e-13, torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 
 
@@ -93,7 +87,7 @@ def norm(x: Tensor, weight: Tensor, groups: int) -> Tensor:
 
 
 @kernels
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", cases(SMALL, LARGE))
 def test_norms(case: Case) -> None:
     x, other, weight = inputs(case)
     y = rms_norm(x, weight, EPS)

@@ -1,7 +1,5 @@
 """Routed experts and squared ReLU: kernels against their references and formulas in fp64."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import dataclass, replace
 from typing import Any
@@ -9,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers.interpreter import elsewhere, kernels, plain, run_in_interpreter
+from helpers.interpreter import kernels, plain
 from helpers.marks import cases
 from torch import Tensor
 
@@ -34,12 +32,6 @@ GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
 SMALL = MoETiling(16, 32, 32, 4, 2)
 TOLERANCE = {torch.float64: 1e-13, torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
-
-
-@pytest.mark.slow
-@elsewhere
-def test_in_the_interpreter() -> None:
-    run_in_interpreter(__file__)
 
 
 @dataclass(frozen=True)

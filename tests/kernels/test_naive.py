@@ -298,38 +298,12 @@ def test_store_kv_and_paged_attention(block_size: int, dtype: torch.dtype) -> No
     torch.testing.assert_close(y, y_expected, rtol=1e-5, atol=1e-6)
 
 
-def test_wrong_shapes_are_refused() -> None:
+def test_caches_of_two_shapes_are_refused() -> None:
     rows = UPDATE_ROWS
-    table = block_table(0)
-    with pytest.raises(ValueError, match="conv_states is"):
-        conv1d_reference(
-            torch.zeros(rows.tokens, 4),
-            torch.zeros(4, 4),
-            None,
-            torch.zeros(9, 2, 4),
-            rows.on(table),
-            max_scheduled=4,
-        )
-    a = ssm_arguments(rows, torch.float32)
-    with pytest.raises(ValueError, match="states is"):
-        selective_state_update_reference(
-            **a,
-            states=torch.zeros(9, 6, 5, 4),
-            rows=rows.on(table),
-            max_scheduled=4,
-        )
-    with pytest.raises(ValueError, match="chunk_size is 0"):
-        chunk_scan_reference(
-            **a,
-            states=torch.zeros(9, 6, 4, 5),
-            rows=rows.on(table),
-            max_scheduled=4,
-            chunk_size=0,
-        )
     with pytest.raises(ValueError, match=r"cache\.v is"):
         store_kv_reference(
             torch.zeros(1, 2, 8),
             torch.zeros(1, 2, 8),
-            KVCache(torch.zeros(3, 4, 2, 8), torch.zeros(3, 4, 1, 8), table),
+            KVCache(torch.zeros(3, 4, 2, 8), torch.zeros(3, 4, 1, 8), block_table(0)),
             AttentionRows(rows.fields[0][:1], rows.fields[1][:2], rows.fields[2][:1]),
         )

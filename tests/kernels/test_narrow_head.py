@@ -1,17 +1,14 @@
 """Tokens found by an output head in 8 bits, against the reference and the full product."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from helpers.hopper import compiled, spilled
-from helpers.interpreter import INTERPRETED, elsewhere, kernels, plain, run_in_interpreter
-from helpers.nearest import round_to_nearest
+from helpers.interpreter import INTERPRETED, kernels, plain
+from helpers.interpreter_changes import round_to_nearest
 from torch import Tensor
-from triton.runtime.jit import JITFunction
 
 from hybrid_runtime.kernels.sampling import narrow_head
 from hybrid_runtime.kernels.sampling.narrow_head import (
@@ -27,11 +24,6 @@ from hybrid_runtime.kernels.sampling.narrow_head import (
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 if INTERPRETED:
     round_to_nearest()
-
-
-@elsewhere
-def test_in_the_interpreter() -> None:
-    run_in_interpreter(__file__)
 
 
 def normal(*sizes: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Tensor:
@@ -196,8 +188,6 @@ TYPES = {
 @pytest.mark.parametrize("size", [2688, 4096, 4480])
 def test_the_product_streams_8_bits(lines: int, size: int, tmp_path: Path) -> None:
     kernel = narrow_head._propose_kernel
-    if not isinstance(kernel, JITFunction):
-        pytest.skip("the interpreter is on")
     shape = head_tiling(lines)
     constants = PRODUCT | {"H": size, "BLOCK_M": shape.block_m, "BLOCK_K": shape.block_k}
     options = {"num_warps": shape.warps, "num_stages": shape.stages}
@@ -216,8 +206,6 @@ def test_the_product_streams_8_bits(lines: int, size: int, tmp_path: Path) -> No
 @pytest.mark.parametrize("size", [2688, 4096, 4480])
 def test_what_surrounds_the_product(size: int, tmp_path: Path) -> None:
     kernel = narrow_head._best_kernel
-    if not isinstance(kernel, JITFunction):
-        pytest.skip("the interpreter is on")
     best = PRODUCT | {"H": size, "WIDTH": 2048, "CANDIDATES": CANDIDATES, "BLOCK_K": 1024}
     types = {"hidden": "*bf16", "weight": "*bf16", "keys": "*i32", "out": "*i32"}
     aligned = ("hidden", "weight", "keys", "stride")

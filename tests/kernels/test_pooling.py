@@ -1,19 +1,12 @@
 """Mean pooling of prompts that take several steps."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from helpers.interpreter import kernels
+from helpers.tensors import DEVICE, ints
 from torch import Tensor
 
 from hybrid_runtime.kernels.layers import pooling
-
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
-def ints(*values: int) -> Tensor:
-    return torch.tensor(values, dtype=torch.int32, device=DEVICE)
 
 
 @kernels

@@ -1,7 +1,5 @@
 """Stochastic rounding of states: keyed by request, layer, position, element, and nothing else."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,14 +1,15 @@
 """The state kernels against their references."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from helpers.hash_model import HashRunner
-from helpers.interpreter import CUDA, elsewhere, kernels, run_in_interpreter
+from helpers.interpreter import CUDA, kernels
+from helpers.tensors import DEVICE
+from helpers.tensors import noise as normal
 
 from hybrid_runtime.kernels.step import entry as fields
 from hybrid_runtime.kernels.step.state_copy import (
@@ -18,14 +19,6 @@ from hybrid_runtime.kernels.step.state_copy import (
     precopy_reference,
 )
 from hybrid_runtime.kernels.step.state_table import StateTable
-
-DEVICE = "cuda" if CUDA else "cpu"
-
-
-@pytest.mark.slow
-@elsewhere
-def test_kernels_in_the_interpreter() -> None:
-    run_in_interpreter(__file__)
 
 
 @dataclass(frozen=True)
@@ -76,10 +69,7 @@ class Pools:
         generator = torch.Generator(DEVICE).manual_seed(seed)
         self.columns = 3 + shape.draft
         blocks = shape.rows * self.columns * shape.groups + 1
-
-        def noise(*size: int, dtype: torch.dtype) -> torch.Tensor:
-            return torch.randn(*size, generator=generator, device=DEVICE).to(dtype)
-
+        noise = partial(normal, generator)
         length = 3 + shape.draft
         self.conv_states, self.matrices = [], []
         size = shape.state[0] * shape.state[1] * shape.state[2]

@@ -1,7 +1,5 @@
 """Top-k routing: the kernel against its reference, and that against sorting in plain Python."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Any
 

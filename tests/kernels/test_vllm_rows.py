@@ -1,10 +1,8 @@
 """Rows of the replay layout on vLLM's block tables: the kernels against their specification."""
 
-from __future__ import annotations
-
 import pytest
 import torch
-from helpers.interpreter import CUDA, elsewhere, kernels, run_in_interpreter
+from helpers.interpreter import CUDA, kernels, plain
 
 from hybrid_runtime.kernels.replay.ring import ring_length
 from hybrid_runtime.kernels.step.entry import ENTRY_FIELDS, EVERY, FIRST, SECOND
@@ -24,12 +22,6 @@ from hybrid_runtime.kernels.step.vllm_rows import (
 SLOTS, GROUPS, B, K, COLUMNS = 140, 3, 8, 3, 12
 RING = ring_length(K, 0)
 DEVICE = "cuda" if CUDA else "cpu"
-
-
-@pytest.mark.slow
-@elsewhere
-def test_kernels_in_the_interpreter() -> None:
-    run_in_interpreter(__file__, "-k", "as_specified")
 
 
 def ints(low: int, high: int, *shape: int) -> torch.Tensor:
@@ -57,6 +49,7 @@ def test_rows_are_placed_as_specified(by_slot: bool) -> None:
         assert all(torch.equal(a, b) for a, b in zip(flat(one), flat(other), strict=True))
 
 
+@plain
 def test_a_placed_row() -> None:
     """By hand: 17 tokens computed, 2 drafts accepted before, a step of one certain and 3 drafts
     in blocks of 8: column 2, below it column 1."""
@@ -97,6 +90,7 @@ def test_flushes_are_decided_as_specified(count: int) -> None:
     assert count == 1 or sides[0][-1][1] > 0
 
 
+@plain
 @pytest.mark.parametrize(
     ("column", "accepted", "computed", "fold", "into", "offset"),
     [

@@ -1,8 +1,6 @@
 """Warm-up passes over few layers launch whatever the whole model launches, on a stand-in of a GPU:
 tensors without memory, and Triton's launcher up to the key by which it finds a compiled kernel."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from itertools import pairwise
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """A family of models is a file of its own and a line in the registry: nobody else names it."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The checkpoint in the package: real drafts, real acceptance, the text of transformers."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from transformers import NemotronHForCausalLM

@@ -1,7 +1,5 @@
 """The command line: what it prints, and how it refuses."""
 
-from __future__ import annotations
-
 import ast
 import io
 import pydoc

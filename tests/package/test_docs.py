@@ -7,8 +7,6 @@ block if that says `# begins every program on this page`. What it prints stands 
 `# needs a server` or `# needs vLLM` is only compiled.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import importlib
 import inspect

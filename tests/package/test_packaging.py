@@ -90,6 +90,7 @@ def test_wheel_holds_exactly_the_source_files(wheel: Path) -> None:
     assert "licenses/LICENSE" in metadata
 
 
+@pytest.mark.slow
 @pytest.mark.network
 def test_wheel_imports_beside_the_kernels_package_of_pypi(wheel: Path, tmp_path: Path) -> None:
     environment = tmp_path / "environment"

@@ -1,7 +1,5 @@
 """README is short and starts quickly; reports from users of other engines each name their test."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

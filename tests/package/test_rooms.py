@@ -1,7 +1,5 @@
 """The house stands as docs/how-it-works.md draws it: a room imports only from floors below."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Chat completions: the template's prompt, and the answer in OpenAI's form."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import openai

@@ -1,7 +1,5 @@
 """The `openai` client gets what the engine gives, whole and in streams, alone and beside others."""
 
-from __future__ import annotations
-
 import asyncio
 from functools import cache
 from typing import Any

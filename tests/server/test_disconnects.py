@@ -1,7 +1,5 @@
 """A client that goes away takes its request along, and nothing else."""
 
-from __future__ import annotations
-
 import json
 import socket
 import struct

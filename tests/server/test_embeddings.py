@@ -1,7 +1,5 @@
 """`/v1/embeddings`: the `openai` client gets the engine's vectors."""
 
-from __future__ import annotations
-
 import openai
 import pytest
 import torch

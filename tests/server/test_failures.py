@@ -1,7 +1,5 @@
 """A step that fails is told to those who were in it, in their form; the server goes on."""
 
-from __future__ import annotations
-
 import json
 import threading
 from collections.abc import Callable, Iterator

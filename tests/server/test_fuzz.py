@@ -1,8 +1,6 @@
 """Bodies that nobody would write, against a real server: it answers each with what was asked for or
 one line that says what is wrong, and goes on."""
 
-from __future__ import annotations
-
 import json
 import math
 import random

@@ -1,7 +1,5 @@
 """Keys, sizes, floods: what is too much is refused at once, and the others are served."""
 
-from __future__ import annotations
-
 import asyncio
 import socket
 from collections.abc import AsyncIterator, Iterator

@@ -1,8 +1,6 @@
 """Log-probabilities in OpenAI's and vLLM's forms. Those of prompts, asked for and read as lm-eval's
 `local-completions` does it, are the log-likelihoods of one pass of transformers."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterator

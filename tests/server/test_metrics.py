@@ -1,7 +1,5 @@
 """What `/metrics` counts is what the server did."""
 
-from __future__ import annotations
-
 from helpers.http_server import completed, running, shipped
 
 NAME = "hybrid_runtime"

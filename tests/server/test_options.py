@@ -1,7 +1,5 @@
 """Options of `serve`: every one reaches the server or the engine, and a wrong one is one line."""
 
-from __future__ import annotations
-
 import socket
 from typing import Any
 

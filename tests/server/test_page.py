@@ -1,7 +1,5 @@
 """docs/server.md names every option, path, field, status and metric, and no others."""
 
-from __future__ import annotations
-
 import argparse
 import re
 from pathlib import Path

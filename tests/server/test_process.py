@@ -1,7 +1,5 @@
 """`hybrid-runtime serve` as a process: signals, drains, and a restart at the same address."""
 
-from __future__ import annotations
-
 import gc
 import re
 import signal

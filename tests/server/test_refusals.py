@@ -1,7 +1,5 @@
 """What cannot be served is refused, before it runs, with one error in OpenAI's form."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The short form of `benchmarks/engine/soak_http.py`: clients that leave, floods and faults."""
 
-from __future__ import annotations
-
 import importlib
 import logging
 import sys

@@ -1,7 +1,5 @@
 """`/tokenize`, `/detokenize`, `/version` and `/ping`, as vLLM has them."""
 
-from __future__ import annotations
-
 import importlib.metadata
 
 import pytest

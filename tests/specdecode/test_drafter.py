@@ -1,8 +1,6 @@
 """Drafts of a head: its first pass computes no more than is wanted of it, and 8 bits of the output
 weight find the same ones."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

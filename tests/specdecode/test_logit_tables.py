@@ -1,7 +1,5 @@
 """What changes a slot's logits: the last admission's, and nothing of the one before."""
 
-from __future__ import annotations
-
 import torch
 
 from hybrid_runtime.specdecode.logit_tables import FOREVER, AllowedTokens, Ban, Biases

@@ -1,7 +1,5 @@
 """The reference step emits exactly the target's distribution, whatever the drafts."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from functools import partial

@@ -1,8 +1,6 @@
 """The runner against the reference step: the same random numbers give the same tokens, whatever the
 number of drafts of each row and step, and whether steps are padded and captured or not."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple

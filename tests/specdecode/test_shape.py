@@ -1,7 +1,5 @@
 """Shapes that steps are padded to: every step fits one, and few there are."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

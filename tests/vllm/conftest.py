@@ -1,7 +1,5 @@
 """The modules of vLLM that the adapter imports, as stand-ins: no vLLM is installed here."""
 
-from __future__ import annotations
-
 import dataclasses
 import logging
 import sys

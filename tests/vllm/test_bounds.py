@@ -1,7 +1,5 @@
 """Bounds on the counts of requests, and the candidates of a step that follow from them."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from helpers.vllm_stand_in import B, K

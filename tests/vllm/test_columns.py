@@ -1,8 +1,6 @@
 """vLLM's layout with our copies, on stand-ins for vLLM's classes: two engines run one random
 history, one with our model state and one without, and hold the same bytes after each launch."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

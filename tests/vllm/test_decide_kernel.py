@@ -1,7 +1,5 @@
 """The kernel that decides on vLLM's counts and moves states, in Triton's interpreter."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

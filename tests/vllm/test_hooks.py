@@ -1,8 +1,6 @@
 """A vLLM whose calls, fields or caches are not as the adapter knows them: one warning, and vLLM's
 own copies from the first step on; an exception would end a worker."""
 
-from __future__ import annotations
-
 import dataclasses
 import sys
 from collections.abc import Callable

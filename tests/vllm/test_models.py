@@ -1,7 +1,5 @@
 """Registration with vLLM, and which of the model classes that it builds get our model state."""
 
-from __future__ import annotations
-
 import inspect
 import sys
 from types import ModuleType, SimpleNamespace

@@ -1,8 +1,6 @@
 """Replay in a stand-in of vLLM's runner: every state that a step reads, and every boundary that a
 prefix hit could find, is the sum of exactly its tokens."""
 
-from __future__ import annotations
-
 from types import ModuleType, SimpleNamespace
 
 import pytest

@@ -1,7 +1,5 @@
 """Which configurations replay: decided once, when the model is built, with one warning if not."""
 
-from __future__ import annotations
-
 import re
 import sys
 from pathlib import Path

@@ -1,8 +1,6 @@
 """Bounds on each request's token count while results are in flight, and the rows of a step that may
 therefore have a state to move."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import numpy as np

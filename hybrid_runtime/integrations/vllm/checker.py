@@ -6,8 +6,6 @@ bytes are compared, with one exception: in a block that has just been moved to, 
 conv_state behind the convolution's inputs, which vLLM copies along and nothing reads.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The switch of the plug-in, and the lines that it writes to vLLM's log."""
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

@@ -8,8 +8,6 @@ may say which rows to copy, or where a request starts. vLLM's copies would follo
 bounds would not, and states would silently be wrong.
 """
 
-from __future__ import annotations
-
 import inspect
 from typing import Any
 

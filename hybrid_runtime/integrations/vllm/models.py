@@ -5,8 +5,6 @@ for example as `models.v0_25_1_NemotronHForCausalLM`, so that importing this mod
 The release is part of the name because vLLM caches what it knows of a class under that name.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 import re

@@ -4,8 +4,6 @@ A step with candidates makes one copy to the device and launches one kernel per 
 without any does neither.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -5,8 +5,6 @@ mode it moves states for the same candidates as `AlignedStates`. No step can be 
 whose kernels need blocks for drafts.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """How vLLM releases differ, and which configurations are left to vLLM."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import re
