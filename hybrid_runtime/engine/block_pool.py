@@ -164,14 +164,11 @@ class BlockTable:
 
     device_table: int32 `[slots, columns]` on the device, as of the last upload of `tables`.
 
-    tables, index: whose table this is, and which of them. always: a column that every slot owns
-    from its first step to its end.
+    tables, index: whose table this is, and which of them.
     """
 
-    def __init__(
-        self, pool: BlockPool, tables: DeviceTables, index: int, always: int | None = None
-    ) -> None:
-        self.pool, self.tables, self._index, self._always = pool, tables, index, always
+    def __init__(self, pool: BlockPool, tables: DeviceTables, index: int) -> None:
+        self.pool, self.tables, self._index = pool, tables, index
         self._view, self.device_table = tables.host[index], tables.device[index]
         slots, self.columns = self._view.shape
         self._start = tables.start[index]
@@ -232,10 +229,8 @@ class BlockTable:
         row, start = self._view[slot], self._start + slot * self.columns
         below = (row[:first] != FREE).nonzero()[0]
         above = (row[kept + 1 :] != FREE).nonzero()[0] + (kept + 1)
-        dropped += [start + c for c in (*below.tolist(), *above.tolist()) if c != self._always]
+        dropped += [start + c for c in (*below.tolist(), *above.tolist())]
         missing += (start + fresh + (row[fresh : last + 1] == FREE).nonzero()[0]).tolist()
-        if self._always is not None and row[self._always] == FREE:
-            missing.append(start + self._always)
 
     def block(self, slot: int, column: int) -> int:
         """The block in a column, -1 where there is none."""

@@ -14,6 +14,7 @@ from hybrid_runtime.engine.config import state_group
 from hybrid_runtime.engine.device_tables import DeviceTables
 from hybrid_runtime.engine.offload.tier import HostTier
 from hybrid_runtime.engine.prefix_cache import KEYS, STATE
+from hybrid_runtime.engine.state_blocks import ColumnBlocks, RoleBlocks, StateBlocks
 from hybrid_runtime.models.forward_batch import Caches
 from hybrid_runtime.models.model import HybridModel
 from hybrid_runtime.state.layout import StateLayout
@@ -30,7 +31,7 @@ class Memory:
     """
 
     kv: BlockTable
-    state: BlockTable
+    state: StateBlocks
     states: dict[int, tuple[Tensor, Tensor]]
     caches: Caches
     records: tuple[Tensor, ...]
@@ -58,10 +59,15 @@ class Memory:
         """
         device, dtype = model.device, model.dtype
         group = state_group(model)
-        columns, row = -(-max_length // kv_block), layout.table_row(max_length)
-        tables = DeviceTables(slots, (columns, row.columns), device, depth, waits)
+        columns = -(-max_length // kv_block), layout.table_columns(max_length)
+        tables = DeviceTables(slots, columns, device, depth, waits)
         kv = BlockTable(BlockPool(num_blocks[0]), tables, 0)
-        state = BlockTable(BlockPool(num_blocks[1]), tables, 1, row.always)
+        pool = BlockPool(num_blocks[1])
+        state: StateBlocks
+        if layout.replays:
+            state = RoleBlocks(pool, tables, 1)
+        else:
+            state = ColumnBlocks(BlockTable(pool, tables, 1), layout.block_size)
 
         def cache(shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
             one = torch.zeros((kv.pool.size, kv_block, *shape), dtype=dtype, device=device)

@@ -82,7 +82,7 @@ def units(
     elements = sum(2 * heads * size for heads, size in layers)
     states, length = len(state_group(model).layers), longest(config, device)
     kv_block = config.kv_block(layout.block_size)
-    words = length + -(-length // kv_block) + layout.table_row(length).columns
+    words = length + -(-length // kv_block) + layout.table_columns(length)
     drawn = model.vocab_size if config.sampled_drafts and head is not None else 0
     return Units(
         kv_block=elements * model.dtype.itemsize * kv_block,

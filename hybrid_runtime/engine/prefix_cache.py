@@ -16,7 +16,7 @@ and a hit always leaves at least one token to run.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
 
@@ -24,6 +24,7 @@ from hybrid_runtime.engine.block_pool import BlockPool, BlockTable
 from hybrid_runtime.engine.config import RetentionPolicy
 from hybrid_runtime.engine.offload.cache import HostCache
 from hybrid_runtime.engine.request import Hit, Request, ShortHit
+from hybrid_runtime.engine.state_blocks import StateBlocks, Wanted
 from hybrid_runtime.state.step import Checkpoint
 
 KEYS, STATE = "kv", "state"
@@ -59,7 +60,7 @@ class PrefixCache:
     def __init__(
         self,
         keys: BlockTable,
-        state: BlockTable,
+        state: StateBlocks,
         block: int,
         kv_block: int,
         retention: RetentionPolicy,
@@ -182,12 +183,11 @@ class PrefixCache:
             self._stats.short[hit.short] += 1
         if hit.state is not None:
             self.keys.adopt(request.slot, 0, hit.keys)
-            self.state.adopt(request.slot, hit.tokens // self.block - 1, [hit.state])
 
-    def rule(self, request: Request) -> tuple[int, tuple[int, ...]] | None:
-        """What `manager.retain` takes for this request; None: every boundary."""
+    def wanted(self, request: Request) -> Wanted:
+        """Where checkpoints of this request are worth a block."""
         if self.retention == "all":
-            return None
+            return self.block, ()
         last = (request.length - 1) // self.block * self.block
         places = {at for at in (last, request.hit.known) if at > request.hit.tokens}
         every = 0 if self.retention == "prompt" else self.retention
@@ -196,10 +196,7 @@ class PrefixCache:
     def next_cut(self, request: Request, start: int) -> int:
         """The first position behind `start` at which a prompt must leave a checkpoint; its length
         if there is none."""
-        rule = self.rule(request)
-        if rule is None:
-            return (start // self.block + 1) * self.block
-        every, places = rule
+        every, places = self.wanted(request)
         cuts = [at for at in places if at > start]
         if every:
             cuts.append((start // every + 1) * every)
@@ -209,11 +206,11 @@ class PrefixCache:
         """Whether this checkpoint, in a block that the request owns, can be filed and is not."""
         self._hash(request)
         index = checkpoint.boundary // self.block * self._each
-        if index > len(request.hashes) or self.state.block(request.slot, checkpoint.column) < 0:
+        if index > len(request.hashes) or self.state.block(checkpoint) < 0:
             return False
         return self.state.pool.find(request.hashes[index - 1]) is None
 
-    def file(self, request: Request, checkpoints: Iterable[Checkpoint]) -> None:
+    def file(self, request: Request, checkpoints: Sequence[Checkpoint]) -> None:
         """Let others find what a request has left: checkpoints that a step whose results were read
         published, or that `Scheduler.close` had stored, and keys and values of full blocks. All
         launches that wrote them come before any that a later hit leads to, on the same stream."""
@@ -221,9 +218,9 @@ class PrefixCache:
         # What was accepted beyond the request's own end has no place in its text.
         hashes, each = request.hashes, self._each
         states = [
-            (hashes[boundary // self.block * each - 1], self.state.block(slot, column))
-            for slot, _, boundary, column in checkpoints
-            if boundary // self.block * each <= len(hashes)
+            (hashes[checkpoint.boundary // self.block * each - 1], self.state.block(checkpoint))
+            for checkpoint in checkpoints
+            if checkpoint.boundary // self.block * each <= len(hashes)
         ]
         full = min(request.computed // self.block, len(hashes) // each)
         span = slice(request.filed * each, max(request.filed, full) * each)
@@ -236,6 +233,8 @@ class PrefixCache:
             new = [(key, block) for key, block in blocks if pool.file(key, block)]
             if new and self.host is not None:
                 self.host.store(group, [key for key, _ in new], [block for _, block in new])
+        for checkpoint in checkpoints:
+            self.state.filed(checkpoint)
 
     def forget(self, request: Request) -> None:
         """Drop the blocks that a request has computed or found; who owns them keeps them."""

@@ -14,6 +14,7 @@ from hybrid_runtime.engine.block_pool import BlockTable
 from hybrid_runtime.engine.ledger import Ints, Ledger
 from hybrid_runtime.engine.prefix_cache import PrefixCache
 from hybrid_runtime.engine.request import Hit, Request
+from hybrid_runtime.engine.state_blocks import StateBlocks, Wanted
 from hybrid_runtime.specdecode.shape import PROMPT_ROWS, StepShape
 from hybrid_runtime.state.manager import HybridStateManager
 from hybrid_runtime.state.placement import BlockDemand
@@ -66,7 +67,7 @@ class Scheduler:
         self,
         manager: HybridStateManager,
         kv: BlockTable,
-        state: BlockTable,
+        state: StateBlocks,
         max_requests: int,
         max_tokens_per_step: int,
         max_prompt_tokens: int,
@@ -162,15 +163,11 @@ class Scheduler:
             blocks = hit.tokens // self.block_size
             turn = self._prompt_tokens + request.length - hit.tokens
             self.ledger.admit(request, hit.tokens, blocks, turn)
-            column = blocks - 1 if blocks else None
-            self.manager.admit(request.slot, hit.tokens, column)
-            if self.cache is None:
-                self.manager.retain(request.slot, 0)
-            else:
+            wanted: Wanted = (0, ())
+            if self.cache is not None:
                 self.cache.adopt(request)
-                rule = self.cache.rule(request)
-                if rule is not None:
-                    self.manager.retain(request.slot, *rule)
+                wanted = self.cache.wanted(request)
+            self.state.admit(self.manager, request.slot, hit, wanted)
             self.running.append(request)
             self._running = np.append(self._running, request.slot)
             admitted.append(request)
@@ -318,6 +315,7 @@ class Scheduler:
         known[num_decoding:] += self.num_draft
         if not self._allocate(rows, known):
             return None
+        rows = self.state.named(rows)
         shape = StepShape.decoding(num_decoding, self.num_draft)
         if len(chosen) > num_decoding:
             prompt_tokens = int(scheduled[num_decoding:].sum())
@@ -351,14 +349,13 @@ class Scheduler:
     def _allocate(self, rows: StepRows, known: Ints) -> bool:
         """Give a step's rows their blocks; False, and nothing happens, where there are too few.
         known: tokens computed as far as results have been read, `[rows]`."""
-        state = self.state.changes(rows.index, self.manager.block_demand(rows, known))
+        state = self.state.changes(self.manager, rows, known)
         kv = self.kv.changes(rows.index, self._kv_demand(rows))
-        if state.slots.size or kv.slots.size:
-            if not (self.kv.can_allocate(kv) and self.state.can_allocate(state)):
-                return False
-            new_state, new_kv = self.state.allocate(state), self.kv.allocate(kv)
-            if self.cache is not None:
-                self.cache.order_reuse(new_kv, new_state)
+        if not (self.kv.can_allocate(kv) and self.state.can_allocate(state)):
+            return False
+        new_state, new_kv = self.state.allocate(state), self.kv.allocate(kv)
+        if self.cache is not None:
+            self.cache.order_reuse(new_kv, new_state)
         self.kv.tables.upload()  # the state's table among them
         return True
 

@@ -1,4 +1,4 @@
-"""Block boundaries on NumPy arrays: which are retained, and which of them a row passes.
+"""Positions on NumPy arrays that get a checkpoint, and which of them a row passes.
 
 Words as in docs/how-it-works.md: before a step `computed` (n) tokens are final; the step runs
 `scheduled` (s) tokens of which the last `draft` (d) are drafts; `certain` R = n + s - d tokens are
@@ -23,12 +23,12 @@ LONGEST = 2**30
 
 
 class RetentionRule(NamedTuple):
-    """Boundaries that get a checkpoint.
+    """Positions that get a checkpoint: in the columns layout boundaries of blocks.
 
     Each field `[rows]` in tokens, or one int for all rows, which is cheaper.
 
     every: its multiples are retained; 0: none.
-    first, second: so are these two boundaries; 0: no such boundary.
+    first, second: so are these two positions; 0: no such position.
     """
 
     every: Ints | int
@@ -38,8 +38,8 @@ class RetentionRule(NamedTuple):
     def keeps(self, boundary: Ints) -> Bools:
         """Whether the checkpoint at each `boundary` (tokens, > 0) is kept."""
         every, *pins = self
-        if isinstance(every, int) and every > 0:
-            kept = boundary % every == 0
+        if isinstance(every, int):
+            kept = boundary % every == 0 if every else boundary < 0
         else:
             kept = np.greater(every, 0) & (boundary % np.maximum(every, 1) == 0)
         for pin in pins:
@@ -67,8 +67,10 @@ def blocks_below(position: Ints, block_size: int) -> Ints:
 def next_retained(position: Ints, retention: RetentionRule) -> Ints:
     """First retained boundary at or after `position` (tokens, >= 1); `NEVER`: there is none."""
     every, *pins = retention
-    if isinstance(every, int) and every > 0:
-        found = blocks_below(position + (every - 1), every) * every
+    if isinstance(every, int):
+        found = np.full_like(position, NEVER)
+        if every:
+            found = blocks_below(position + (every - 1), every) * every
     else:
         step = np.maximum(every, 1)
         found = np.where(np.greater(every, 0), (position + step - 1) // step * step, NEVER)
@@ -81,8 +83,8 @@ def next_retained(position: Ints, retention: RetentionRule) -> Ints:
 def last_retained(position: Ints, retention: RetentionRule) -> Ints:
     """Last retained boundary at or before `position` (tokens, >= 0); 0: there is none."""
     every, *pins = retention
-    if isinstance(every, int) and every > 0:
-        found = blocks_below(position, every) * every
+    if isinstance(every, int):
+        found = blocks_below(position, every) * every if every else position * 0
     else:
         step = np.maximum(every, 1)
         found = np.where(np.greater(every, 0), position // step * step, 0)
@@ -92,22 +94,13 @@ def last_retained(position: Ints, retention: RetentionRule) -> Ints:
     return found
 
 
-def prompt_cut(
-    computed: Ints, certain: Ints, draft: Ints, block_size: int, retention: RetentionRule
-) -> Ints:
-    """The boundary strictly inside a row without drafts at which it leaves a checkpoint, if the
-    runner's kernels can do that: the last one there, if it is retained; 0: there is none."""
-    inside = blocks_below(np.maximum(certain - 1, 0), block_size) * block_size
-    return np.where((draft == 0) & (inside > computed) & retention.keeps(inside), inside, 0)
-
-
 def lost_boundaries(
     computed: Ints, certain: Ints, retention: RetentionRule, cut: Ints | int
 ) -> Ints:
     """The last retained boundary that a row passes on its way from `computed` to `certain` tokens
     without ending on one, so that no checkpoint of it can exist; 0: there is none.
 
-    cut: `prompt_cut`, for the one that the row leaves a checkpoint of; 0: it leaves none.
+    cut: the one inside that the row leaves a checkpoint of; 0: it leaves none.
     """
     last = last_retained(np.where(np.greater(cut, 0), cut - 1, certain), retention)
     return np.where((last > computed) & (last < certain), last, 0)

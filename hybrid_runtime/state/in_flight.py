@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hybrid_runtime.device.transfer import Readback
-from hybrid_runtime.state.boundaries import Bools, Ints, prompt_cut
+from hybrid_runtime.state.boundaries import Bools, Ints
 from hybrid_runtime.state.checks import check_resolved
 from hybrid_runtime.state.ledger import Ledger
 from hybrid_runtime.state.placement import NO_ROWS, LayoutPolicy, Outcome
@@ -48,13 +48,12 @@ class InFlightSteps:
         ledger: Ledger,
         readback: Readback | None,
         policy: LayoutPolicy,
-        block_size: int,
         cuts: bool,
     ) -> None:
         self._ledger = ledger
         self._readback = readback
         self._policy = policy
-        self._block_size, self._cuts = block_size, cuts
+        self._cuts = cuts
         self._open: list[Step] = []
         self.rows_copied = 0
 
@@ -174,7 +173,7 @@ class InFlightSteps:
         certain = computed + rows.certain
         inside: list[Checkpoint] = []
         if self._cuts and rows.chunked:
-            cut = prompt_cut(computed, certain, rows.draft, self._block_size, step.kept)
+            cut = policy.inside(computed, certain, rows.draft, step.kept)
             inside = self._checkpoints(step, cut, current & (cut > 0))
         outcome = policy.prepare_settle(step, computed, certain, current)
         return Prepared(current, ledger.version, certain, outcome, inside)
@@ -207,7 +206,7 @@ class InFlightSteps:
                 step, left.boundary, left.complete & current
             )
         for checkpoint in step.published:
-            ledger.stored[checkpoint.slot] = checkpoint.boundary
+            ledger.stored[checkpoint.slot] = checkpoint[2:]
         final = certain + np.maximum(accepted, 1) - 1
         ledger.computed[rows.index[current]] = final[current]
         self._open.pop(0)
@@ -218,13 +217,12 @@ class InFlightSteps:
 
     def _checkpoints(self, step: Step, boundary: Ints, stored: Bools) -> list[Checkpoint]:
         """At each `boundary`, `[rows]`, that is `stored`."""
-        rows, block = step.rows, self._block_size
+        if not np.count_nonzero(stored):
+            return []
+        columns = self._policy.column(step.rows, boundary)
         return [
             Checkpoint(
-                int(rows.slot[i]),
-                int(step.generation[i]),
-                int(boundary[i]),
-                int(boundary[i]) // block - 1,
+                int(step.rows.slot[i]), int(step.generation[i]), int(boundary[i]), int(columns[i])
             )
             for i in np.flatnonzero(stored)
         ]

@@ -25,17 +25,6 @@ ALIGNMENT = 16
 """Bytes: every part of a block starts on this boundary, so that copies may use 16-byte accesses."""
 
 
-class TableRow(NamedTuple):
-    """A request's row of the block table of states.
-
-    columns: width of the row.
-    always: column that the request owns from its first step to its end; None: there is none.
-    """
-
-    columns: int
-    always: int | None
-
-
 class BlockBudget(NamedTuple):
     """State blocks that one request needs.
 
@@ -95,7 +84,7 @@ class StateLayout:
 
     @property
     def replays(self) -> bool:
-        """Whether the layout is replay; only `state` asks."""
+        """Whether the layout is replay; only `state` asks, and who hands out its blocks."""
         return self.kind == "replay"
 
     @property
@@ -160,12 +149,12 @@ class StateLayout:
         and the layout writes each of them once."""
         return self.replays and self.matrix_dtype != torch.float32
 
-    def table_row(self, max_length: int) -> TableRow:
-        """Row of the block table for requests of up to `max_length` tokens."""
-        columns = -(-max_length // self.block_size)
+    def table_columns(self, max_length: int) -> int:
+        """Columns of the block table for requests of up to `max_length` tokens: in the replay
+        layout one that is read, two that are stored, and the live one."""
         if self.replays:
-            return TableRow(columns + 1, always=columns)  # the live state behind the checkpoints
-        return TableRow(columns + 1 + self.num_speculative_tokens, always=None)
+            return 4
+        return -(-max_length // self.block_size) + 1 + self.num_speculative_tokens
 
     def block_budget(self, steps_ahead: int) -> BlockBudget:
         """Blocks per request with so many steps queued before the first one's results are read.

@@ -17,7 +17,7 @@ NONE = -1
 class StateColumns(NamedTuple):
     """Where a begun step leaves its states, `[rows]` or one value for all.
 
-    column_min, column_max: bounds on the column.
+    column_min, column_max: bounds on the column; replay: columns other than the live one, -1 none.
     certain: at least so many tokens are in them whatever is accepted (replay).
     decoded: the row was one that decodes, so tokens of the ring may be pending (replay).
     """
@@ -41,8 +41,8 @@ class Ledger:
         fold in, or -1.
     known: int32 `[max_requests + 1, KNOWN_FIELDS]`, what only the host uses, likewise gathered and
         scattered once a step; the last line means nothing. HELD_MIN, HELD_MAX: bounds on the column
-        that the last begun step ran in, -1 if there was none; in the replay layout that of the
-        boundary at which the step may have left its state, -1 if the state is in the live column.
+        that the last begun step ran in, -1 if there was none; in the replay layout the columns in
+        which it may have left its state besides the live one, -1: there is none.
         LAST_DRAFT: the step's drafts. OPEN_STEP: its number while it has not ended, -1 if it has,
         FLUSHED if the slot's state was overwritten by its last checkpoint. CERTAIN, DECODED: as of
         `StateColumns`.
@@ -51,7 +51,8 @@ class Ledger:
     certain: those of them that are no drafts of that step, exactly (replay).
     written: tokens in the state in memory after it, exactly (replay).
     held: column of that state after it, exactly (replay).
-    stored: tokens in the last checkpoint of a settled step, 0 if there is none.
+    stored: int32 `[max_requests, 2]`, tokens in the last checkpoint of a settled step, 0 if there
+        is none, and its column.
     version: changes with every admission, release and change of retention.
     """
 
@@ -73,7 +74,7 @@ class Ledger:
         self.certain = np.zeros(max_requests, np.int32)
         self.written = np.zeros(max_requests, np.int32)
         self.held = np.full(max_requests, NONE, np.int32)
-        self.stored = np.zeros(max_requests, np.int32)
+        self.stored = np.zeros((max_requests, 2), np.int32)
         self._known = tuple(self.known.T)
         self._row = np.arange(max_rows)
         self._admitted: list[int] = []

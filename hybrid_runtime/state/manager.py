@@ -106,10 +106,10 @@ class HybridStateManager(OneProcess):
         )
         with torch.inference_mode():  # outside of which torch refuses to write it in place
             self._computed: Tensor = from_dlpack(self._policy.slots.computed)
-        self._saved = SavedUpload(ledger, self._policy, layout.block_size)
+        self._saved = SavedUpload(ledger, self._policy)
         counts = Readback(max_rows, steps_in_flight + 1, device, self._waits)
         self._in_flight = InFlightSteps(
-            ledger, counts if readback else None, self._policy, layout.block_size, prompt_cuts
+            ledger, counts if readback else None, self._policy, prompt_cuts
         )
         self._placement = Placement(self._policy, ledger, self._staging, self._stats, depth, device)
         self._next = 0
@@ -170,21 +170,22 @@ class HybridStateManager(OneProcess):
 
         computed: tokens whose state exists already, in column `hit_column` at offset 0 (a prefix
         hit or a resumed request); 0 starts from the zero state and nothing is read.
-        hit_column: in the replay layout the last one (the live one), or one whose boundary is not
-        ahead, since later checkpoints go to the others.
         """
         columns = self._policy.columns
         self._ledger.check_admission(slot, computed, hit_column, columns)
         if hit_column is not None:
             self._bound()
-            if isinstance(self._policy, ReplayPolicy):
-                self._policy.check_hit(computed, hit_column)
-        return self._ledger.admit(slot, computed, hit_column)
+        generation = self._ledger.admit(slot, computed, hit_column)
+        if isinstance(self._policy, ReplayPolicy):
+            self._policy.admit(slot)
+        return generation
 
     def retain(self, slot: int, every: int, positions: tuple[int, ...] = ()) -> None:
-        """Keep only checkpoints at multiples of `every` tokens (0: none) and at up to 2 positions;
-        all are multiples of the block size. Steps begun before keep the rule that they began with.
+        """In the columns layout, keep only checkpoints at multiples of `every` tokens (0: none) and
+        at up to 2 positions; all are multiples of the block size. Steps begun before keep the rule
+        that they began with. In the replay layout each step's rows name positions instead.
         """
+        self._columns_only("retain", "rows.save_at says which checkpoints are wanted")
         self._ledger.retain(slot, every, positions)
 
     def release(self, slot: int) -> None:
@@ -204,7 +205,9 @@ class HybridStateManager(OneProcess):
         return bool(self._ledger.live[slot])
 
     def block_demand(self, rows: StepRows, known: Ints | None = None) -> BlockDemand:
-        """Which blocks of states the requests of `rows` must own before the step begins.
+        """Which blocks of states the requests of `rows` must own before the step begins, in the
+        columns layout. In the replay layout it is the live one, those that the rows name in
+        `save_to`, and the one that a row starts from.
 
         known: tokens computed as of the last results that the runner has read, `[rows]`: columns
         whose checkpoints it may still file are kept. None: it files none, or keeps them itself.
@@ -215,7 +218,8 @@ class HybridStateManager(OneProcess):
                 raise ValueError(
                     f"known is {known.dtype} {known.shape}; it must be integers {rows.slot.shape}"
                 )
-        return self._policy.block_demand(rows, known)
+        policy = self._columns_only("block_demand", "rows name their columns")
+        return policy.block_demand(rows, known)
 
     # -- a step ----------------------------------------------------------------------------------
 
@@ -250,9 +254,11 @@ class HybridStateManager(OneProcess):
         if isinstance(self._policy, ColumnsPolicy) and len(plan.moving):
             self._policy.precopy(entries, len(plan.moving))
         step = Step(
-            self._next, rows, own[:, fields.GENERATION], self._ledger.kept(rows.index),
+            self._next, rows, own[:, fields.GENERATION], self._policy.kept(rows),
             self._policy.positions, entries, packed, placed, plan.candidates,
         )  # fmt: skip
+        if isinstance(self._policy, ReplayPolicy):
+            self._policy.begun(rows, packed)
         if not self.in_place:
             self._saved.keep(step, lines)
         return self._begun(step, plan)
@@ -323,15 +329,15 @@ class HybridStateManager(OneProcess):
         return self._in_flight.prepare_settle(step)
 
     def published(self, step: Step) -> list[Checkpoint]:
-        """Checkpoints that this step left in retained columns, their bytes ordered before any
+        """Checkpoints that this step left, their bytes ordered before any
         launch that comes later on this stream. Those of rows released meanwhile are left out."""
         self.accepted(step)
         return [s for s in step.published if self._ledger.holds(s.slot, s.generation)]
 
     def last_checkpoint(self, slot: int) -> Checkpoint | None:
-        """Of a request that is about to be released, in the replay layout: at a retained boundary
-        among the drafts that its last settled step accepted, or where a queued step ends for
-        certain; without either the last one that a settled step stored, if any.
+        """Of a request that is about to be released, in the replay layout: at a position that its
+        rows named among the drafts that its last settled step accepted, or where a queued step
+        ends for certain; without either the last one that a settled step stored, if any.
 
         Its bytes are stored by that step, or, if the column is the live one, by `flush`; they
         are for launches that come after both.
@@ -370,6 +376,11 @@ class HybridStateManager(OneProcess):
 
     # -- inside ----------------------------------------------------------------------------------
 
+    def _columns_only(self, call: str, instead: str) -> ColumnsPolicy:
+        if isinstance(self._policy, ColumnsPolicy):
+            return self._policy
+        raise ValueError(f"{call}() is of the columns layout; this one is replay, where {instead}")
+
     def _begun(self, step: Step, plan: StepPlan) -> Step:
         self._ledger.begin_step(step.rows, plan.columns, step.number)
         self._in_flight.append(step)
@@ -383,8 +394,13 @@ class HybridStateManager(OneProcess):
 
     def _count_lost(self) -> None:
         """Count boundaries that chunks have lost; their forward pass need not wait for it."""
-        block, cuts = self.layout.block_size, self.prompt_cuts
-        self._stats.lost_boundaries += sum(s.count_lost(block, cuts) for s in self._chunked)
+        for step in self._chunked:
+            inside: Ints | int = 0
+            if self.prompt_cuts:
+                rows = step.rows
+                low, high = rows.computed_min, rows.certain_min
+                inside = self._policy.inside(low, high, rows.draft, step.kept)
+            self._stats.lost_boundaries += step.count_lost(inside)
         self._chunked.clear()
 
     def _check(self, rows: StepRows, lines: Tensor) -> None:

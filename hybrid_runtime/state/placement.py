@@ -24,12 +24,12 @@ Ints2D = NDArray[np.int64]
 
 
 class BlockDemand(NamedTuple):
-    """Columns of its block table that each row's request must own in a step, int `[rows]` each.
+    """Columns of its block table that each row's request must own in a step, int `[rows]` each
+    (columns layout).
 
     A request owns all of `fresh .. last`, and keeps what it has of `first .. kept`; it gives back
     all others. Between a column that is read and the first that is written it need own none. In
-    padded rows there are none. The column that a request owns throughout (`TableRow.always`) comes
-    besides.
+    padded rows there are none.
 
     first: lowest column that may still be read, or whose checkpoint the runner may still file.
     fresh: lowest column that may be written.
@@ -88,8 +88,16 @@ class LayoutPolicy(Protocol):
     def positions(self) -> StepPositions:
         """`outputs` as kernels read them."""
 
-    def block_demand(self, rows: StepRows, known: Ints | None) -> BlockDemand:
-        """See `HybridStateManager.block_demand`."""
+    def kept(self, rows: StepRows) -> RetentionRule:
+        """At which positions the rows' checkpoints are wanted, `[rows]` or for all."""
+
+    def inside(self, computed: Ints, certain: Ints, draft: Ints, kept: RetentionRule) -> Ints:
+        """The position strictly inside each row without drafts, from `computed` to `certain`, at
+        which it leaves a checkpoint if the runner's kernels can; 0: there is none."""
+
+    def column(self, rows: StepRows, position: Ints) -> Ints:
+        """The column that the checkpoint at each row's `position` goes to, `[rows]`; meaningless
+        for other positions than those that are kept."""
 
     def pack(self, packed: NDArray[np.int32], rows: StepRows) -> tuple[StepPlan, int]:
         """Fill `packed` with a step's lines; its plan, and how many lines.
@@ -99,6 +107,9 @@ class LayoutPolicy(Protocol):
 
     def state_columns(self, rows: StepRows) -> StateColumns:
         """Where a step of `rows` leaves its states."""
+
+    def repeat_range(self, rows: StepRows) -> RepeatRange:
+        """Counts of these rows with which nothing can be copied or stored."""
 
     def repeat(self, rows: StepRows, last: StepRows, kept: RetentionRule) -> StepPlan | None:
         """The plan of `rows`, which differ from those of the last step, `last`, in their counts
@@ -239,8 +250,7 @@ class Placement:
 
 
 class RepeatRange(NamedTuple):
-    """Counts with which repeated rows stay within the block that each is in, with what they fold
-    and what they run, so that nothing can be copied or stored.
+    """Counts with which repeated rows can neither copy nor store a state.
 
     first: int32 `[rows]`, the least tokens computed. length: uint32 `[rows]`, so many more counts.
     """
@@ -249,12 +259,10 @@ class RepeatRange(NamedTuple):
     length: NDArray[np.uint32]
 
     @classmethod
-    def of(cls, rows: StepRows, block_size: int) -> RepeatRange:
-        start = blocks_below(rows.computed_min, block_size) * block_size
-        first = np.minimum(start + rows.draft, LONGEST)
-        room = np.maximum(block_size - rows.draft - rows.scheduled, 0)
-        length = np.minimum(room, LONGEST - first)
-        return cls(first.astype(np.int32), length.astype(np.uint32))
+    def of(cls, first: Ints, end: Ints) -> RepeatRange:
+        """`first` up to but without `end`, both `[rows]`."""
+        first, end = np.minimum(first, LONGEST), np.minimum(end, LONGEST)
+        return cls(first.astype(np.int32), np.maximum(end - first, 0).astype(np.uint32))
 
     def holds(self, rows: StepRows) -> bool:
         """Whether all counts of `rows` are among them."""
@@ -270,8 +278,8 @@ class SavedUpload:
     """Steady decode: the same rows again, only further on. The device has their packed lines and
     the exact counts, so nothing is sent."""
 
-    def __init__(self, ledger: Ledger, policy: LayoutPolicy, block_size: int) -> None:
-        self._ledger, self._policy, self._block_size = ledger, policy, block_size
+    def __init__(self, ledger: Ledger, policy: LayoutPolicy) -> None:
+        self._ledger, self._policy = ledger, policy
         self._last: Step | None = None
         self._version = -1
         self._range: RepeatRange | None = None
@@ -312,7 +320,7 @@ class SavedUpload:
         plan = self._policy.repeat(rows, last.rows, last.kept)
         if plan is None:
             return None
-        self._range = RepeatRange.of(rows, self._block_size)
+        self._range = self._policy.repeat_range(rows)
         return last, plan
 
     def undisturbed(self, step: Step) -> bool:

@@ -27,9 +27,15 @@ class StepRows:
         Columns, in-place runners only: the row's kernel reads a state at an offset within the
         running column, as plain-decode and prefill kernels of other engines often cannot. None:
         all do.
+    save_at: replay: int32 `[rows, 2]`, positions at which a checkpoint is wanted, 0 = none. Those
+        that the row passes or ends on are stored (of several inside it the last one); the others
+        mean nothing. Name a position from the step on whose drafts may reach it, until one has
+        begun whose tokens before its drafts certainly do.
+    save_to: replay: int32 `[rows, 2]`, the columns that they go to, -1 = none.
 
     Derived once, because a step asks for them many times:
 
+    saves: `save_at` and `save_to`, or None.
     certain: scheduled tokens that are no drafts.
     certain_min, certain_max: bounds on the tokens computed once these have run.
     index: `slot` as NumPy indexes fastest.
@@ -45,6 +51,9 @@ class StepRows:
     scheduled: NDArray[np.int32]
     draft: NDArray[np.int32]
     decodes: NDArray[np.bool_] | None = None
+    save_at: NDArray[np.int32] | None = None
+    save_to: NDArray[np.int32] | None = None
+    saves: tuple[NDArray[np.int32], NDArray[np.int32]] | None = field(init=False, repr=False)
     certain: NDArray[np.int32] = field(init=False, repr=False)
     certain_min: NDArray[np.int32] = field(init=False, repr=False)
     certain_max: NDArray[np.int32] = field(init=False, repr=False)
@@ -69,6 +78,16 @@ class StepRows:
             decodes = _own_flags(self.decodes, slot)
             put(self, "decodes", decodes)
             key += decodes.tobytes()
+        if self.save_at is not None or self.save_to is not None:
+            pairs = (_pairs("save_at", self.save_at, slot), _pairs("save_to", self.save_to, slot))
+            raw = b"".join(pair.tobytes() for pair in pairs)
+            at, to = np.frombuffer(raw, INT32).reshape(2, n, 2)
+            put(self, "save_at", at)
+            put(self, "save_to", to)
+            put(self, "saves", (at, to))
+            key += raw
+        else:
+            put(self, "saves", None)
         slot, scheduled, draft = copies[:n], copies[n : 2 * n], copies[2 * n :]
         low = np.frombuffer(low.tobytes(), INT32)
         high = low if both else np.frombuffer(high.tobytes(), INT32)
@@ -96,10 +115,12 @@ class StepRows:
         scheduled: ArrayLike,
         draft: ArrayLike,
         decodes: ArrayLike | None = None,
+        save_at: ArrayLike | None = None,
+        save_to: ArrayLike | None = None,
     ) -> StepRows:
         """Rows whose computed counts are known exactly (nothing in flight)."""
         make: Any = cls
-        rows: StepRows = make(slot, computed, computed, scheduled, draft, decodes)
+        rows: StepRows = make(slot, computed, computed, scheduled, draft, decodes, save_at, save_to)
         return rows
 
     def __len__(self) -> int:
@@ -129,6 +150,15 @@ def _converted(name: str, value: Any) -> NDArray[np.int32]:
     if given.size and np.count_nonzero(ints != given):
         raise ValueError(f"rows.{name} is {given}; it must be in the range of int32")
     return ints
+
+
+def _pairs(name: str, value: Any, slot: NDArray[np.int32]) -> NDArray[np.int32]:
+    if type(value) is not np.ndarray or value.dtype != INT32:
+        value = _converted(name, value)
+    if value.shape != (len(slot), 2):
+        raise ValueError(f"rows.{name} has shape {value.shape}; it must be [{len(slot)}, 2]")
+    pairs: NDArray[np.int32] = value
+    return pairs
 
 
 def _own_flags(value: Any, slot: NDArray[np.int32]) -> NDArray[np.bool_]:

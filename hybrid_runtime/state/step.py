@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hybrid_runtime.kernels.common.varlen import Cuts
 from hybrid_runtime.kernels.step.advance_replay import IDLE, ReplayPositions
-from hybrid_runtime.state.boundaries import RetentionRule, lost_boundaries, prompt_cut
+from hybrid_runtime.state.boundaries import Ints, RetentionRule, lost_boundaries
 from hybrid_runtime.state.rows import StepRows
 
 
@@ -19,7 +19,7 @@ class Checkpoint(NamedTuple):
     """A state whose bytes are written.
 
     slot, generation: the request that it belongs to.
-    boundary: tokens in the state, a multiple of the block size.
+    boundary: tokens in the state; in the columns layout a multiple of the block size.
     column: column of the request's block table that holds it.
     """
 
@@ -82,7 +82,7 @@ class Step:
     number: of the step, counted from 0.
     rows: as they were given to `begin_step`.
     generation: int32 `[rows]`, of the requests that held the slots when it began.
-    kept: which boundaries were retained then, `[rows]` or for all.
+    kept: at which positions checkpoints were wanted then, `[rows]` or for all.
     positions: where its rows read and write; valid until the next `begin_step`.
     entries, packed: its lines as `kernels.step` reads them, on the device and on the host.
     placed: int32 `[4, max_rows]`, where the device has put its rows.
@@ -141,10 +141,9 @@ class Step:
         slot = self.rows.slot
         return (slot >= 0) & live[slot] & (generation[slot] == self.generation)
 
-    def count_lost(self, block_size: int, cuts: bool) -> int:
-        """Rows that pass a retained boundary without leaving a checkpoint of it. cuts: rows without
-        drafts leave one inside, see `boundaries.prompt_cut`."""
+    def count_lost(self, inside: Ints | int) -> int:
+        """Rows that pass a position without leaving the checkpoint that is wanted there. inside:
+        positions inside the rows at which they leave one, `[rows]`; 0: there is none."""
         start, end = self.rows.computed_min, self.rows.certain_min
-        cut = prompt_cut(start, end, self.rows.draft, block_size, self.kept) if cuts else 0
-        lost = lost_boundaries(start, end, self.kept, cut) * (self.rows.slot >= 0)
+        lost = lost_boundaries(start, end, self.kept, inside) * (self.rows.slot >= 0)
         return int(np.count_nonzero(lost))

@@ -1,8 +1,9 @@
 """`advance` for the replay layout: finish the previous step's counts, place the new one.
 
-A request has one live state, in the last column of its block table, and checkpoints in the columns
-below. The state is written only now and then: the inputs of the tokens that it does not hold yet
-are in the ring of records, and every step that decodes folds them in on reading.
+A request has one live state, in the last column of its block table; checkpoints go to the other
+columns, as each step says: at which positions, and where to. The state is written only now and
+then: the inputs of the tokens that it does not hold yet are in the ring of records, and every step
+that decodes folds them in on reading.
 """
 
 from __future__ import annotations
@@ -15,13 +16,6 @@ import triton.language as tl
 from torch import Tensor
 
 from hybrid_runtime.kernels.common.backend import runs_triton
-from hybrid_runtime.kernels.step.boundary import (
-    cut,
-    cut_reference,
-    keeps,
-    keeps_reference,
-    load_rule,
-)
 from hybrid_runtime.kernels.step.direct_launch import DirectLaunch
 from hybrid_runtime.kernels.step.entry import (
     ADMIT,
@@ -32,8 +26,12 @@ from hybrid_runtime.kernels.step.entry import (
     DECODES,
     DRAFT,
     ENTRY_FIELDS,
+    FIRST_COLUMN,
+    FIRST_SAVE,
     PLACED_DRAFT,
     SCHEDULED,
+    SECOND_COLUMN,
+    SECOND_SAVE,
     SLOT,
 )
 from hybrid_runtime.kernels.step.previous_step import LINES, finish, finish_reference
@@ -42,14 +40,12 @@ from hybrid_runtime.kernels.step.previous_step import LINES, finish, finish_refe
 class ReplayPlace(NamedTuple):
     """Where the states of a manager lie, the same in all its steps.
 
-    block_size: tokens of a block; retained boundaries are multiples of it.
     live_column: column of the live states.
     ring_tokens: most tokens (W) that may be pending after a step; 0: every step writes.
     ring: tokens of a slot's ring of records (L).
-    cuts: rows without drafts leave a checkpoint inside, see `cut_reference`.
+    cuts: rows without drafts leave a checkpoint inside.
     """
 
-    block_size: int
     live_column: int
     ring_tokens: int
     ring: int
@@ -137,11 +133,12 @@ def advance_replay_reference(
         positions: written whole.
         place: of all steps.
 
-    A retained boundary in (n - fold, n], at R or at a cut goes to its own column: as a checkpoint,
-    or, at R in a row without drafts, as the state itself. A row writes its state if it does not
-    decode, which must find nothing pending, if it stores a checkpoint or ends on one, if the state
-    is not in the live column, or if its tokens would not fit the ring: then the state holds R
-    tokens, else as many as before.
+    Of the positions that a line names, one in (n - fold, n], the last one in (n, R) of a row
+    without drafts (`cuts`), or one at R goes to its column: as a checkpoint, or, at R in a row
+    without drafts, as the state itself. A row writes its state if it does not decode, which must
+    find nothing pending, if it stores a checkpoint or ends on one, if the state is not in the live
+    column, or if its tokens would not fit the ring: then the state holds R tokens, else as many as
+    before.
     """
     for out, idle in zip(positions, IDLE, strict=True):
         out.fill_(idle)
@@ -155,15 +152,23 @@ def advance_replay_reference(
     written = torch.where(line[:, ADMIT] > 0, line[:, ADMIT_COMPUTED], written)
     runs = valid & (line[:, SCHEDULED] > 0) & (held != DEAD)
 
-    draft, scheduled, block_size = line[:, DRAFT], line[:, SCHEDULED], place.block_size
-    settled, certain = computed - fold, computed + scheduled - draft
-    passed = (settled // block_size + 1) * block_size
-    passes = (passed <= computed) & keeps_reference(passed, line)
-    ends = keeps_reference(certain, line)
-    inside = cut_reference(computed, certain, draft, line, block_size) * place.cuts
-    boundary = torch.where(passes, passed, torch.where(inside > 0, inside, certain))
-    stores = passes | (inside > 0) | (ends & (draft > 0))
-    write = torch.where(ends & (draft == 0), certain // block_size - 1, place.live_column)
+    draft, scheduled = line[:, DRAFT], line[:, SCHEDULED]
+    first, second = line[:, FIRST_SAVE], line[:, SECOND_SAVE]
+    certain = computed + scheduled - draft
+
+    def named(low: Tensor, high: Tensor) -> Tensor:
+        """The last position of its line in (low, high]; 0: there is none."""
+        found = [torch.where((at > low) & (at <= high), at, 0) for at in (first, second)]
+        return torch.maximum(*found)
+
+    def column(position: Tensor) -> Tensor:
+        return torch.where(position == first, line[:, FIRST_COLUMN], line[:, SECOND_COLUMN])
+
+    passed, ends = named(computed - fold, computed), named(certain - 1, certain) > 0
+    inside = torch.where(draft == 0, named(computed, certain - 1), 0) * place.cuts
+    position = torch.where(passed > 0, passed, torch.where(inside > 0, inside, certain))
+    stores = (passed > 0) | (inside > 0) | (ends & (draft > 0))
+    write = torch.where(ends & (draft == 0), column(certain), place.live_column)
     pending = torch.where(held >= 0, computed - written, 0)
     full = computed - written + scheduled > place.ring_tokens
     writes = (line[:, DECODES] == 0) | stores | ends | (held != place.live_column) | full
@@ -178,8 +183,8 @@ def advance_replay_reference(
         cursor=written % place.ring,
         write_column=write,
         writes=writes,
-        checkpoint_column=torch.where(stores, boundary // block_size - 1, -1),
-        checkpoint_after=torch.where(stores, boundary - computed, 0),
+        checkpoint_column=torch.where(stores, column(position), -1),
+        checkpoint_after=torch.where(stores, position - computed, 0),
         certain=certain,
     )
     n = num_rows
@@ -188,6 +193,12 @@ def advance_replay_reference(
     placed[PLACED_DRAFT, :n] = draft[:n].int()
     for out, value, idle in zip(positions, values, IDLE, strict=True):
         out[:n] = torch.where(runs, value, idle)[:n].int()
+
+
+@triton.jit
+def _within(position, low, high):
+    """`position` if it lies in (low, high], else 0."""
+    return tl.where((position > low) & (position <= high), position, 0)
 
 
 @triton.jit(
@@ -223,7 +234,6 @@ def _advance_replay_kernel(
     live_column,
     ring_tokens,
     ring,
-    BLOCK_SIZE: tl.constexpr,
     CUTS: tl.constexpr,
 ):
     i_line = tl.program_id(0) * LINES + tl.arange(0, LINES)
@@ -243,18 +253,24 @@ def _advance_replay_kernel(
     written = tl.where(admitted, given, written)
     runs = valid & (scheduled > 0) & (held != DEAD)
 
-    every, first, second = load_rule(p_entry, here)
+    first = tl.load(p_entry + FIRST_SAVE, mask=here, other=0)
+    second = tl.load(p_entry + SECOND_SAVE, mask=here, other=0)
+    first_column = tl.load(p_entry + FIRST_COLUMN, mask=here, other=-1)
+    second_column = tl.load(p_entry + SECOND_COLUMN, mask=here, other=-1)
     certain = computed + scheduled - draft
-    passed = ((computed - fold) // BLOCK_SIZE + 1) * BLOCK_SIZE
-    passes = (passed <= computed) & keeps(passed, every, first, second)
-    ends = keeps(certain, every, first, second)
-    boundary = tl.where(passes, passed, certain)
-    stores = passes | (ends & (draft > 0))
+    low = computed - fold
+    passed = tl.maximum(_within(first, low, computed), _within(second, low, computed))
+    ends = (certain > 0) & ((certain == first) | (certain == second))
+    position = tl.where(passed > 0, passed, certain)
+    stores = (passed > 0) | (ends & (draft > 0))
     if CUTS:
-        at = cut(computed, certain, draft, every, first, second, BLOCK_SIZE)
-        boundary = tl.where((at > 0) & (passes == 0), at, boundary)
-        stores |= at > 0
-    write = tl.where(ends & (draft == 0), certain // BLOCK_SIZE - 1, live_column)
+        last = certain - 1
+        inside = tl.maximum(_within(first, computed, last), _within(second, computed, last))
+        cuts = (inside > 0) & (draft == 0)
+        position = tl.where(cuts & (passed == 0), inside, position)
+        stores |= cuts
+    write = tl.where(certain == first, first_column, second_column)
+    write = tl.where(ends & (draft == 0), write, live_column)
     write = tl.where(runs, write, -1)
     full = computed - written + scheduled > ring_tokens
     decodes = tl.load(p_entry + DECODES, mask=here, other=0)
@@ -270,20 +286,20 @@ def _advance_replay_kernel(
     tl.store(placed + CERTAIN * placed_stride + i_line, certain, mask=is_row)
     tl.store(placed + COLUMN * placed_stride + i_line, write, mask=is_row)
     tl.store(placed + PLACED_DRAFT * placed_stride + i_line, draft, mask=is_row)
-    inside = i_line < max_rows
+    is_output = i_line < max_rows
     runs = runs & is_row
     stores = stores & runs
-    tl.store(read_column + i_line, tl.where(runs, held, -1), mask=inside)
-    tl.store(offset + i_line, tl.where(runs, fold, 0), mask=inside)
+    tl.store(read_column + i_line, tl.where(runs, held, -1), mask=is_output)
+    tl.store(offset + i_line, tl.where(runs, fold, 0), mask=is_output)
     pending = tl.where(runs & (held >= 0), computed - written, 0)
-    tl.store(pending_tokens + i_line, pending, mask=inside)
-    tl.store(cursor + i_line, tl.where(runs, written % ring, 0), mask=inside)
-    tl.store(write_column + i_line, tl.where(runs, write, -1), mask=inside)
-    tl.store(writes_state + i_line, (runs & writes).to(tl.int32), mask=inside)
-    column = tl.where(stores, boundary // BLOCK_SIZE - 1, -1)
-    tl.store(checkpoint_column + i_line, column, mask=inside)
-    tl.store(checkpoint_after + i_line, tl.where(stores, boundary - computed, 0), mask=inside)
-    tl.store(certain_tokens + i_line, tl.where(runs, certain, 0), mask=inside)
+    tl.store(pending_tokens + i_line, pending, mask=is_output)
+    tl.store(cursor + i_line, tl.where(runs, written % ring, 0), mask=is_output)
+    tl.store(write_column + i_line, tl.where(runs, write, -1), mask=is_output)
+    tl.store(writes_state + i_line, (runs & writes).to(tl.int32), mask=is_output)
+    column = tl.where(position == first, first_column, second_column)
+    tl.store(checkpoint_column + i_line, tl.where(stores, column, -1), mask=is_output)
+    tl.store(checkpoint_after + i_line, tl.where(stores, position - computed, 0), mask=is_output)
+    tl.store(certain_tokens + i_line, tl.where(runs, certain, 0), mask=is_output)
 
 
 _launch = DirectLaunch(_advance_replay_kernel)
@@ -324,4 +340,4 @@ def advance_replay(
         place.ring_tokens,
         place.ring,
     )
-    _launch(grid, arguments, (place.block_size, place.cuts))
+    _launch(grid, arguments, (place.cuts,))

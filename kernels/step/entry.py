@@ -36,6 +36,15 @@ FIRST = Constant(9)
 """and at this position, 0 = none,"""
 SECOND = Constant(10)
 """and at this one, 0 = none."""
+FIRST_SAVE = Constant(8)
+"""Replay layout, in place of the rule and the list: a checkpoint is wanted at this position, 0 =
+none,"""
+FIRST_COLUMN = Constant(9)
+"""and goes to this column."""
+SECOND_SAVE = Constant(10)
+"""The same of a second one."""
+SECOND_COLUMN = Constant(11)
+"""Its column."""
 CANDIDATE = Constant(11)
 """A list from the first line on, whatever the line's row: rows that may need the post-copy."""
 PRECANDIDATE = Constant(12)

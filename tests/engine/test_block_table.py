@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -87,23 +86,20 @@ def test_giving_back_a_shared_block_makes_no_room() -> None:
     assert table.can_allocate(further)
 
 
-@pytest.mark.parametrize("always", [None, COLUMNS - 1])
 @given(steps=st.lists(STEP, max_size=8), size=st.integers(4, SLOTS * COLUMNS))
 @example(steps=[{0: (0, 0, last, last)} for last in (0, 1, 3, 4, 2, 5)], size=9)
 @example(steps=[{0: (0, 0, 2, 2)}, {0: (0, 0, 1, 3)}, {0: (0, 0, 2, 4)}], size=9)
-def test_slots_own_what_they_demand(
-    always: int | None, steps: list[dict[int, tuple[int, ...]]], size: int
-) -> None:
+def test_slots_own_what_they_demand(steps: list[dict[int, tuple[int, ...]]], size: int) -> None:
     pool = BlockPool(size)
     # The table in front has an odd size.
     tables = DeviceTables(SLOTS, (COLUMNS + 1, COLUMNS), torch.device("cpu"), 2, Waits())
-    table = BlockTable(pool, tables, 1, always)
+    table = BlockTable(pool, tables, 1)
     owned: list[set[int]] = [set() for _ in range(SLOTS)]
     for step in steps:
         wanted = [set(columns) for columns in owned]
         for slot, (first, fresh, last, kept) in step.items():
-            wanted[slot] &= {*range(first, kept + 1), always}
-            wanted[slot] |= {*range(fresh, last + 1)} | ({always} if always is not None else set())
+            wanted[slot] &= {*range(first, kept + 1)}
+            wanted[slot] |= {*range(fresh, last + 1)}
         changes = table.changes(np.array([*step]), BlockDemand(*np.array([*step.values()]).T))
         room = table.can_allocate(changes)
         assert room == (sum(map(len, wanted)) <= size)

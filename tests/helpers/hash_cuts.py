@@ -11,22 +11,25 @@ if TYPE_CHECKING:
 
 
 def loses(runner: HashRunner, row: Row) -> bool:
-    """Whether a row passes a retained boundary of which it leaves no checkpoint."""
+    """Whether a row passes a wanted position of which it leaves no checkpoint."""
     slot, certain, drafts, _ = row
     if slot < 0 or runner.requests[slot].dead:
         return False
     request = runner.requests[slot]
     cut, end = cut_of(runner, request, certain, drafts), request.computed + certain
-    passed = request.passes(certain, runner.layout.block_size)
+    passed = runner.passes(request, certain)
     return passed[0] < cut if cut else bool(passed) and passed[-1] != end
 
 
 def cut_of(runner: HashRunner, request: Request, certain: int, drafts: list[int]) -> int:
-    """The boundary inside a row at which it leaves a checkpoint; 0: none."""
-    block = runner.layout.block_size
-    last = (request.computed + certain - 1) // block * block
-    cuts = runner.prompt_cuts and not drafts and last in request.passes(certain, block)
-    return last if cuts else 0
+    """The position inside a row at which it leaves a checkpoint; 0: none."""
+    end, block = request.computed + certain, runner.layout.block_size
+    inside = [b for b in runner.passes(request, certain) if b < end]
+    if drafts or not (runner.prompt_cuts and inside):
+        return 0
+    # In the columns layout at the last boundary only.
+    cuts = runner.layout.replays or inside[-1] == (end - 1) // block * block
+    return inside[-1] if cuts else 0
 
 
 def leave_cut(

@@ -26,7 +26,6 @@ class HashRunner:
     own_all: requests own every column from admission on, and the manager is not asked."""
 
     kind: LayoutKind = "columns"
-    always_owned: frozenset[int] = frozenset()
 
     def __init__(
         self,
@@ -167,8 +166,7 @@ class HashRunner:
         self.pool.put(request.blocks[group].pop(column))
 
     def _hand_out(self, rows: StepRows) -> None:
-        """Own exactly what the manager demands, the checkpoints that may still be filed, and the
-        column that is always owned."""
+        """Own exactly what the manager demands, and the checkpoints that may still be filed."""
         demand = self.manager.block_demand(rows)
         for slot, first, fresh, last, kept in zip(rows.slot, *demand, strict=True):
             if slot < 0:
@@ -176,7 +174,6 @@ class HashRunner:
                 continue
             request = self.requests[int(slot)]
             needed = {int(c) for c in range(fresh, last + 1)}
-            needed |= self.always_owned
             keep = needed | {*range(first, kept + 1)} | set(self._unread(request))
             for group, blocks in enumerate(request.blocks):
                 for column in set(blocks) - keep:
@@ -235,14 +232,14 @@ class HashRunner:
         if self.says_decodes:
             decodes = [self.decodes(row) for row in plan]
         flags = None if decodes is None else np.array(decodes, bool)
-        rows = StepRows(*arrays, flags)
+        rows = StepRows(*arrays, flags, *self._saves(plan))
         for array in arrays:  # which this runner uses again
             array.fill(-77)
         if not self.own_all:
             self._hand_out(rows)
         lost = sum(loses(self, row) for row in plan)
         if lost and self.debug:
-            with pytest.raises(ValueError, match="which passes the retained boundary"):
+            with pytest.raises(ValueError, match="which passes the wanted position"):
                 self.manager.begin_step(rows)
         self.manager.debug, before = self.debug and not lost, self.manager.stats().lost_boundaries
         step = self.manager.begin_step(rows)
@@ -264,6 +261,14 @@ class HashRunner:
             opened.checkpoints.append(self._may_leave(request, certain, most) | ({cut} - {0}))
         self.outstanding.append(opened)
         return opened
+
+    def _saves(self, plan: list[Row]) -> tuple[np.ndarray, ...]:
+        """`save_at` and `save_to` of the rows, if the layout has them."""
+        return ()
+
+    def passes(self, request: Request, certain: int) -> list[int]:
+        """Wanted positions that so many more tokens reach or pass."""
+        return request.passes(certain, self.layout.block_size)
 
     def decodes(self, row: Row) -> bool:
         """Drafts, or the last token that there is."""

@@ -51,6 +51,7 @@ class Request:
     blocks: list[dict[int, int]] = field(default_factory=list)  # per group {column: block id}
     in_flight: list[tuple[int, int]] = field(default_factory=list)  # (most, least) advance
     rule: tuple[int, tuple[int, ...]] = (0, ())  # which boundaries are retained
+    named: tuple[int, ...] = ()  # replay: positions that its last row named
     place: tuple[int, int] = (-1, 0)  # where its state lies: column and offset
     certain: int = 0  # replay: computed tokens without the drafts that were accepted last
     written: int = 0  # replay: tokens in that state

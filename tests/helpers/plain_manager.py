@@ -1,6 +1,7 @@
 """A bound manager of four slots, by default in the columns layout, and steps of it: to test the
 interface."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -39,9 +40,28 @@ def started(*slots: int, prompt: int = 5, **options: Any) -> HybridStateManager:
 
 def run(made: HybridStateManager, rows: StepRows, *accepted: int) -> Step:
     """A whole step; one count is that of all rows."""
-    step = made.begin_step(rows)
+    step = begin(made, rows)
     made.end_step(step, counts(*np.full(len(rows), accepted)))
     return step
+
+
+def begin(made: HybridStateManager, rows: StepRows) -> Step:
+    """Begin a step whose rows want a checkpoint at each boundary, as they do in the columns
+    layout where nothing else is said."""
+    return made.begin_step(wanting(rows) if made.layout.replays and not rows.saves else rows)
+
+
+def wanting(rows: StepRows) -> StepRows:
+    """Rows of the replay layout that name the last two boundaries of blocks that they may reach,
+    and as columns those of the blocks."""
+    pairs = []
+    for low, certain, draft in zip(rows.computed_min, rows.certain_max, rows.draft, strict=True):
+        low -= K if draft or certain - low == 1 else 0
+        reached = [b for b in range(BLOCK, certain + draft + 1, BLOCK) if b > low]
+        pairs.append((*reached[-2:], 0, 0)[:2])
+    save_at = np.array(pairs, np.int32).reshape(-1, 2)
+    save_to = np.where(save_at > 0, save_at // BLOCK - 1, -1)
+    return replace(rows, save_at=save_at, save_to=save_to)
 
 
 def counts(*values: int) -> torch.Tensor:
@@ -51,8 +71,8 @@ def counts(*values: int) -> torch.Tensor:
 def between(low: Any, high: Any, scheduled: Any, draft: Any) -> StepRows:
     """Rows of slots 0 .. that have computed `low .. high` tokens; one number is that of all."""
     n = len(low)
-    fields = range(n), low, high, scheduled, draft
-    return StepRows(*(np.full(n, field, np.int32) for field in fields))
+    values = range(n), low, high, scheduled, draft
+    return StepRows(*(np.full(n, value, np.int32) for value in values))
 
 
 def exact(computed: list[int], scheduled: Any, draft: Any) -> StepRows:

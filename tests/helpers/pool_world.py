@@ -25,6 +25,7 @@ from hybrid_runtime.engine.block_pool import REMEMBERED, BlockPool, BlockTable
 from hybrid_runtime.engine.offload.cache import HostCache
 from hybrid_runtime.engine.offload.memcpy import CopyPath
 from hybrid_runtime.engine.request import Hit, Request
+from hybrid_runtime.engine.state_blocks import RoleBlocks, StateBlocks
 
 BLOCK = 4
 POISON = -9999.0
@@ -177,21 +178,21 @@ class World:
     def _check_accounts(self) -> None:
         scheduler = self.engine.scheduler
         for name, table in (("kv", scheduler.kv), ("state", scheduler.state)):
-            self._check_pool(table.pool, table)
-            most = scheduler.footprint(1, 1)[1] if name == "state" else table.columns
-            assert (table._view >= 0).sum(1).max() <= most
+            owned = [owned_blocks(table, slot) for slot in range(self.engine.manager.max_requests)]
+            self._check_pool(table.pool, owned)
+            if name == "state":
+                assert max(map(len, owned)) <= scheduler.footprint(1, 1)[1]
+            for slot in scheduler._slots:
+                assert not owned[slot]
             if self.host is not None:
                 found = self.host._blocks[name]
                 usage = self.host.tier.usage(name)
                 assert len(set(found.values())) == len(found) == usage.used
                 assert usage.in_flight == 0
-        for slot in scheduler._slots:
-            assert (scheduler.kv._view[slot] < 0).all()
-            assert (scheduler.state._view[slot] < 0).all()
 
-    def _check_pool(self, pool: BlockPool, table: BlockTable) -> None:
-        """Every block is free, kept for its content, or owned as often as the table names it."""
-        owned = Counter(table._view[table._view >= 0].tolist())
+    def _check_pool(self, pool: BlockPool, by_slot: list[list[int]]) -> None:
+        """Every block is free, kept for its content, or owned as often as slots own it."""
+        owned = Counter(block for blocks in by_slot for block in blocks)
         assert pool._owners == [owned[block] for block in range(pool.size)]
         idle = [b for b in range(pool.size) if not owned[b] and pool._key[b] is not None]
         assert sorted(pool._idle) == idle
@@ -320,3 +321,12 @@ def common(one: list[int], other: list[int]) -> int:
             break
         count += 1
     return count
+
+
+def owned_blocks(blocks: BlockTable | StateBlocks, slot: int) -> list[int]:
+    """The blocks that a slot owns, as often as it does."""
+    if isinstance(blocks, RoleBlocks):
+        owned = blocks._owned[slot]
+        return [] if owned is None else owned.blocks()
+    table = blocks if isinstance(blocks, BlockTable) else blocks._table  # type: ignore[attr-defined]
+    return [int(block) for block in table._view[slot] if block >= 0]

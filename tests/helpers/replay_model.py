@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
+import numpy as np
 import torch
 from helpers.hash_model import HashRunner
 from helpers.hash_request import PRIME, TOKENS, Kept, Open, Request, Row, prefix_hash
@@ -15,6 +16,7 @@ from helpers.hash_request import PRIME, TOKENS, Kept, Open, Request, Row, prefix
 from hybrid_runtime.kernels.step.advance_replay import IDLE, ReplaySlots
 from hybrid_runtime.state import allowed
 from hybrid_runtime.state.replay.flush import FlushInputs
+from hybrid_runtime.state.rows import StepRows
 from hybrid_runtime.state.step import Checkpoint
 
 POISON = -1000
@@ -29,7 +31,6 @@ class ReplayRunner(HashRunner):
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self.live = self.tables[0].shape[1] - 1
-        self.always_owned = frozenset([self.live])
         self.copies = self.direct = self.written = self.ran = 0
         self.last_stored = self.last_folded = 0
 
@@ -48,7 +49,7 @@ class ReplayRunner(HashRunner):
         request, block = self.requests[slot], self.layout.block_size
         checkpoint = None if request.dead else self.manager.last_checkpoint(slot)
         passed = range(request.certain + 1, request.computed + 1)
-        folded = [(b, self.live) for b in passed if b % block == 0 and request.keeps(b)]
+        folded = [(b, self.live) for b in passed if b in request.named]
         if checkpoint is None:
             assert not folded or request.dead or request.in_flight
         elif checkpoint.column == self.live:
@@ -67,6 +68,46 @@ class ReplayRunner(HashRunner):
                     self.check(blocks, blocks, 0, request.tokens[: checkpoint.boundary])
                 self.last_stored += bool(request.in_flight)
         super().release(slot)
+
+    def retain(self, slot: int, every: int, positions: tuple[int, ...] = ()) -> None:
+        self.requests[slot].rule = every, positions
+
+    def _saves(self, plan: list[Row]) -> tuple[np.ndarray, ...]:
+        """The last two positions that each row can store, or those ahead of it."""
+        block, pairs = self.layout.block_size, []
+        for slot, certain, *_ in plan:
+            if slot < 0:
+                pairs.append((0, 0))
+                continue
+            request = self.requests[slot]
+            end = request.computed + certain
+            ahead = range(request.certain + 1, (self.live + 1) * block)
+            wanted = [b for b in ahead if b % block == 0 and request.keeps(b)]
+            reached = [b for b in wanted if b <= end]
+            request.named = tuple([*reached[-2:], *wanted[len(reached) :]][:2])
+            pairs.append((*request.named, 0, 0)[:2])
+        save_at = np.array(pairs, np.int32).reshape(-1, 2)
+        return save_at, np.where(save_at > 0, save_at // block - 1, -1).astype(np.int32)
+
+    def passes(self, request: Request, certain: int) -> list[int]:
+        end = request.computed + certain
+        return [b for b in request.named if request.computed < b <= end]
+
+    def _hand_out(self, rows: StepRows) -> None:
+        """Own the live column, those that may get a checkpoint, the one that is read, and those
+        whose checkpoints may still be filed."""
+        for slot, certain in zip(rows.slot.tolist(), rows.certain.tolist(), strict=True):
+            if slot < 0:
+                continue
+            request = self.requests[slot]
+            stored = [b for b in request.named if b <= request.computed + certain]
+            needed = {self.live} | {b // self.layout.block_size - 1 for b in stored}
+            keep = needed | {request.place[0]} | set(self._unread(request))
+            for group, blocks in enumerate(request.blocks):
+                for column in set(blocks) - keep:
+                    self._disown(request, group, column)
+                for column in sorted(needed - set(blocks)):
+                    self._new(request, group, column)
 
     def swap(self, slot: int, other: int) -> None:
         """The tokens that its state lacks are folded in as by a pass of its own."""
@@ -93,8 +134,7 @@ class ReplayRunner(HashRunner):
     def _may_leave(self, request: Request, certain: int, most: int) -> set[int]:
         end = request.computed + certain
         passed = {*range(request.certain + 1, request.computed + 1), end}
-        block = self.layout.block_size
-        found = {b for b in passed if b % block == 0 and request.keeps(b)}
+        found = passed & set(request.named)
         assert len(found) < 2
         return found
 

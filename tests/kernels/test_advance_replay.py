@@ -37,9 +37,10 @@ DEVICE = "cuda" if CUDA else "cpu"
 # What is stored
 
 
-def rules(block: int) -> list[RetentionRule]:
-    periods = [RetentionRule(block), RetentionRule(2 * block), RetentionRule(0)]
-    return [*periods, RetentionRule(0, 2 * block, block), RetentionRule(3 * block, block)]
+def rules(apart: int) -> list[RetentionRule]:
+    """None, one or two positions, at least so many tokens apart."""
+    pairs = [(0, 0), (apart, 0), (0, apart + 1), (2 * apart, apart), (apart - 1, 2 * apart + 1)]
+    return [RetentionRule(0, *pair) for pair in pairs]
 
 
 def steps(block: int, most: int) -> np.ndarray:
@@ -67,14 +68,14 @@ def test_stored_checkpoints_and_candidates_by_walking(block: int, most: int) -> 
     computed = before + fold
     certain = computed + s - d
     for kept in rules(block):
-        found = replay_arithmetic.replay_checkpoint(before, computed, certain, d, block, kept)
+        found = replay_arithmetic.replay_checkpoint(before, computed, certain, d, kept)
         first = replay_arithmetic.first_stored(before, computed + s - d, guesses)
         may = replay_arithmetic.replay_candidates(first, computed, certain, d, guesses, kept)
         for i in range(len(before)):
             seen = {*range(before[i] + 1, computed[i] + 1), certain[i]}
-            want = [b for b in seen if b % block == 0 and kept.keeps(np.array(b))]
+            want = [b for b in seen if kept.keeps(np.array(b))]
             assert len(want) < 2
-            assert found.boundary[i] == (want[0] if want else 0)
+            assert found.position[i] == (want[0] if want else 0)
             extra = bool(want) and (want[0] <= computed[i] or d[i] > 0)
             assert found.extra[i] == extra
             assert found.after[i] == (want[0] - computed[i] if want else 0)
@@ -94,7 +95,7 @@ def test_bounds_rule_out_only_what_no_count_can_reach(
     exact = False
     for before, fold in itertools.product(range(low, low + spread + 1), range(guesses + 1)):
         values = (np.array([v]) for v in (before, before + fold, before + fold + 1, draft))
-        exact |= bool(replay_arithmetic.replay_checkpoint(*values, block, kept).extra[0])
+        exact |= bool(replay_arithmetic.replay_checkpoint(*values, kept).extra[0])
     least, most = np.array([low]), np.array([low + spread + guesses])
     drafts, last = np.array([draft]), np.array([guesses])
     first = replay_arithmetic.first_stored(least, least + 1, last)
@@ -106,7 +107,7 @@ def test_bounds_rule_out_only_what_no_count_can_reach(
 @given(st.integers(0, 200), st.integers(1, 12), st.integers(0, 4))
 def test_last_retained_is_the_last_that_is_kept(position: int, block: int, rule: int) -> None:
     kept = rules(block)[rule]
-    found = [b for b in range(block, position + 1, block) if kept.keeps(np.array(b))]
+    found = [b for b in range(1, position + 1) if kept.keeps(np.array(b))]
     assert boundaries.last_retained(np.array([position]), kept)[0] == (found[-1] if found else 0)
 
 
@@ -133,7 +134,7 @@ def test_compiles_for_hopper() -> None:
         for name in kernel.arg_names
     }
     for cuts in (False, True):
-        assert compiled(kernel, {"BLOCK_SIZE": 1056, "CUTS": cuts}, **types).asm["cubin"]
+        assert compiled(kernel, {"CUTS": cuts}, **types).asm["cubin"]
 
 
 @pytest.mark.slow
@@ -184,8 +185,11 @@ def entries_of(
             busy[slot] = True
         elif len(at):
             lines[i, fields.PREVIOUS] = at[0]
-        rule = rules(block)[rng.integers(0, 5)]
-        lines[i, fields.EVERY : fields.SECOND + 1] = rule
+        _, lines[i, fields.FIRST_SAVE], lines[i, fields.SECOND_SAVE] = rules(block)[
+            rng.integers(0, 5)
+        ]
+        columns = fields.FIRST_COLUMN, fields.SECOND_COLUMN
+        lines[i, columns] = rng.permutation(9)[:2]
     left = [(row, slot) for row, slot in enumerate(before) if slot >= 0 and slot not in named]
     for i, (row, slot) in enumerate(left, start=rows):
         lines[i, fields.SLOT], lines[i, fields.PREVIOUS] = slot, row
@@ -214,23 +218,24 @@ def test_kernel_stores_what_align_says(rule: RetentionRule, window: int, cuts: b
     lines = np.zeros((n, fields.ENTRY_FIELDS), np.int32)
     lines[:, fields.SLOT] = lines[:, fields.PREVIOUS] = np.arange(n)
     lines[:, fields.SCHEDULED], lines[:, fields.DRAFT], lines[:, fields.DECODES] = s, d, decodes
-    lines[:, fields.EVERY], lines[:, fields.FIRST], lines[:, fields.SECOND] = rule
+    _, lines[:, fields.FIRST_SAVE], lines[:, fields.SECOND_SAVE] = rule
+    lines[:, fields.FIRST_COLUMN], lines[:, fields.SECOND_COLUMN] = 6, 5
     entries, finished, accepted = (
         torch.from_numpy(v.astype(np.int32)).to(DEVICE) for v in (lines, previous, fold + 1)
     )
     advance_replay(
         entries, n, n, device.slots, finished, accepted, device.placed[0], device.positions,
-        ReplayPlace(block, live, window, ring, cuts),
+        ReplayPlace(live, window, ring, cuts),
     )  # fmt: skip
     computed, certain = before + fold, before + fold + s - d
-    stored = replay_arithmetic.replay_checkpoint(before, computed, certain, d, block, rule)
-    direct = (stored.boundary == certain) & ~stored.extra
-    cut = boundaries.prompt_cut(computed, certain, d, block, rule) * cuts
-    assert cut.any() == (cuts and rule != (0, 0, 0))
-    assert not (stored.extra & (cut > 0)).any()
-    extra, kept = stored.extra | (cut > 0), np.where(cut > 0, cut, stored.boundary)
+    stored = replay_arithmetic.replay_checkpoint(before, computed, certain, d, rule)
+    direct = (stored.position == certain) & (d == 0)
+    inside = replay_arithmetic.save_inside(computed, certain, d, rule) * cuts
+    assert inside.any() == (cuts and rule != (0, 0, 0))
+    assert not (stored.extra & (inside > 0)).any()
+    extra, kept = stored.extra | (inside > 0), np.where(inside > 0, inside, stored.position)
     pending = computed - written
-    stores, is_live = stored.boundary > 0, held == live
+    stores, is_live = (stored.position > 0) | (inside > 0), held == live
     writes = replay_arithmetic.replay_writes(pending, s, decodes, stores, is_live, window)
     assert writes.any()
     for plain in (d > 0, decodes & (d == 0)):
@@ -242,8 +247,8 @@ def test_kernel_stores_what_align_says(rule: RetentionRule, window: int, cuts: b
         "cursor": written % ring,
         "certain": certain,
         "writes": writes,
-        "write_column": np.where(direct, stored.boundary // block - 1, live),
-        "checkpoint_column": np.where(extra, kept // block - 1, -1),
+        "write_column": np.where(direct, np.where(certain == rule.first, 6, 5), live),
+        "checkpoint_column": np.where(extra, np.where(kept == rule.first, 6, 5), -1),
         "checkpoint_after": np.where(extra, kept - computed, 0),
     }
     assert set(wanted) == set(ReplayPositions._fields)
@@ -272,7 +277,7 @@ def test_kernel_and_reference_agree(n: int, block: int, window: int) -> None:
             previous, placed = device.placed[number % 2], device.placed[1 - number % 2]
             act(
                 lines, count, rows, device.slots, previous, accepted, placed, device.positions,
-                ReplayPlace(block, 11, window, ring_length(3, window), cuts=number % 3 > 0),
+                ReplayPlace(11, window, ring_length(3, window), cuts=number % 3 > 0),
             )  # fmt: skip
         for a, b in zip(mine.tensors(), theirs.tensors(), strict=True):
             assert torch.equal(a, b)

@@ -19,7 +19,6 @@ from hybrid_runtime.kernels.step.boundary import keeps, keeps_reference, load_ru
 from hybrid_runtime.kernels.step.state_copy import postcopy
 from hybrid_runtime.kernels.step.state_table import StateTable
 from hybrid_runtime.kernels.step.vllm_decide import POSTCOPY, PRECOPY, VllmCounts, decide_and_move
-from hybrid_runtime.state import boundaries
 from hybrid_runtime.state.align import arithmetic
 from hybrid_runtime.state.boundaries import RetentionRule
 
@@ -193,7 +192,7 @@ def test_a_placed_step_is_aligns(rule: tuple[int, int, int], in_place: bool, cut
     if in_place:
         target = np.where(acts, move.target, -1)
         assert (moves.cpu().numpy() == np.stack([held, offset, target])).all()
-    cut = boundaries.prompt_cut(computed, end - draft, draft, BLOCK, RetentionRule(*rule)) * cuts
+    cut = arithmetic.prompt_cut(computed, end - draft, draft, BLOCK, RetentionRule(*rule)) * cuts
     assert cut.any() == (cuts and rule != (0, 0, 0))
     after = np.where(cut > 0, cut - computed, 0)
     read = (

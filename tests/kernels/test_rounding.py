@@ -17,6 +17,7 @@ from transformers import NemotronHForCausalLM
 
 from hybrid_runtime.engine import Engine, SamplingParams
 from hybrid_runtime.engine.request import Request
+from hybrid_runtime.engine.state_blocks import RoleBlocks
 from hybrid_runtime.kernels.mamba2.records import Records
 from hybrid_runtime.kernels.mamba2.replay_update import replay_update
 from hybrid_runtime.kernels.replay.ring import ring_length
@@ -113,8 +114,9 @@ MTP: dict[str, Any] = {
 
 def live_states(runs: Engine, request: Request) -> Tensor:
     """What its Mamba layers hold, `[layers, H, P, N]`."""
-    table = runs.scheduler.state
-    block = table.block(request.slot, table.columns - 1)
+    blocks = runs.scheduler.state
+    assert isinstance(blocks, RoleBlocks)
+    block = int(blocks.device_table[request.slot, RoleBlocks.LIVE])
     return torch.stack([ssm[block] for _, ssm in runs.runner.caches.states.values()])
 
 

@@ -16,6 +16,7 @@ from helpers.plain_manager import (
     COLUMNS,
     SLOTS,
     K,
+    begin,
     counts,
     exact,
     manager,
@@ -318,7 +319,7 @@ def test_a_queued_step_keeps_the_rule_that_it_began_with(stored: bool) -> None:
     opened = runs.begin([(0, 1, [1, 2, 3], 1)])  # folds the drafts and stores their boundary
     runs.forward(opened)
     runs.end(opened)
-    runs.manager.retain(0, 0 if stored else BLOCK)
+    runs.retain(0, 0 if stored else BLOCK)
     assert runs.manager.last_checkpoint(0) == ((0, 0, 8, 0) if stored else None)
 
 
@@ -342,7 +343,7 @@ def test_a_last_checkpoint_is_never_the_former_tenants(read: bool) -> None:
 
 def test_a_last_checkpoint_is_not_expected_of_a_step_that_may_never_run() -> None:
     made = manager(0, kind="replay")
-    step = made.begin_step(exact([0], [BLOCK], [0]))
+    step = begin(made, exact([0], [BLOCK], [0]))
     assert made.last_checkpoint(0) is None
     made.end_step(step, counts(1))
     assert made.last_checkpoint(0) == Checkpoint(slot=0, generation=0, boundary=BLOCK, column=0)

@@ -87,16 +87,6 @@ def rows_of_no_type(w: World) -> None:
         w.made.begin_step(w.rng.choice([None, [0], fields([0]), w.steps]))
 
 
-def beyond_the_table(w: World, slot: int) -> list[int]:
-    """Computed tokens with which a step of one more needs a column that no table has. In the
-    replay layout only a checkpoint needs one: the live column serves any position."""
-    most = COLUMNS * BLOCK
-    if not w.made.layout.replays or slot not in w.runner.requests:
-        return [most + 1]
-    every = w.runner.requests[slot].rule[0]
-    return [(most // every + 1) * every - 1] if every else []
-
-
 def rows_out_of_range(w: World) -> None:
     slot = w.rng.choice([*w.live, 0])
     k = w.made.num_speculative_tokens
@@ -115,8 +105,21 @@ def rows_out_of_range(w: World) -> None:
         fields([slot], FAR),
         fields([slot], 2**30),
         fields([slot], n, FAR),
-        *(fields([slot], n) for n in beyond_the_table(w, slot)),
+        # In the replay layout the live column serves any position.
+        *([] if w.made.layout.replays else [fields([slot], COLUMNS * BLOCK + 1)]),
         fields([slot]) | {"computed_max": [4]},
+        *(
+            fields([slot], n) | {"save_at": [at], "save_to": [to]}
+            for at, to in (
+                ([8], [0]),
+                ([8, 9, 10], [0, 1, 2]),
+                ([8, -1], [0, 1]),
+                ([8, 16], [0, 0]),
+                ([8, 8 + k], [0, 1]),
+                ([8, 0], [-1, 0]),
+                ([8, 0], [COLUMNS - 1, 0]),
+            )
+        ),
         fields([-1] * (SLOTS + 1)),
     ]
     w.begin(**w.rng.choice(cases))
@@ -214,8 +217,6 @@ def an_admission_too_many(w: World) -> None:
             (f, 2**40, 0),
         ]
         cases += [(f, 8, 2**40), (f, 8, "1")]
-        if w.runner.kind == "replay":
-            cases += [(f, 6, 0), (f, 8, 1), (f, 20, 2), (f, 20, 5)]
     with refused("slot is", "computed is", "hit_column is"):
         w.made.admit(*w.rng.choice(cases))
 
@@ -223,15 +224,18 @@ def an_admission_too_many(w: World) -> None:
 def a_slot_of_nobody(w: World) -> None:
     slot: Any = w.rng.choice([*w.free, SLOTS, -1, None, 1.5])
     calls: list[Callable[[], object]] = [
-        lambda: w.made.release(slot), lambda: w.made.retain(slot, 0),
-        lambda: w.made.last_checkpoint(slot),
+        lambda: w.made.release(slot), lambda: w.made.last_checkpoint(slot),
+        *([] if w.made.layout.replays else [lambda: w.made.retain(slot, 0)]),
     ]  # fmt: skip
     with refused("slot is"):
         w.rng.choice(calls)()
 
 
 def a_rule_that_cannot_be(w: World) -> None:
-    if w.live:
+    if w.live and w.made.layout.replays:
+        with refused(r"retain\(\) is of the columns layout"):
+            w.made.retain(w.rng.choice(w.live), 8)
+    elif w.live:
         cases: list[tuple[Any, ...]] = [
             (5,), (-8,), (2**40,), (8.0,), (None,), (8, (8, 16, 24)), (8, (3,)), (8, (2**31,)),
             (8, 8),
@@ -271,10 +275,10 @@ def a_demand_of_nonsense(w: World) -> None:
     """Answers nonsense, or refuses; changes nothing."""
     known: Any = w.rng.choice([None, np.zeros(1, np.int32), [1, 2, 3], [1.0, 2.0], 1])
     rows = StepRows(**fields([w.rng.choice([0, 99, -5]), w.rng.randrange(SLOTS)]))
-    if known is None:
+    if known is None and not w.made.layout.replays:
         w.made.block_demand(rows)
     else:
-        with refused("known is"):
+        with refused("known is", r"block_demand\(\) is of the columns"):
             w.made.block_demand(rows, known)
 
 

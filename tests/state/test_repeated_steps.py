@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
+import hypothesis.strategies as st
 import numpy as np
 import pytest
 import torch
@@ -12,10 +13,10 @@ from helpers.hash_model import HashRunner
 from helpers.hash_request import TOKENS
 from helpers.replay_model import RUNNERS
 from helpers.toy_recurrences import HASH
+from hypothesis import given
 
 from hybrid_runtime.state import HybridStateManager, StateLayout, StepRows
 from hybrid_runtime.state.boundaries import LONGEST, RetentionRule
-from hybrid_runtime.state.placement import RepeatRange
 
 SLOTS, K = 3, 3
 layouts = pytest.mark.parametrize("kind", sorted(RUNNERS))
@@ -63,7 +64,7 @@ def test_long_runs_cross_boundaries_and_stay_exact(kind: str, strategy: str, dep
     assert stats.rows_copied > 5
     assert stats.uploads < stats.steps / 2
     if kind == "replay":
-        assert (stats.copy_launches, stats.uploads) == (0, 2)
+        assert stats.copy_launches == 0
         assert stats.candidate_rows >= stats.rows_copied
         assert stats.skipped > stats.steps / 4
     else:
@@ -164,13 +165,12 @@ def test_a_slot_that_changes_hands_inside_a_repeated_step_starts_afresh() -> Non
 
 @pytest.mark.parametrize("draft", range(K + 1))
 @pytest.mark.parametrize("exact", [True, False])
-@layouts
 def test_far_from_boundaries_one_comparison_says_that_nothing_is_due(
-    kind: str, draft: int, exact: bool
+    draft: int, exact: bool
 ) -> None:
-    """A stretch tells of no repetition that the policy would plan otherwise, and of all those that
+    """A range tells of no repetition that the policy would plan otherwise, and of all those that
     stay within their block."""
-    block, runs = 16, RUNNERS[kind](block_size=16, num_draft=K, columns=12)
+    block, runs = 16, RUNNERS["columns"](block_size=16, num_draft=K, columns=12)
     policy, kept = runs.manager._policy, RetentionRule(block)
 
     def of(computed: int, more: int = 0) -> StepRows:
@@ -179,7 +179,7 @@ def test_far_from_boundaries_one_comparison_says_that_nothing_is_due(
         return StepRows(np.zeros(1, np.int32), low, high, [draft + 1], [draft])
 
     for start in range(16, 64, 3):
-        stretch = RepeatRange.of(of(start), block)
+        stretch = policy.repeat_range(of(start))
         held = [n for n in range(100) if stretch.holds(of(n))]
         assert held == [
             n
@@ -199,6 +199,33 @@ def test_far_from_boundaries_one_comparison_says_that_nothing_is_due(
             ]
 
 
+@given(
+    st.integers(0, 60), st.integers(0, K), st.lists(st.integers(1, 90), max_size=2), st.booleans()
+)
+def test_far_from_named_positions_one_comparison_says_that_nothing_is_due(
+    start: int, draft: int, named: list[int], exact: bool
+) -> None:
+    """A range tells of no repetition that the policy would plan otherwise, and of all those that
+    cannot reach the next position."""
+    policy = RUNNERS["replay"](num_draft=K).manager._policy
+    save_at = np.array([[*named, 0, 0][:2]])
+
+    def of(computed: int, more: int = 0) -> StepRows:
+        low = np.array([computed], np.int32)
+        high = low if exact else low + more
+        slot = np.zeros(1, np.int32)
+        return StepRows(slot, low, high, [draft + 1], [draft], None, save_at, save_at * 0)
+
+    found = policy.repeat_range(of(start))
+    ahead = [at for at in named if at > start - draft]
+    held = [n for n in range(100) if found.holds(of(n))]
+    assert held == [n for n in range(start, 100) if all(n + 1 < at for at in ahead)]
+    for n in held:
+        plan = policy.repeat(of(n), of(max(n - 1 - draft, 0)), policy.kept(of(n)))
+        assert plan is not None
+        assert not len(plan.candidates)
+
+
 @pytest.mark.parametrize("block", [48, 33], ids=["within a block", "a token behind its start"])
 def test_repeated_rows_end_where_positions_do(block: int) -> None:
     layout = StateLayout(HASH.recurrence, K, block, kind="replay")
@@ -206,7 +233,6 @@ def test_repeated_rows_end_where_positions_do(block: int) -> None:
     manager.bind({0: layout.allocate(12, "cpu")}, torch.arange(12, dtype=torch.int32).view(1, 12))
     at = LONGEST - 41
     manager.admit(0, at, 11)
-    manager.retain(0, 0)
     while at < LONGEST:
         step = manager.begin_step(StepRows.exact([0], [at], [K + 1], [K]))
         manager.end_step(step, torch.tensor([K + 1], dtype=torch.int32))

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
+import hypothesis.strategies as st
 import pytest
 import torch
 from helpers.plain_manager import (
     BLOCK,
     K,
+    begin,
     counts,
     exact,
     manager,
 )
 from helpers.replay_model import ReplayRunner
+from hypothesis import given
 
 from hybrid_runtime.state import (
     HybridStateManager,
@@ -28,16 +32,10 @@ def placed(
     made: HybridStateManager, n: list[int], s: list[int], d: list[int], a: list[int]
 ) -> dict[str, list[int]]:
     """One step of slots 0 .., and where its rows were placed."""
-    step = made.begin_step(exact(n, s, d))
+    step = begin(made, exact(n, s, d))
     found = {k: v.tolist()[: len(n)] for k, v in made._policy.outputs._asdict().items()}
     made.end_step(step, counts(*a))
     return found
-
-
-def needed(made: HybridStateManager, n: int, s: int, d: int) -> tuple[int, int]:
-    """First and last column that is read or written."""
-    demand = made.block_demand(StepRows.exact([0], [n], [s], [d]))
-    return int(demand.first[0]), int(demand.kept[0])
 
 
 def test_a_chunk_after_drafts_is_refused_and_changes_nothing() -> None:
@@ -56,30 +54,13 @@ def test_a_chunk_after_drafts_is_refused_and_changes_nothing() -> None:
     placed(made, [7], [4], [0], [1])  # nothing is recorded any more
 
 
-def test_only_checkpoints_need_columns() -> None:
-    made = replay()
-    made.admit(0)
-    longest = (LIVE + 1) * BLOCK - 1
-    message = rf"rows.computed_max \+ rows.scheduled - rows.draft\[0\] is {longest + 1}; it must"
-    placed(made, [0], [longest], [0], [1])
-    with pytest.raises(ValueError, match=message):
-        made.begin_step(StepRows.exact([0], [longest], [4], [3]))
-    made.retain(0, 0)
-    for n in range(longest, longest + 40, 4):
-        found = placed(made, [n], [4], [3], [4])
-        assert (found["write_column"], found["checkpoint_column"]) == ([LIVE], [-1])
-    with pytest.raises(ValueError, match="hit_column is 6"):
-        made.admit(1, 8, LIVE + 1)
-
-
 def test_a_table_of_one_column_serves_who_keeps_nothing() -> None:
     made = replay(columns=1)
     made.admit(0)
-    made.retain(0, 0)
-    placed(made, [0], [100], [0], [1])
-    for n in range(100, 140, 2):
-        assert needed(made, n, 4, 3) == (0, -1)
-        assert placed(made, [n], [4], [3], [2])["write_column"] == [0]
+    for n, s, d in ((0, 100, 0), *((n, 4, 3) for n in range(100, 140, 2))):
+        step = made.begin_step(exact([n], [s], [d]))
+        assert step.write_column[0] == 0
+        made.end_step(step, counts(2 if d else 1))
 
 
 def test_what_is_pending_follows_the_slot_not_the_step() -> None:
@@ -122,7 +103,7 @@ def test_a_checkpoint_is_published_by_the_step_that_writes_it() -> None:
     placed(made, [0], [6], [0], [1])
     steps = []
     for n, d in ((6, 3), (9, 0)):
-        step = made.begin_step(StepRows.exact([0], [n], [d + 1], [d]))
+        step = begin(made, StepRows.exact([0], [n], [d + 1], [d]))
         made.end_step(step, torch.tensor([3 if d else 1], dtype=torch.int32))
         steps.append(step)
     assert [made.published(step) for step in steps] == [[], [(0, 0, 8, 0)]]
@@ -146,25 +127,43 @@ def test_a_released_request_leaves_what_its_last_drafts_reached(depth: int) -> N
     assert bool(runs.last_stored) == (depth == 1)
 
 
-def test_columns_are_asked_for_while_a_boundary_may_be_stored_or_is_read() -> None:
-    made = replay()
+SAVES = st.tuples(st.integers(0, 12), st.integers(0, 12))
+
+
+@given(
+    data=st.data(), cuts=st.booleans(), chunk=st.integers(1, 12), saves=SAVES,
+    steps=st.lists(st.tuples(st.integers(0, K), SAVES), max_size=6),
+)  # fmt: skip
+def test_a_checkpoint_goes_where_the_row_says(
+    data: st.DataObject, cuts: bool, chunk: int, saves: tuple[int, int], steps: list[Any]
+) -> None:
+    """At any position, in any column but the one that is read; whatever else is named is left
+    alone."""
+    made = replay(prompt_cuts=cuts)
     made.admit(0)
-    assert needed(made, 0, 7, 0) == (0, -1)
-    assert needed(made, 0, 8, 0) == (0, 0)
-    assert needed(made, 0, 40, 0) == (4, 4)  # boundaries within a chunk are not stored
-    placed(made, [0], [8], [0], [1])
-    assert needed(made, 8, 3, 0) == (0, 0)  # read
-    assert needed(made, 8, 16, 0) == (0, 2)  # read, and written
-    placed(made, [8], [6], [0], [1])
-    assert needed(made, 14, 4, 3) == (0, -1)  # 15 certain
-    placed(made, [14], [4], [3], [3])
-    assert needed(made, 17, 4, 3) == (1, 1)  # 16 is among the drafts accepted
-    placed(made, [17], [4], [3], [1])
-    assert needed(made, 18, 4, 3) == (0, -1)
-    made.retain(0, 16)
-    assert needed(made, 18, 14, 0)[1] == 3
-    nothing = made.block_demand(StepRows.exact([-1], [0], [1], [0]))
-    assert [int(column[0]) for column in nothing] == [0, 0, -1, -1]
+    n = certain = 0  # tokens computed, and those of them that were certain in the last step
+    held = LIVE
+    for draft, (ahead, further) in [(0, saves), *steps]:
+        scheduled = draft + 1 if n else chunk
+        first = certain + ahead if ahead else 0
+        at = (first, first + K + further) if ahead and further else (first, 0)
+        to = data.draw(st.permutations([c for c in range(LIVE) if c != held]))[:2]
+        step = made.begin_step(StepRows.exact([0], [n], [scheduled], [draft], None, [at], [to]))
+        found = {k: int(v[0]) for k, v in made._policy.outputs._asdict().items()}
+        end = n + scheduled - draft
+        column = dict(zip(at, to, strict=True))
+        passed = [p for p in at if certain < p <= n]
+        inside = [p for p in at if n < p < end and not draft and cuts]
+        stored = (passed or inside[-1:] or ([end] if draft and end in at and end else []))[:1]
+        left = column[end] if not draft and end in at else LIVE
+        assert found["write_column"] == left
+        assert found["checkpoint_column"] == (column[stored[0]] if stored else -1)
+        assert found["checkpoint_after"] == (stored[0] - n if stored else 0)
+        accepted = data.draw(st.integers(1, draft + 1))
+        made.end_step(step, counts(accepted))
+        want = {(p, column[p]) for p in {*stored, *([end] if left != LIVE else [])}}
+        assert {(c.boundary, c.column) for c in made.published(step)} == want
+        n, certain, held = end + accepted - 1, end, left
 
 
 def test_a_row_killed_in_flight_is_never_run_again() -> None:

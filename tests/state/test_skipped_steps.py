@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import get_args
 
 import pytest
@@ -113,9 +114,13 @@ def test_results_that_came_in_rule_out_boundaries_stored_before(draft: int) -> N
     """The last step began when 4 .. 7 tokens were known. Now it is 11: the state has at least 8 of
     them, so that boundary has been stored."""
     made = manager(0, kind="replay")
-    run(made, exact([0], [3], [0]), 1)
-    run(made, exact([3], [4], [3]), 4)
-    run(made, between([4], [7], [4], [3]), 4)
-    uploads = made.stats().uploads
-    assert made.begin_step(exact([11], [draft + 1], [draft])).skipped
+    for given, accepted in (
+        (exact([0], [3], [0]), 1),
+        (exact([3], [4], [3]), 4),
+        (between([4], [7], [4], [3]), 4),
+        (exact([11], [draft + 1], [draft]), 1),
+    ):
+        uploads = made.stats().uploads
+        step = run(made, replace(given, save_at=[[8, 0]], save_to=[[0, -1]]), accepted)
+    assert step.skipped
     assert (made.stats().uploads == uploads) == (draft == 3)

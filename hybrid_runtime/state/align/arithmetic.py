@@ -102,6 +102,15 @@ def postcopy(
     return Move(acts, column, offset, boundary // block_size - 1)
 
 
+def prompt_cut(
+    computed: Ints, certain: Ints, draft: Ints, block_size: int, retention: RetentionRule
+) -> Ints:
+    """The boundary strictly inside a row without drafts at which it leaves a checkpoint, if the
+    runner's kernels can do that: the last one there, if it is retained; 0: there is none."""
+    inside = blocks_below(np.maximum(certain - 1, 0), block_size) * block_size
+    return np.where((draft == 0) & (inside > computed) & retention.keeps(inside), inside, 0)
+
+
 def precopy_candidates(
     column_min: Ints, column_max: Ints, held_min: Ints, held_max: Ints, needs_shift: Bools | None
 ) -> Bools:

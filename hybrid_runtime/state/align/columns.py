@@ -17,7 +17,13 @@ from hybrid_runtime.kernels.step.advance_columns import IDLE, Positions, SlotSta
 from hybrid_runtime.kernels.step.state_copy import compile_moves, postcopy, precopy
 from hybrid_runtime.kernels.step.state_table import StateTable
 from hybrid_runtime.state.align import arithmetic
-from hybrid_runtime.state.boundaries import Bools, Ints, RetentionRule, next_retained
+from hybrid_runtime.state.boundaries import (
+    Bools,
+    Ints,
+    RetentionRule,
+    blocks_below,
+    next_retained,
+)
 from hybrid_runtime.state.checks import Refusal, refuse
 from hybrid_runtime.state.layout import StateLayout
 from hybrid_runtime.state.ledger import Ledger, StateColumns
@@ -26,6 +32,7 @@ from hybrid_runtime.state.placement import (
     BlockDemand,
     Ints2D,
     Outcome,
+    RepeatRange,
     StepPlan,
     pack_rows,
     pack_unfinished,
@@ -93,10 +100,30 @@ class ColumnsPolicy:
         return BlockDemand(first, fresh, last, kept)
 
     def pack(self, packed: NDArray[np.int32], rows: StepRows) -> tuple[StepPlan, int]:
+        if rows.saves is not None:
+            raise ValueError(
+                f"rows.save_at is {rows.save_at}; it must be None in the columns layout, where "
+                "retain() says which boundaries are kept"
+            )
         return pack_step(packed, self._ledger, rows, self.layout, self.columns, self.in_place)
 
     def state_columns(self, rows: StepRows) -> StateColumns:
         return StateColumns(*self._columns(rows))
+
+    def kept(self, rows: StepRows) -> RetentionRule:
+        return self._ledger.kept(rows.index)
+
+    def inside(self, computed: Ints, certain: Ints, draft: Ints, kept: RetentionRule) -> Ints:
+        return arithmetic.prompt_cut(computed, certain, draft, self.layout.block_size, kept)
+
+    def column(self, rows: StepRows, position: Ints) -> Ints:
+        return position // self.layout.block_size - 1
+
+    def repeat_range(self, rows: StepRows) -> RepeatRange:
+        """Each row stays within the block that it is in, with what it folds and runs."""
+        block = self.layout.block_size
+        start = blocks_below(rows.computed_min, block) * block
+        return RepeatRange.of(start + rows.draft, start + block - rows.scheduled)
 
     def repeat(self, rows: StepRows, last: StepRows, kept: RetentionRule) -> StepPlan | None:
         end_max = rows.computed_max + rows.scheduled
@@ -147,7 +174,7 @@ class ColumnsPolicy:
         writes = np.where(
             (write[:, None] >= 0) & (ahead <= rows.draft[:, None]), write[:, None] + ahead, -1
         )
-        kept = self._ledger.kept(rows.index)
+        kept = self.kept(rows)
         certain = computed + rows.scheduled - rows.draft
         boundary = next_retained(certain, kept)
         copies = (write >= 0) & (rows.draft > 0) & (boundary <= certain + rows.draft)

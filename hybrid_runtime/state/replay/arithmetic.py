@@ -9,18 +9,24 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hybrid_runtime.state.boundaries import Bools, Ints, RetentionRule, next_retained
+from hybrid_runtime.state.boundaries import (
+    Bools,
+    Ints,
+    RetentionRule,
+    last_retained,
+    next_retained,
+)
 
 
 class Stored(NamedTuple):
     """Checkpoints of one step, `[rows]`.
 
-    boundary: tokens in the checkpoint; 0: there is none.
+    position: tokens in the checkpoint; 0: there is none.
     after: the same less the tokens computed before the step.
     extra: it costs a write beside the state's.
     """
 
-    boundary: Ints
+    position: Ints
     after: Ints
     extra: Bools
 
@@ -30,25 +36,31 @@ def replay_checkpoint(
     computed: Ints,
     certain: Ints,
     draft: Ints,
-    block_size: int,
     retention: RetentionRule,
 ) -> Stored:
     """What a step of the replay layout leaves behind, from exact counts.
 
     `last_certain` tokens were certain in the last step, `computed` are now, the drafts that were
-    accepted besides, and the step goes on to `certain`: a retained boundary in (last_certain,
-    computed] is stored on the way, one at `certain` at the end, without drafts as the state
-    itself. Others between `computed` and `certain` are not stored. There is at most one, because
-    there are fewer drafts than tokens in a block, and a step that follows drafts runs one certain
-    token.
+    accepted besides, and the step goes on to `certain`: a position in (last_certain, computed] is
+    stored on the way, one at `certain` at the end, without drafts as the state itself. Those
+    between `computed` and `certain` are those of `save_inside`. There is at most one, because a
+    row's positions are further apart than it has drafts, and a step that follows drafts runs one
+    certain token.
     """
-    passed = (last_certain // block_size + 1) * block_size
-    passes = (passed <= computed) & retention.keeps(passed)
+    passed = next_retained(last_certain + 1, retention)
+    passes = passed <= computed
     ends = retention.keeps(certain)
-    boundary = np.where(passes, passed, np.where(ends, certain, 0))
+    position = np.where(passes, passed, np.where(ends, certain, 0))
     return Stored(
-        boundary, np.where(boundary > 0, boundary - computed, 0), passes | (ends & (draft > 0))
+        position, np.where(position > 0, position - computed, 0), passes | (ends & (draft > 0))
     )
+
+
+def save_inside(computed: Ints, certain: Ints, draft: Ints, retention: RetentionRule) -> Ints:
+    """The position strictly inside a row without drafts at which it leaves a checkpoint, if the
+    runner's kernels can do that: the last one there; 0: there is none."""
+    inside = last_retained(np.maximum(certain - 1, 0), retention)
+    return np.where((draft == 0) & (inside > computed), inside, 0)
 
 
 def replay_writes(
@@ -72,7 +84,7 @@ def replay_writes(
 
 
 def first_stored(last_certain_min: Ints, certain_min: Ints, last_draft: Ints) -> Ints:
-    """Least boundary that a step may store: drafts of the last step may lie before its own tokens.
+    """Least position that a step may store: drafts of the last step may lie before its own tokens.
     The greatest is `certain_max`."""
     return np.where(last_draft > 0, last_certain_min + 1, certain_min)
 
@@ -87,7 +99,7 @@ def replay_candidates(
 ) -> Bools:
     """Rows for which `replay_checkpoint` may find an extra write, from bounds and `first_stored`.
 
-    Exact when the counts are; a row without drafts ends on a boundary at no extra cost.
+    Exact when the counts are; a row without drafts ends on a position at no extra cost.
     """
     last = np.where(draft > 0, certain_max, computed_max)
     reachable: Bools = next_retained(first, retention) <= last

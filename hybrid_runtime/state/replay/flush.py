@@ -7,7 +7,7 @@ there is made here.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -18,11 +18,13 @@ from hybrid_runtime.device.sync import Waits
 from hybrid_runtime.device.transfer import Staging
 from hybrid_runtime.kernels.recurrence import Recurrence
 from hybrid_runtime.kernels.replay.rounding import Rounding
+from hybrid_runtime.kernels.step import entry as fields
 from hybrid_runtime.kernels.step.advance_replay import ReplayPlace, ReplayPositions
 from hybrid_runtime.kernels.step.state_table import StateTable
-from hybrid_runtime.state import boundaries
+from hybrid_runtime.state.boundaries import Ints, RetentionRule
 from hybrid_runtime.state.ledger import Ledger
 from hybrid_runtime.state.replay import arithmetic
+from hybrid_runtime.state.rows import StepRows
 from hybrid_runtime.state.step import Checkpoint, Step
 
 
@@ -41,6 +43,7 @@ class FlushInputs(NamedTuple):
 
 class Flusher:
     """Finds last checkpoints from exact counts, and folds those that no step is going to store.
+    column: see `LayoutPolicy.column`.
 
     A checkpoint is folded into the live block. The request needs that no longer, so no block has to
     be allocated when blocks may be scarce.
@@ -56,11 +59,12 @@ class Flusher:
         depth: int,
         waits: Waits,
         device: torch.device,
+        column: Callable[[StepRows, Ints], Ints],
     ) -> None:
         slots = ledger.max_requests
         self._recurrence, self._table, self._source = recurrence, table, source
-        self._live, self._block_size, self._ring = place.live_column, place.block_size, place.ring
-        self._cuts = place.cuts
+        self._live, self._ring = place.live_column, place.ring
+        self._cuts, self._column = place.cuts, column
         self._ledger = ledger
         self._slot = torch.arange(slots, dtype=torch.int32, device=device)
         self._read = torch.full_like(self._slot, self._live)
@@ -78,24 +82,22 @@ class Flusher:
         ledger, at = self._ledger, np.array([slot])
         before, computed = ledger.certain[at], ledger.computed[at]
         certain, draft = computed, computed * 0
-        kept = ledger.kept(at)
+        line, column = ledger.lines[at], self._live
+        kept = RetentionRule(0, line[:, fields.FIRST_SAVE], line[:, fields.SECOND_SAVE])
         if step is not None:
             row = np.flatnonzero(step.rows.slot == slot)
             draft = step.rows.draft[row]
             certain = computed + step.rows.scheduled[row] - draft
-            kept = step.kept.of(row)  # what has been retained since, the step doesn't store
-        stored = arithmetic.replay_checkpoint(
-            before, computed, certain, draft, self._block_size, kept
-        )
-        boundary = int(stored.boundary[0])
-        if self._cuts and not boundary:
-            cut = boundaries.prompt_cut(computed, certain, draft, self._block_size, kept)
-            boundary = int(cut[0])
-        column = self._live if step is None else boundary // self._block_size - 1
+            kept = step.kept.of(row)
+        position = arithmetic.replay_checkpoint(before, computed, certain, draft, kept).position
+        if self._cuts and not position[0]:
+            position = arithmetic.save_inside(computed, certain, draft, kept)
+        if step is not None:
+            column = int(self._column(step.rows, position)[row[0]])
+        boundary = int(position[0])
         possible = self._source is not None if step is None else step.ended
         if boundary <= before[0] or not possible:
-            boundary = int(ledger.stored[slot])
-            column = boundary // self._block_size - 1
+            boundary, column = ledger.stored[slot].tolist()
         return (
             Checkpoint(slot, int(ledger.generation[slot]), boundary, column) if boundary else None
         )

@@ -20,45 +20,41 @@ from hybrid_runtime.kernels.step.advance_replay import (
     advance_replay,
 )
 from hybrid_runtime.kernels.step.state_table import StateTable
-from hybrid_runtime.state.boundaries import (
-    Bools,
-    Ints,
-    RetentionRule,
-    blocks_below,
-    last_retained,
-    next_retained,
-)
+from hybrid_runtime.state.boundaries import Bools, Ints, RetentionRule, next_retained
 from hybrid_runtime.state.checks import Refusal, refuse
 from hybrid_runtime.state.layout import StateLayout
 from hybrid_runtime.state.ledger import Ledger, StateColumns
 from hybrid_runtime.state.placement import (
-    BlockDemand,
     Ints2D,
     Outcome,
+    RepeatRange,
     StepPlan,
     pack_rows,
     pack_unfinished,
-    unfiled_column,
 )
 from hybrid_runtime.state.replay import arithmetic
 from hybrid_runtime.state.replay.flush import Flusher, FlushInputs
 from hybrid_runtime.state.rows import StepRows
 from hybrid_runtime.state.step import Checkpoint, Step, StepPositions
 
+SAVES = slice(fields.FIRST_SAVE.value, fields.SECOND_COLUMN.value + 1)
+"""Of a line: two pairs of position and column."""
+
 
 class ReplayPolicy:
     """The forward pass itself folds, stores and writes. Besides it there are only the launch that
     places a step (`advance`) and, for requests that end, `Flusher`'s.
 
-    The last column of a block table is the live one and always owned; the others hold checkpoints.
-    A row starts from the state that its steps have written last: in the live column, or in a
-    boundary's if that step ended on a retained one without drafts. Pending tokens are folded in
+    The last column of a block table is the live one and always owned; a step's rows say at which
+    positions they want checkpoints and in which of the other columns. A row starts from the state
+    that its steps have written last: in the live column, or in a checkpoint's if that step ended on
+    one without drafts. Pending tokens are folded in
     from the ring of records, and it is written again when the step's tokens would not fit there or
     a checkpoint is stored. Rows that do not decode (`StepRows.decodes`) can neither fold nor
     record: nothing may be pending, and they write in every step. No row can write what another
     one reads, because a checkpoint's column is written once.
 
-    Which boundaries a step may store depends on the counts of the last one only, not on when the
+    Which positions a step may store depends on the counts of the last one only, not on when the
     state was written.
     """
 
@@ -76,9 +72,7 @@ class ReplayPolicy:
 
         self.layout, self.columns, self._cuts = layout, 0, cuts
         self._live = -1  # column of the live states; known once tables are bound
-        self._place = ReplayPlace(
-            layout.block_size, -1, layout.ring_tokens, layout.ring_length, cuts
-        )
+        self._place = ReplayPlace(-1, layout.ring_tokens, layout.ring_length, cuts)
         self.slots = ReplaySlots(*(ints(v, ledger.max_requests) for v in (-1, -1, 0, 0)))
         self.outputs = out = ReplayPositions(*(ints(value) for value in IDLE))
         self.nowhere = ReplayPositions(*(ints(value) for value in IDLE))
@@ -92,54 +86,49 @@ class ReplayPolicy:
         self._place = self._place._replace(live_column=self._live)
         self._flusher = Flusher(
             self.layout.recurrence, states, flush_inputs, self._place, self._ledger,
-            self._depth, self._waits, self.slots.computed.device,
+            self._depth, self._waits, self.slots.computed.device, self.column,
         )  # fmt: skip
 
-    def check_hit(self, computed: int, column: int) -> None:
-        """A column of a boundary that is still ahead gets that boundary's checkpoint, which is
-        stored before the step has read all of the state it starts from."""
-        passed = computed // self.layout.block_size
-        if not (column < passed or column == self._live):
-            raise ValueError(
-                f"hit_column is {column} with computed={computed}; it must be the live column "
-                f"({self._live}) or below {passed}, because later checkpoints go to those between"
-            )
+    def admit(self, slot: int) -> None:
+        """A request begins in `slot`, whose rows have named nothing."""
+        self._ledger.lines[slot, SAVES] = 0, -1, 0, -1
 
-    def block_demand(self, rows: StepRows, known: Ints | None) -> BlockDemand:
-        """The checkpoints that a row may write or read; the live column comes besides. All that the
-        bounds leave open may be written: exact ones leave a single boundary, and one at a cut."""
-        booked = self._ledger.known.take(rows.index, axis=0, mode="wrap")
-        low = self._first_stored(rows, booked)
-        fresh, last = self._span(low, rows.certain_max, self._ledger.kept(rows.index))
-        held_min, held_max = booked[:, Ledger.HELD_MIN], booked[:, Ledger.HELD_MAX]
-        held = (held_max >= 0) & (held_max < self._live)
-        first = np.where(held & ((last < 0) | (held_min < fresh)), held_min, fresh)
-        kept = np.where(held & (held_max > last), held_max, last)
-        if known is not None:
-            k, block = self.layout.num_speculative_tokens, self.layout.block_size
-            unfiled = unfiled_column(known, k, block)
-            first = np.where(kept < 0, unfiled, np.minimum(first, unfiled))
-            kept = np.maximum(kept, blocks_below(rows.computed_max, block))
-        if rows.padded:
-            live = rows.slot >= 0
-            first, fresh = first * live, fresh * live
-            last, kept = np.where(live, last, -1), np.where(live, kept, -1)
-        return BlockDemand(first, fresh, last, kept)
+    def begun(self, rows: StepRows, packed: NDArray[np.int32]) -> None:
+        """A step has begun with these lines: note what its rows named."""
+        self._ledger.lines[rows.index, SAVES] = packed[: len(rows), SAVES]
+
+    def kept(self, rows: StepRows) -> RetentionRule:
+        return RetentionRule(0) if rows.saves is None else RetentionRule(0, *rows.saves[0].T)
+
+    def inside(self, computed: Ints, certain: Ints, draft: Ints, kept: RetentionRule) -> Ints:
+        return arithmetic.save_inside(computed, certain, draft, kept)
+
+    def column(self, rows: StepRows, position: Ints) -> Ints:
+        if rows.saves is None:
+            return np.full(len(rows), -1)
+        at, to = rows.saves
+        return np.where(position == at[:, 0], to[:, 0], to[:, 1])
 
     def state_columns(self, rows: StepRows) -> StateColumns:
         certain, decodes = rows.certain_min, decoding(rows)
-        if np.count_nonzero(rows.draft) == len(rows):
+        if rows.saves is None or np.count_nonzero(rows.draft) == len(rows):
             return StateColumns(-1, -1, certain, decodes)
-        first, last = self._span(certain, rows.certain_max, self._ledger.kept(rows.index))
-        direct = (rows.draft == 0) & (last >= 0)
-        low, high = np.where(direct, first, -1), np.where(direct, last, -1)
-        return StateColumns(low, high, certain, decodes)
+        at, to = rows.saves
+        ends = (at > 0) & (at >= certain[:, None]) & (at <= rows.certain_max[:, None])
+        left = np.where(ends & (rows.draft == 0)[:, None], to, -1)
+        return StateColumns(left[:, 0], left[:, 1], certain, decodes)
 
     def pack(self, packed: NDArray[np.int32], rows: StepRows) -> tuple[StepPlan, int]:
         known = pack_rows(packed, self._ledger, rows)
-        packed[: len(rows), fields.DECODES] = decodes = decoding(rows)
+        entry = packed[: len(rows)]
+        entry[:, fields.DECODES] = decodes = decoding(rows)
+        before = entry[:, SAVES].copy().reshape(-1, 2, 2)  # those of the slots' last rows
+        entry[:, fields.FIRST_SAVE : fields.SECOND_COLUMN + 1] = 0, -1, 0, -1
+        if rows.saves is not None:
+            at, to = rows.saves
+            entry[:, SAVES] = np.stack([at, to], 2).reshape(-1, 4)
         last_draft, low = known[:, Ledger.LAST_DRAFT], self._first_stored(rows, known)
-        high, kept = rows.certain_max, self._ledger.kept(rows.index)
+        high, kept = rows.certain_max, self.kept(rows)
         after_decode = known[:, Ledger.DECODED] > 0
         # Where `decodes` is None, a row without drafts writes, but may fold one token.
         scans = np.zeros(len(rows), bool) if rows.decodes is None else ~decodes
@@ -166,12 +155,7 @@ class ReplayPolicy:
                 "scheduled",
                 "draft + 1 in a row whose last step decoded, which only such a step can fold",
             ),
-            Refusal(
-                self._far(low, high, kept),
-                high,
-                "computed_max + rows.scheduled - rows.draft",
-                f"below any retained boundary that {self._live} checkpoint columns do not reach",
-            ),
+            *self._misplaced(rows, known, before),
         )
         may_store = arithmetic.replay_candidates(
             low, rows.computed_max, high, rows.draft, last_draft, kept
@@ -185,8 +169,6 @@ class ReplayPolicy:
         high = rows.certain_max
         before = np.maximum(last.certain_min, rows.computed_min - rows.draft)
         low = self._lowest(rows, arithmetic.first_stored(before, rows.certain_min, rows.draft))
-        if np.count_nonzero(self._far(low, high, kept)):
-            return None
         may_store = arithmetic.replay_candidates(
             low, rows.computed_max, high, rows.draft, rows.draft, kept
         )
@@ -236,14 +218,14 @@ class ReplayPolicy:
         column: Ints | int = self._live
         # A row with drafts stores no checkpoint unless it was a candidate.
         if len(step.candidates) or np.count_nonzero(rows.draft) < len(slot):
-            kept, block = step.kept, self.layout.block_size
+            kept = step.kept
             stored = arithmetic.replay_checkpoint(
-                table.certain[slot], computed, certain, rows.draft, block, kept
+                table.certain[slot], computed, certain, rows.draft, kept
             )
-            stores = stored.boundary > 0
+            stores = stored.position > 0
             ends = (rows.draft == 0) & kept.keeps(certain)
-            column = np.where(ends, certain // block - 1, self._live)
-            outcome = Outcome(stored.boundary, stores, stored.extra)
+            column = np.where(ends, self.column(rows, certain), self._live)
+            outcome = Outcome(stored.position, stores, stored.extra)
         writes = current & arithmetic.replay_writes(
             computed - table.written[slot], rows.scheduled, decoding(rows),
             stores, table.held[slot] == self._live, self.layout.ring_tokens,
@@ -276,30 +258,48 @@ class ReplayPolicy:
         return self._lowest(rows, low)
 
     def _lowest(self, rows: StepRows, low: Ints) -> Ints:
-        """Least boundary that a step may store, from that of rows that are not cut."""
+        """Least position that a step may store, from that of rows that are not cut."""
         if not (self._cuts and rows.chunked):
             return low
-        block = self.layout.block_size
-        before = np.maximum(rows.certain_min - 1, 0)
-        inside = np.maximum(blocks_below(before, block) * block, rows.computed_min + 1)
-        lowest: Ints = np.where(rows.draft == 0, np.minimum(low, inside), low)
+        lowest: Ints = np.where(rows.draft == 0, np.minimum(low, rows.computed_min + 1), low)
         return lowest
 
-    def _span(self, low: Ints, high: Ints, kept: RetentionRule) -> tuple[Ints, Ints]:
-        """First and last column of the retained boundaries in `low .. high`; 0, -1: none."""
-        first, last = next_retained(low, kept), last_retained(high, kept)
-        some, block = first <= high, self.layout.block_size
-        return np.where(some, first // block - 1, 0), np.where(some, last // block - 1, -1)
+    def repeat_range(self, rows: StepRows) -> RepeatRange:
+        first = rows.computed_min
+        low = np.maximum(first - rows.draft, 0) + 1  # drafts of the last step may be passed
+        return RepeatRange.of(first, next_retained(low, self.kept(rows)) - rows.certain)
 
-    def _far(self, low: Ints, high: Ints, kept: RetentionRule) -> Bools:
-        """Rows that may store a checkpoint for which there is no column."""
-        most = self.columns * self.layout.block_size
-        far = high >= most
-        if not np.count_nonzero(far):
-            return far
-        return next_retained(np.maximum(low, most), kept) <= high
+    def _misplaced(
+        self, rows: StepRows, known: NDArray[np.int32], before: NDArray[np.int32]
+    ) -> list[Refusal]:
+        """Refusals of `save_at` and `save_to`. before: what the slots' last rows named, int32
+        `[rows, 2, 2]`, pairs of position and column."""
+        if rows.saves is None:
+            return []
+        (at, to), k = rows.saves, self.layout.num_speculative_tokens
+        named = at > 0
+        both = named[:, 0] & named[:, 1]
+        close = both & (abs(at[:, 0] - at[:, 1]) <= k)
+        held = known[:, [Ledger.HELD_MIN, Ledger.HELD_MAX]]
+        again = (np.stack([at, to], 2)[:, :, None] == before[:, None]).all(3).any(2)
+        taken = (to[:, :, None] == held[:, None]) & (named & ~again)[:, :, None]
+        outside = named & ((to < 0) | (to >= self._live))
+        apart = f"two positions more than {k} tokens apart, or 0"
+        read = "no column that may hold the state that the row starts from"
+        return [
+            Refusal(_any(at < 0), at, "save_at", "at least 0"),
+            Refusal(close, at, "save_at", apart),
+            Refusal(_any(outside), to, "save_to", f"in 0..{self._live - 1}"),
+            Refusal(both & (to[:, 0] == to[:, 1]), to, "save_to", "two different columns"),
+            Refusal(_any(taken), to, "save_to", read),
+        ]
 
 
 def decoding(rows: StepRows) -> Bools:
     """Rows that fold what is pending and record their own tokens, bool `[rows]`."""
     return rows.draft > 0 if rows.decodes is None else rows.decodes
+
+
+def _any(flags: Bools) -> Bools:
+    """Whether some flag of each row is set, `[rows]`."""
+    return np.logical_or.reduce(flags.reshape(len(flags), -1), 1)
