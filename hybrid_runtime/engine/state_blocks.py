@@ -18,7 +18,7 @@ from hybrid_runtime.state.rows import StepRows
 from hybrid_runtime.state.step import Checkpoint
 
 Wanted = tuple[int, tuple[int, ...]]
-"""Where a request's checkpoints are wanted: at multiples of so many tokens (0: none), and there."""
+"""Where a request's checkpoints are wanted: multiples of so many tokens (0: none), positions."""
 
 
 class StateBlocks(Protocol):
@@ -38,8 +38,8 @@ class StateBlocks(Protocol):
         """A request begins in a free slot, with its hit."""
 
     def changes(self, manager: HybridStateManager, rows: StepRows, known: Ints) -> Any:
-        """What must change before a step of these rows. known: tokens computed as
-        far as results have been read, `[rows]`."""
+        """What must change before a step of these rows. known: tokens computed as far as results
+        have been read, `[rows]`."""
 
     def can_allocate(self, changes: Any) -> bool:
         """Whether there are enough free blocks for them."""
@@ -144,10 +144,11 @@ class Change(NamedTuple):
 
 
 class RoleBlocks:
-    """Of the replay layout. A row of the table is four places: the last is the live state's, the
-    others are the source's and two checkpoints' in turn. A place may change hands as soon as the
-    step that stores its checkpoint is queued, because the next one is launched behind it; the block
-    stays its owner's until the checkpoint is filed and no step starts from it."""
+    """Of the replay layout. A request's row of the table has four columns: the last one for the
+    live state, the others in turn for the checkpoint that it starts from and two that a step may
+    store. A column may change hands as soon as the step that stores its checkpoint is queued,
+    because later steps are launched behind it; the block stays the request's until the checkpoint
+    is filed and no step starts from it."""
 
     LIVE = 3
 

@@ -45,10 +45,11 @@ class StateLayout:
     recurrence: what a block holds.
     num_speculative_tokens: most drafts of a step (K), at most 15. A conv_state holds the inputs of
         so many positions more than the recurrence needs.
-    block_size: tokens per block, more than K.
+    block_size: tokens per block, more than K. Checkpoints of the columns layout lie at its
+        multiples; the replay layout only checks it.
     kind: "columns" keeps a state for every draft that may be accepted, each in a column of its own.
         "replay" keeps one live state in the last column of the block table, and the records of the
-        last tokens in a ring; the columns below hold checkpoints.
+        last tokens in a ring; the other columns hold checkpoints, which a step's rows ask for.
     ring_tokens: replay layout: tokens whose records are kept before a state is written, K + 1 to
         15, or 31, which is better with more than 7 drafts (`default_ring_tokens`); 0: every step
         writes.
@@ -150,8 +151,9 @@ class StateLayout:
         return self.replays and self.matrix_dtype != torch.float32
 
     def table_columns(self, max_length: int) -> int:
-        """Columns of the block table for requests of up to `max_length` tokens: in the replay
-        layout one that is read, two that are stored, and the live one."""
+        """Columns of a block table for requests of up to `max_length` tokens. Replay: one that is
+        read, two that are stored, and the live one, whatever the length; a runner whose checkpoints
+        stay in their columns needs more."""
         if self.replays:
             return 4
         return -(-max_length // self.block_size) + 1 + self.num_speculative_tokens

@@ -59,8 +59,8 @@ class HybridStateManager(OneProcess):
         block tables, see `debug.check_step`; for a runner that is being written.
     prompt_cuts: the runner's prompt kernels also store the states that `StepPositions.cuts` names,
         as those of this package do, and run every row without drafts of two tokens or more. Such
-        a row may then pass one retained boundary, and end up to a block behind it. False: a row
-        leaves a checkpoint only where it ends.
+        a row may then pass one wanted position (columns: one retained boundary, and end up to a
+        block behind it). False: a row leaves a checkpoint only where it ends.
     max_rows: most rows of a step, padded ones among them. None: as many as there are slots.
     """
 
@@ -170,6 +170,8 @@ class HybridStateManager(OneProcess):
 
         computed: tokens whose state exists already, in column `hit_column` at offset 0 (a prefix
         hit or a resumed request); 0 starts from the zero state and nothing is read.
+        hit_column: any column; in the replay layout the first step overwrites the live one. None
+            if `computed` is 0.
         """
         columns = self._policy.columns
         self._ledger.check_admission(slot, computed, hit_column, columns)
@@ -183,7 +185,8 @@ class HybridStateManager(OneProcess):
     def retain(self, slot: int, every: int, positions: tuple[int, ...] = ()) -> None:
         """In the columns layout, keep only checkpoints at multiples of `every` tokens (0: none) and
         at up to 2 positions; all are multiples of the block size. Steps begun before keep the rule
-        that they began with. In the replay layout each step's rows name positions instead.
+        that they began with. Raises `ValueError` in the replay layout, where each step's rows name
+        positions.
         """
         self._columns_only("retain", "rows.save_at says which checkpoints are wanted")
         self._ledger.retain(slot, every, positions)
@@ -206,8 +209,8 @@ class HybridStateManager(OneProcess):
 
     def block_demand(self, rows: StepRows, known: Ints | None = None) -> BlockDemand:
         """Which blocks of states the requests of `rows` must own before the step begins, in the
-        columns layout. In the replay layout it is the live one, those that the rows name in
-        `save_to`, and the one that a row starts from.
+        columns layout. (In the replay layout these are the live one, those of `rows.save_to`, and
+        the one that a row starts from.) Raises `ValueError` in the replay layout.
 
         known: tokens computed as of the last results that the runner has read, `[rows]`: columns
         whose checkpoints it may still file are kept. None: it files none, or keeps them itself.
@@ -329,18 +332,19 @@ class HybridStateManager(OneProcess):
         return self._in_flight.prepare_settle(step)
 
     def published(self, step: Step) -> list[Checkpoint]:
-        """Checkpoints that this step left, their bytes ordered before any
-        launch that comes later on this stream. Those of rows released meanwhile are left out."""
+        """Checkpoints that this step left, their bytes ordered before any launch that comes later
+        on this stream. Those of rows released meanwhile are left out."""
         self.accepted(step)
         return [s for s in step.published if self._ledger.holds(s.slot, s.generation)]
 
     def last_checkpoint(self, slot: int) -> Checkpoint | None:
-        """Of a request that is about to be released, in the replay layout: at a position that its
-        rows named among the drafts that its last settled step accepted, or where a queued step
-        ends for certain; without either the last one that a settled step stored, if any.
+        """The last checkpoint of a request that is about to be released, in the replay layout: at a
+        wanted position among the drafts that its last settled step accepted, or one that its oldest
+        queued step ends on or, with `prompt_cuts`, stores on the way; else the last one that a
+        settled step stored. None: there is none, or the layout is columns.
 
-        Its bytes are stored by that step, or, if the column is the live one, by `flush`; they
-        are for launches that come after both.
+        Its bytes are stored by the queued step, or, if its column is the live one, by `flush`: it
+        is for launches that come after these.
         """
         self._ledger.require_live(slot)
         if not isinstance(self._policy, ReplayPolicy):

@@ -13,11 +13,11 @@ INT32 = np.dtype(np.int32)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepRows:
-    """Rows of one step, int32 `[rows]` each, all in tokens except `slot`.
+    """Rows of one step, int32 `[rows]` and in tokens where a field says nothing else.
 
     The fields are read-only copies, so a runner may reuse its own arrays while the step is in
-    flight. Lists and other integer arrays are converted. Raises `ValueError` for a field that is no
-    row of integers of int32's range, or longer or shorter than `slot`.
+    flight. Lists and other integer arrays are converted. Raises `ValueError` for a field of
+    another shape, range or type.
 
     slot: row of the persistent batch, -1 for a padded row or one whose step is to be discarded.
     computed_min, computed_max: bounds on the tokens computed before the step; equal when exact.
@@ -27,11 +27,13 @@ class StepRows:
         Columns, in-place runners only: the row's kernel reads a state at an offset within the
         running column, as plain-decode and prefill kernels of other engines often cannot. None:
         all do.
-    save_at: replay: int32 `[rows, 2]`, positions at which a checkpoint is wanted, 0 = none. Those
-        that the row passes or ends on are stored (of several inside it the last one); the others
-        mean nothing. Name a position from the step on whose drafts may reach it, until one has
-        begun whose tokens before its drafts certainly do.
-    save_to: replay: int32 `[rows, 2]`, the columns that they go to, -1 = none.
+    save_at: replay only: int32 `[rows, 2]`, positions at which a checkpoint is wanted, more than K
+        tokens apart; 0: none. Stored is one that the last step's drafts have passed or that the
+        row's certain tokens end on, and with `prompt_cuts` the last one inside a prompt's row. The
+        others mean nothing. Name a position from the step on whose drafts may reach it, until one
+        has begun whose certain tokens reach it (`certain_min`).
+    save_to: replay only: int32 `[rows, 2]`, the columns of the block table that they go to. None
+        may be the live one, or hold the state that the row starts from.
 
     Derived once, because a step asks for them many times:
 

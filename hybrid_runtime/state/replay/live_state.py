@@ -1,4 +1,4 @@
-"""The replay layout: one live state per request, checkpoints stored on the way past a boundary."""
+"""The replay layout: one live state per request, checkpoints stored on the way past positions."""
 
 from __future__ import annotations
 
@@ -47,15 +47,15 @@ class ReplayPolicy:
 
     The last column of a block table is the live one and always owned; a step's rows say at which
     positions they want checkpoints and in which of the other columns. A row starts from the state
-    that its steps have written last: in the live column, or in a checkpoint's if that step ended on
-    one without drafts. Pending tokens are folded in
-    from the ring of records, and it is written again when the step's tokens would not fit there or
-    a checkpoint is stored. Rows that do not decode (`StepRows.decodes`) can neither fold nor
-    record: nothing may be pending, and they write in every step. No row can write what another
-    one reads, because a checkpoint's column is written once.
+    that its request wrote last: in the live column, or in a checkpoint's after a hit or if that
+    step ended on a wanted position without drafts. Pending tokens are folded in from the ring of
+    records, and the state is written again if the step's tokens would not fit there or a checkpoint
+    is stored. Rows that do not decode (`StepRows.decodes`) can neither fold nor record: nothing may
+    be pending, and they write in every step. A row never writes the checkpoint that it starts from,
+    because it may not name that column.
 
-    Which positions a step may store depends on the counts of the last one only, not on when the
-    state was written.
+    Which wanted positions a step stores depends on the counts of the last one only, not on when
+    the state was written.
     """
 
     def __init__(
