@@ -89,7 +89,12 @@ def test_padded_rows_stand_between_those_that_decode_and_the_prompts(exact: bool
     assert padded.exact_counts == exact
     assert padded.computed_max[[0, 1, 4]].tolist() == (low + (not exact)).tolist()
     assert pad_rows(rows, shape, shape) is rows
-    said = replace(rows, decodes=np.array([True, True, False]))
-    decodes = pad_rows(said, shape, to=StepShape(4, 16, 2, 64)).decodes
-    assert decodes is not None
-    assert decodes[[0, 1, 4]].tolist() == [True, True, False]
+    pairs = np.arange(6, dtype=np.int32).reshape(3, 2)
+    said = replace(rows, decodes=np.array([True, True, False]), save_at=pairs, save_to=pairs + 9)
+    padded = pad_rows(said, shape, to=StepShape(4, 16, 2, 64))
+    assert padded.decodes is not None
+    assert padded.decodes[[0, 1, 4]].tolist() == [True, True, False]
+    assert padded.saves is not None
+    for found, wanted in zip(padded.saves, (pairs, pairs + 9), strict=True):
+        assert found[[0, 1, 4]].tolist() == wanted.tolist()
+        assert not found[[2, 3]].any()
