@@ -123,8 +123,26 @@ def window() -> str:
     return f"{markdown(header, lines)}\n\n{versions(result)}."
 
 
+def kv_blocks() -> str:
+    """GPU time of paged attention by the size of its blocks."""
+    result = load("h200", "kv-blocks")
+    largest = str(result["blocks"][-1])
+    lines = [
+        [
+            *(str(row[name]) for name in ("rows", "tokens", "context")),
+            us(row["us"][largest]),
+            *(f"{row['us'][str(size)] / row['us'][largest]:.2f}" for size in result["blocks"][:-1]),
+        ]
+        for row in result["rows"]
+    ]
+    sizes = [f"{size} ÷ {largest}" for size in result["blocks"][:-1]]
+    header = ["rows", "tokens each", "context", f"blocks of {largest}, µs", *sizes]
+    return f"{markdown(header, lines)}\n\n{environment(result)}"
+
+
 TABLES = {
     "candidates": candidates,
+    "kv-blocks": kv_blocks,
     "postcopy": postcopy,
     "host": host,
     "predicate": predicate,

@@ -38,8 +38,9 @@ _LEAST_IF_SET = {
     "max_waiting": 1, "block_size": 1, "kv_block_size": 1, "num_speculative_tokens": 0,
     "ring_tokens": 0,
 }  # fmt: skip
-KV_BLOCK_SIZES = (64, 32, 16)
-"""Tokens; of those that divide a state's block the first is taken."""
+KV_BLOCK_SIZES = (64, 32)
+"""Tokens; of those that divide a state's block the first is taken. Smaller ones make attention up
+to a fifth slower (docs/measured.md)."""
 
 
 class EngineOptions(TypedDict, total=False):
@@ -145,8 +146,8 @@ class EngineConfig:
     keys and values take as much memory as a state."""
 
     kv_block_size: int | None = None
-    """Tokens of a block of keys and values, a divisor of `block_size`. None: the largest of 64, 32
-    and 16 that is one, or `block_size` where none is."""
+    """Tokens of a block of keys and values, a divisor of `block_size`. None: 64 or 32,
+    whichever is one first, or `block_size` where neither is."""
 
     memory_fraction: float = 0.9
     """On a GPU: share of its whole memory that may be in use, weights and other programs' included,

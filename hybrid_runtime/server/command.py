@@ -41,7 +41,7 @@ ENGINE_HELP = {
     "stochastic_rounding": "round half-precision states of decoding rows stochastically (off)",
     "conv_layout": "of conv_state in memory: SD or DS",
     "block_size": "tokens between states that can be hit (as many as take a state's memory)",
-    "kv_block_size": "tokens of a block of keys and values (64, 32 or 16)",
+    "kv_block_size": "tokens of a block of keys and values (64 or 32)",
     "memory_fraction": "share of the GPU's memory that may be in use",
     "num_blocks": "KV blocks and state blocks (by --memory-fraction; on a CPU for all requests)",
     "prefix_caching": "start prompts from what earlier ones have left (on)",

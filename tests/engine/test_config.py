@@ -158,7 +158,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
 
 
 def test_kv_blocks_are_small_where_that_divides_the_blocks_of_states() -> None:
-    sizes = {4224: 64, 1056: 32, 1328: 16, 48: 16, 16: 16, 40: 40, 11: 11, 8: 8}
+    sizes = {4224: 64, 1056: 32, 1328: 1328, 48: 48, 64: 64, 40: 40, 11: 11, 8: 8}
     assert {block: EngineConfig().kv_block(block) for block in sizes} == sizes
     assert EngineConfig(kv_block_size=4).kv_block(8) == 4
 
