@@ -178,10 +178,11 @@ def pad_rows(rows: StepRows, shape: StepShape, to: StepShape) -> StepRows:
     out[:, first:behind] = [[-1], [0], [0], [to.row_tokens], [0]]
     out[:, behind:] = fields[:, first:]
     slot, low, high, scheduled, draft = out
-    decodes, saves, padded = None, (None, None), [first] * (behind - first)
+    decodes = save_at = save_to = None
+    padded = [first] * (behind - first)
     if rows.decodes is not None:
         decodes = np.insert(rows.decodes, padded, True)
     if rows.saves is not None:
-        saves = tuple(np.insert(pairs, padded, 0, 0) for pairs in rows.saves)
+        save_at, save_to = (np.insert(pairs, padded, 0, 0) for pairs in rows.saves)
     high = low if rows.exact_counts else high
-    return StepRows(slot, low, high, scheduled, draft, decodes, *saves)
+    return StepRows(slot, low, high, scheduled, draft, decodes, save_at, save_to)

@@ -155,7 +155,7 @@ class ReplayPolicy:
                 "scheduled",
                 "draft + 1 in a row whose last step decoded, which only such a step can fold",
             ),
-            *self._misplaced(rows, known, before),
+            *self._misplaced(rows, known, before, low),
         )
         may_store = arithmetic.replay_candidates(
             low, rows.computed_max, high, rows.draft, last_draft, kept
@@ -270,10 +270,11 @@ class ReplayPolicy:
         return RepeatRange.of(first, next_retained(low, self.kept(rows)) - rows.certain)
 
     def _misplaced(
-        self, rows: StepRows, known: NDArray[np.int32], before: NDArray[np.int32]
+        self, rows: StepRows, known: NDArray[np.int32], before: NDArray[np.int32], low: Ints
     ) -> list[Refusal]:
         """Refusals of `save_at` and `save_to`. before: what the slots' last rows named, int32
-        `[rows, 2, 2]`, pairs of position and column."""
+        `[rows, 2, 2]`, pairs of position and column. low: least position that each row may
+        store."""
         if rows.saves is None:
             return []
         (at, to), k = rows.saves, self.layout.num_speculative_tokens
@@ -282,7 +283,8 @@ class ReplayPolicy:
         close = both & (abs(at[:, 0] - at[:, 1]) <= k)
         held = known[:, [Ledger.HELD_MIN, Ledger.HELD_MAX]]
         again = (np.stack([at, to], 2)[:, :, None] == before[:, None]).all(3).any(2)
-        taken = (to[:, :, None] == held[:, None]) & (named & ~again)[:, :, None]
+        new = named & ~again & (at >= low[:, None])
+        taken = (to[:, :, None] == held[:, None]) & new[:, :, None]
         outside = named & ((to < 0) | (to >= self._live))
         apart = f"two positions more than {k} tokens apart, or 0"
         read = "no column that may hold the state that the row starts from"
