@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import statistics
 import time
 from collections.abc import Callable
@@ -17,6 +18,8 @@ from hybrid_runtime.bench.report import dumps
 from hybrid_runtime.bench.report import show as show
 
 RESULTS = Path(__file__).parents[1] / "results"
+# The folders of an absolute path that is a string or a word of one; an endpoint is none.
+FOLDERS = re.compile(r"(?<![^\s=])/(?!v1/)(?:[^/\s]+/)+")
 
 
 def arguments(
@@ -50,13 +53,24 @@ def environment() -> dict[str, Any]:
 def save(name: str, result: dict[str, Any], out: Path | None) -> Path:
     """Write `result` with the environment to `out`, or to the device's folder of results.
 
-    The environment is `result`'s own where it brings one: results merged elsewhere.
+    The environment is `result`'s own where it brings one: results merged elsewhere. Absolute paths
+    lose their folders: a committed file does not tell how somebody's machine is laid out.
     """
     result = {"environment": result.get("environment") or environment()} | result
+    result = without_folders(result)
     path = out or folder(result) / f"{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(dumps(result) + "\n")
     return path
+
+
+def without_folders(value: Any) -> Any:
+    """`value` with every absolute path in its strings cut down to its last part."""
+    if isinstance(value, str):
+        return FOLDERS.sub("", value)
+    if isinstance(value, dict):
+        return {name: without_folders(item) for name, item in value.items()}
+    return [without_folders(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def folder(result: dict[str, Any]) -> Path:
