@@ -146,8 +146,8 @@ class EngineConfig:
     keys and values take as much memory as a state."""
 
     kv_block_size: int | None = None
-    """Tokens of a block of keys and values, a divisor of `block_size`. None: 64 or 32,
-    whichever is one first, or `block_size` where neither is."""
+    """Tokens of a block of keys and values, a divisor of `block_size`. None: 64, else 32,
+    where it is one; else `block_size`."""
 
     memory_fraction: float = 0.9
     """On a GPU: share of its whole memory that may be in use, weights and other programs' included,

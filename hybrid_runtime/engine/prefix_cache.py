@@ -205,7 +205,7 @@ class PrefixCache:
     def is_unfiled(self, request: Request, checkpoint: Checkpoint) -> bool:
         """Whether this checkpoint, in a block that the request owns, can be filed and is not."""
         self._hash(request)
-        index = checkpoint.boundary // self.block * self._each
+        index = checkpoint.position // self.block * self._each
         if index > len(request.hashes) or self.state.block(checkpoint) < 0:
             return False
         return self.state.pool.find(request.hashes[index - 1]) is None
@@ -218,9 +218,9 @@ class PrefixCache:
         # What was accepted beyond the request's own end has no place in its text.
         hashes, each = request.hashes, self._each
         states = [
-            (hashes[checkpoint.boundary // self.block * each - 1], self.state.block(checkpoint))
+            (hashes[checkpoint.position // self.block * each - 1], self.state.block(checkpoint))
             for checkpoint in checkpoints
-            if checkpoint.boundary // self.block * each <= len(hashes)
+            if checkpoint.position // self.block * each <= len(hashes)
         ]
         full = min(request.computed // self.block, len(hashes) // each)
         span = slice(request.filed * each, max(request.filed, full) * each)

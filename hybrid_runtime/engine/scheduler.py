@@ -309,7 +309,7 @@ class Scheduler:
             draft,
             np.arange(len(slots)) < num_decoding,
         )
-        # What `block_demand` takes: tokens computed as of the last results. In a prompt no drafts
+        # What columns are freed by: tokens computed as of the last results. In a prompt no drafts
         # have been accepted, so that everything up to there has been filed.
         known = table.computed[slots]
         known[num_decoding:] += self.num_draft

@@ -207,13 +207,13 @@ class RoleBlocks:
             return FREE
         if checkpoint.column == self.LIVE:
             return owned.live
-        found = owned.stored.get(checkpoint.boundary) or owned.named.get(checkpoint.boundary)
+        found = owned.stored.get(checkpoint.position) or owned.named.get(checkpoint.position)
         return FREE if found is None else found[1]
 
     def filed(self, checkpoint: Checkpoint) -> None:
         owned = self._owned[checkpoint.slot]
         if owned is not None and checkpoint.column != self.LIVE:
-            owned.filed.add(checkpoint.boundary)
+            owned.filed.add(checkpoint.position)
 
     def free(self, slot: int) -> None:
         owned = self._owned[slot]

@@ -94,10 +94,10 @@ def last_retained(position: Ints, retention: RetentionRule) -> Ints:
     return found
 
 
-def lost_boundaries(
+def lost_checkpoints(
     computed: Ints, certain: Ints, retention: RetentionRule, cut: Ints | int
 ) -> Ints:
-    """The last retained boundary that a row passes on its way from `computed` to `certain` tokens
+    """The last wanted position that a row passes on its way from `computed` to `certain` tokens
     without ending on one, so that no checkpoint of it can exist; 0: there is none.
 
     cut: the one inside that the row leaves a checkpoint of; 0: it leaves none.

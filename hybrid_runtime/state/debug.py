@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hybrid_runtime.device.sync import allowed
-from hybrid_runtime.state.boundaries import lost_boundaries
+from hybrid_runtime.state.boundaries import lost_checkpoints
 from hybrid_runtime.state.ledger import Ledger
 from hybrid_runtime.state.placement import LayoutPolicy
 from hybrid_runtime.state.rows import StepRows
@@ -70,7 +70,7 @@ def check_step(
     fewest, largest = _counted(ledger, queued)
     rule, end = policy.kept(rows), exact + rows.certain
     inside = policy.inside(exact, end, rows.draft, rule) if cuts else 0
-    lost = lost_boundaries(exact, end, rule, inside)
+    lost = lost_checkpoints(exact, end, rule, inside)
     for i in np.flatnonzero(writes[:, 0] >= 0):  # the others do not run
         slot, low, high = int(rows.slot[i]), rows.computed_min[i], rows.computed_max[i]
         request = f"slot {slot}, generation {ledger.generation[slot]}, step {number}"
@@ -95,8 +95,8 @@ def check_step(
         if lost[i]:
             raise ValueError(
                 f"rows.scheduled[{i}] is {rows.scheduled[i]} ({request}), which passes the "
-                f"wanted position {lost[i]} and ends on {end[i]}; it must end on {lost[i]}"
-                f"{', or pass no wanted position behind it,' if cuts else ''} or there is no "
+                f"wanted position {lost[i]} and ends on {end[i]}; it must end on {lost[i]}, "
+                f"{'or pass no wanted position behind it, ' if cuts else ''}or there is no "
                 "checkpoint to hit"
             )
 

@@ -203,7 +203,7 @@ class InFlightSteps:
             step.copied = np.flatnonzero(copied)
             self.rows_copied += len(step.copied)
             step.published = inside + self._checkpoints(
-                step, left.boundary, left.complete & current
+                step, left.position, left.complete & current
             )
         for checkpoint in step.published:
             ledger.stored[checkpoint.slot] = checkpoint[2:]

@@ -397,14 +397,14 @@ class HybridStateManager(OneProcess):
         return step
 
     def _count_lost(self) -> None:
-        """Count boundaries that chunks have lost; their forward pass need not wait for it."""
+        """Count the checkpoints that chunks have lost; their forward pass need not wait for it."""
         for step in self._chunked:
             inside: Ints | int = 0
             if self.prompt_cuts:
                 rows = step.rows
                 low, high = rows.computed_min, rows.certain_min
                 inside = self._policy.inside(low, high, rows.draft, step.kept)
-            self._stats.lost_boundaries += step.count_lost(inside)
+            self._stats.lost_checkpoints += step.count_lost(inside)
         self._chunked.clear()
 
     def _check(self, rows: StepRows, lines: Tensor) -> None:

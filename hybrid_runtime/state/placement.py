@@ -59,12 +59,13 @@ class StepPlan(NamedTuple):
 class Outcome(NamedTuple):
     """What a step with known counts has left, `[rows]`.
 
-    boundary: the block boundary that it passed or ended on, in tokens.
+    position: in tokens, where it may have left a checkpoint: a wanted position (replay), or the
+        last block boundary that it passed or ended on (columns).
     complete: the checkpoint there is in its column.
     copied: that took a copy of a state, unless the row is dead.
     """
 
-    boundary: Ints
+    position: Ints
     complete: Bools
     copied: Bools
 

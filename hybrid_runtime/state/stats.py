@@ -17,8 +17,8 @@ class Stats:
     copy_launches: launches of the pre-copy and the post-copy.
     uploads, readbacks: packed lines sent to the device, and accepted counts sent to the host.
     rows_flushed, flush_launches: of `flush`.
-    lost_boundaries: rows that passed a retained boundary without leaving a checkpoint, as prompt
-        chunks may: there is none that a prefix hit could start from.
+    lost_checkpoints: rows that passed a wanted position (columns: a retained boundary) without
+        leaving a checkpoint, as prompt chunks may: a prefix hit there is not possible.
     waits, wait_seconds: of the host for the device.
     """
 
@@ -32,6 +32,6 @@ class Stats:
     readbacks: int = 0
     rows_flushed: int = 0
     flush_launches: int = 0
-    lost_boundaries: int = 0
+    lost_checkpoints: int = 0
     waits: int = 0
     wait_seconds: float = 0.0

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hybrid_runtime.kernels.common.varlen import Cuts
 from hybrid_runtime.kernels.step.advance_replay import IDLE, ReplayPositions
-from hybrid_runtime.state.boundaries import Ints, RetentionRule, lost_boundaries
+from hybrid_runtime.state.boundaries import Ints, RetentionRule, lost_checkpoints
 from hybrid_runtime.state.rows import StepRows
 
 
@@ -19,13 +19,13 @@ class Checkpoint(NamedTuple):
     """A state whose bytes are written.
 
     slot, generation: the request that it belongs to.
-    boundary: tokens in the state; in the columns layout a multiple of the block size.
+    position: tokens in the state; in the columns layout a multiple of the block size.
     column: column of the request's block table that holds it.
     """
 
     slot: int
     generation: int
-    boundary: int
+    position: int
     column: int
 
 
@@ -145,5 +145,5 @@ class Step:
         """Rows that pass a position without leaving the checkpoint that is wanted there. inside:
         positions inside the rows at which they leave one, `[rows]`; 0: there is none."""
         start, end = self.rows.computed_min, self.rows.certain_min
-        lost = lost_boundaries(start, end, self.kept, inside) * (self.rows.slot >= 0)
+        lost = lost_checkpoints(start, end, self.kept, inside) * (self.rows.slot >= 0)
         return int(np.count_nonzero(lost))

@@ -68,7 +68,7 @@ def test_a_chunk_passes_one_boundary_and_leaves_every_checkpoint(
     drain(runs)
     want = hf_greedy(hf, prompt)[: PARAMS.max_tokens]
     same_text(hf, prompt, request.output, want)
-    assert runs.manager.stats().lost_boundaries == 0
+    assert runs.manager.stats().lost_checkpoints == 0
     # Each boundary can be hit, and leads to the same text.
     for boundary in range(BLOCK, length, BLOCK):
         other = prompt[: boundary + 1] + text(3, boundary)
@@ -97,7 +97,7 @@ def test_the_text_does_not_depend_on_the_chunks(
         answers = runs.generate(prompts, PARAMS)
         for prompt, answer, want in zip(prompts, answers, wanted, strict=True):
             same_text(hf, prompt, answer.tokens, want)
-        assert runs.manager.stats().lost_boundaries == 0
+        assert runs.manager.stats().lost_checkpoints == 0
 
 
 def test_without_a_cache_a_prompt_takes_one_step(

@@ -241,10 +241,10 @@ class HashRunner:
         if lost and self.debug:
             with pytest.raises(ValueError, match="which passes the wanted position"):
                 self.manager.begin_step(rows)
-        self.manager.debug, before = self.debug and not lost, self.manager.stats().lost_boundaries
+        self.manager.debug, before = self.debug and not lost, self.manager.stats().lost_checkpoints
         step = self.manager.begin_step(rows)
         # Told from the bounds, which are those of `bounds` unless they have slack.
-        assert slack or self.manager.stats().lost_boundaries == before + lost
+        assert slack or self.manager.stats().lost_checkpoints == before + lost
         self.manager.debug = self.debug
         requests = [self.requests[slot] if slot >= 0 else None for slot, *_ in plan]
         opened = Open(step, plan, requests, [], [])
@@ -391,7 +391,7 @@ class HashRunner:
         assert found == want, (self.manager.strategy, found, want)
         for checkpoint in checkpoints:
             request = self.requests[checkpoint.slot]
-            tokens = request.tokens[: checkpoint.boundary]
+            tokens = request.tokens[: checkpoint.position]
             blocks = [group[checkpoint.column] for group in request.blocks]
             self.check(blocks, blocks, 0, tokens)
             request.published[checkpoint.column] = request.taken[checkpoint.column]
@@ -403,7 +403,7 @@ class HashRunner:
         blocks = [group[checkpoint.column] for group in request.blocks]
         for block in blocks:
             self.pool.share(block)
-        self.kept.append(Kept(request.tokens[: checkpoint.boundary], blocks))
+        self.kept.append(Kept(request.tokens[: checkpoint.position], blocks))
 
     def check(self, windows: list[int], states: list[int], offset: int, tokens: list[int]) -> None:
         """The state in these blocks (per group) is that of exactly `tokens`."""

@@ -25,7 +25,7 @@ from hybrid_runtime.engine.block_pool import REMEMBERED, BlockPool, BlockTable
 from hybrid_runtime.engine.offload.cache import HostCache
 from hybrid_runtime.engine.offload.memcpy import CopyPath
 from hybrid_runtime.engine.request import Hit, Request
-from hybrid_runtime.engine.state_blocks import RoleBlocks, StateBlocks
+from hybrid_runtime.engine.state_blocks import ColumnBlocks, RoleBlocks, StateBlocks
 
 BLOCK = 4
 POISON = -9999.0
@@ -328,5 +328,6 @@ def owned_blocks(blocks: BlockTable | StateBlocks, slot: int) -> list[int]:
     if isinstance(blocks, RoleBlocks):
         owned = blocks._owned[slot]
         return [] if owned is None else owned.blocks()
-    table = blocks if isinstance(blocks, BlockTable) else blocks._table  # type: ignore[attr-defined]
+    table = blocks._table if isinstance(blocks, ColumnBlocks) else blocks
+    assert isinstance(table, BlockTable)
     return [int(block) for block in table._view[slot] if block >= 0]

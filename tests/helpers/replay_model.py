@@ -57,15 +57,15 @@ class ReplayRunner(HashRunner):
             blocks = [group[self.live] for group in request.blocks]
             if self.device == "cpu":
                 self.manager.flush([checkpoint])
-                self.check(blocks, blocks, 0, request.tokens[: checkpoint.boundary])
+                self.check(blocks, blocks, 0, request.tokens[: checkpoint.position])
             self.last_folded += 1
         else:
             assert not folded or request.in_flight
-            assert checkpoint.column == checkpoint.boundary // block - 1
+            assert checkpoint.column == checkpoint.position // block - 1
             blocks = [group.get(checkpoint.column, -1) for group in request.blocks]
             if min(blocks) >= 0 and request.still_has(checkpoint.column):
                 with allowed("the test looks"):
-                    self.check(blocks, blocks, 0, request.tokens[: checkpoint.boundary])
+                    self.check(blocks, blocks, 0, request.tokens[: checkpoint.position])
                 self.last_stored += bool(request.in_flight)
         super().release(slot)
 

@@ -48,10 +48,10 @@ def test_states_of_every_chunk_that_passes_one_boundary(kind: str, depth: int, g
             runs.step([(0, end - start_of_step, [], 0)])
             while runs.outstanding:
                 runs.recent += runs.read_oldest()
-            found = {s.boundary: s for s in runs.recent if s.boundary > start_of_step}
+            found = {s.position: s for s in runs.recent if s.position > start_of_step}
             assert set(found) == {boundary} | ({end} if end % BLOCK == 0 else set())
             assert runs.cuts == 1
-            assert runs.manager.stats().lost_boundaries == 0
+            assert runs.manager.stats().lost_checkpoints == 0
             runs.keep(found[boundary])
             finish(runs, 0, rng, 2)
             runs.admit(1, prompt, runs.kept[0])
@@ -71,7 +71,7 @@ def test_boundaries_that_nobody_keeps_are_not_cut(kind: str) -> None:
     assert runs.cuts == 1
     while runs.outstanding:
         runs.recent += runs.read_oldest()
-    assert [s.boundary for s in runs.recent] == [2 * BLOCK]
+    assert [s.position for s in runs.recent] == [2 * BLOCK]
 
 
 @layouts
@@ -80,10 +80,10 @@ def test_an_early_boundary_is_lost(kind: str) -> None:
     runs = runner(kind)
     runs.admit(0, list(range(4 * BLOCK)))
     runs.step([(0, 2 * BLOCK + 1, [], 0)])
-    assert runs.manager.stats().lost_boundaries == 1
+    assert runs.manager.stats().lost_checkpoints == 1
     while runs.outstanding:
         runs.recent += runs.read_oldest()
-    assert [s.boundary for s in runs.recent] == [2 * BLOCK]
+    assert [s.position for s in runs.recent] == [2 * BLOCK]
 
 
 def test_the_last_checkpoint_of_a_queued_step_is_its_cut() -> None:
@@ -92,7 +92,7 @@ def test_the_last_checkpoint_of_a_queued_step_is_its_cut() -> None:
     runs.step([(0, BLOCK + 2, [], 0)])
     checkpoint = runs.manager.last_checkpoint(0)
     assert checkpoint is not None
-    assert (checkpoint.boundary, checkpoint.column) == (BLOCK, 0)
+    assert (checkpoint.position, checkpoint.column) == (BLOCK, 0)
     runs.release(0)  # looks at its bytes
 
 

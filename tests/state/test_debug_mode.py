@@ -72,7 +72,7 @@ def test_a_chunk_that_loses_a_boundary_is_named_and_counted(kind: str) -> None:
     )
     with pytest.raises(ValueError, match=message):
         run(made, exact([5], 13, 0), 0)
-    assert made.stats().lost_boundaries == 0
+    assert made.stats().lost_checkpoints == 0
     run(made, exact([5], 11, 0), 0)  # ends on 16
     if kind == "columns":
         made.retain(0, 0)
@@ -84,10 +84,10 @@ def test_a_chunk_that_loses_a_boundary_is_named_and_counted(kind: str) -> None:
         for slot in (0, 1):
             plain.release(slot)
             plain.admit(slot, 5, COLUMNS - 1 if kind == "replay" else 0)
-    assert plain.stats().lost_boundaries == 4
+    assert plain.stats().lost_checkpoints == 4
     padded = plain.begin_step(StepRows.exact([-1], [5], [13], [0]))
     plain.end_step(padded, torch.ones(1, dtype=torch.int32))
-    assert plain.stats().lost_boundaries == 4
+    assert plain.stats().lost_checkpoints == 4
 
 
 @layouts
@@ -99,8 +99,8 @@ def test_a_chunk_may_pass_one_boundary_if_kernels_cut_it(kind: str) -> None:
     run(made, exact([5], 11, 0), 0)  # leaves 8 and ends on 16
     step = begin(made, StepRows.exact([0], [16], [10], [0]))
     made.end_step(step, torch.zeros(1, dtype=torch.int32))
-    assert [s.boundary for s in made.published(step)] == [24]
-    assert made.stats().lost_boundaries == 0
+    assert [s.position for s in made.published(step)] == [24]
+    assert made.stats().lost_checkpoints == 0
 
 
 @layouts

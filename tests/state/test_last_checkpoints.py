@@ -259,8 +259,8 @@ def test_a_checkpoint_is_flushed_at_once_and_once() -> None:
     bad: Any
     for bad in (
         [checkpoint, checkpoint],
-        [checkpoint._replace(boundary=9)],  # the live block would hold one token too many
-        [checkpoint._replace(boundary=16)],
+        [checkpoint._replace(position=9)],  # the live block would hold one token too many
+        [checkpoint._replace(position=16)],
         [checkpoint._replace(column=0)],  # it would not be stored at all
         [checkpoint._replace(slot=9)],
         [tuple(checkpoint)],
@@ -304,7 +304,7 @@ def test_no_step_follows_a_flush_even_if_it_would_repeat_the_last_one() -> None:
     made.accepted(run(made, exact([5], [4], [3]), 4))
     checkpoint = made.last_checkpoint(0)
     assert checkpoint is not None
-    assert (checkpoint.boundary, checkpoint.column) == (BLOCK, COLUMNS - 1)
+    assert (checkpoint.position, checkpoint.column) == (BLOCK, COLUMNS - 1)
     made.flush([checkpoint])
     with pytest.raises(ValueError, match="flush"):
         made.begin_step(exact([9], [4], [3]))
@@ -346,11 +346,11 @@ def test_a_last_checkpoint_is_not_expected_of_a_step_that_may_never_run() -> Non
     step = begin(made, exact([0], [BLOCK], [0]))
     assert made.last_checkpoint(0) is None
     made.end_step(step, counts(1))
-    assert made.last_checkpoint(0) == Checkpoint(slot=0, generation=0, boundary=BLOCK, column=0)
+    assert made.last_checkpoint(0) == Checkpoint(slot=0, generation=0, position=BLOCK, column=0)
 
 
 def test_a_last_checkpoint_outlives_steps_that_store_none() -> None:
     made = manager(0, kind="replay")
     run(made, exact([0], [BLOCK], [0]), 1)
     made.accepted(run(made, exact([BLOCK], [1], [0]), 1))
-    assert made.last_checkpoint(0) == Checkpoint(slot=0, generation=0, boundary=BLOCK, column=0)
+    assert made.last_checkpoint(0) == Checkpoint(slot=0, generation=0, position=BLOCK, column=0)

@@ -156,7 +156,7 @@ def test_a_row_that_left_takes_no_copy_from_those_that_stay(strategy: str) -> No
     before = contents()
     runs.end(opened)
     (checkpoint,) = runs.read_oldest()  # and checks its bytes
-    assert (checkpoint.slot, checkpoint.boundary) == (1, 8)
+    assert (checkpoint.slot, checkpoint.position) == (1, 8)
     assert all_equal(contents(), before)
 
 
@@ -257,7 +257,7 @@ def test_abandoned_steps_do_not_push_older_results_out(readback: bool) -> None:
     made.admit(2)
     made.end_step(made.begin_step(StepRows.exact([2], [0], [5], [0])), counts(1))
     assert made.accepted(first).tolist() == [1]
-    assert [s.boundary for s in made.published(first)] == [8]
+    assert [s.position for s in made.published(first)] == [8]
 
 
 def test_a_steps_places_are_kept_until_its_counts_are_folded_in() -> None:
@@ -318,7 +318,7 @@ def test_counts_may_be_handed_in() -> None:
     step = made.begin_step(rows())
     made.end_step(step, counts(4, 2))
     made.resolve(step, np.array([4, 2]))
-    assert [s.boundary for s in made.published(step)] == [8]
+    assert [s.position for s in made.published(step)] == [8]
     assert made.stats().readbacks == 0
 
 

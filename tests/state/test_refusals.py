@@ -304,7 +304,7 @@ def test_host_strategies_refuse_to_end_out_of_turn_and_change_nothing(strategy: 
     assert not younger.ended
     made.end_step(older, counts(1))
     made.end_step(younger, four)
-    assert [s.boundary for s in made.published(younger)] == [8]
+    assert [s.position for s in made.published(younger)] == [8]
     assert made.published(older) == []
 
 
@@ -356,7 +356,7 @@ def test_counts_that_a_runner_fetched_are_checked(bad: Any) -> None:
     with pytest.raises(ValueError, match=r"accepted is|num_accepted\[\d\] is"):
         made.resolve(step, bad)
     made.resolve(step, np.array([1, 4], np.int64))
-    assert [s.boundary for s in made.published(step)] == [8]
+    assert [s.position for s in made.published(step)] == [8]
 
 
 @layouts
@@ -390,7 +390,7 @@ def test_after_an_impossible_count_the_others_go_on(strategy: Any, way_out: str)
     if way_out == "release":
         made.release(1)
         end()
-        assert [s.boundary for s in made.published(step)] == [8]
+        assert [s.position for s in made.published(step)] == [8]
         made.end_step(
             made.begin_step(StepRows.exact([0, 2], [6, 9], [4] * 2, [3] * 2)), counts(1, 1)
         )

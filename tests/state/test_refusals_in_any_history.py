@@ -260,7 +260,7 @@ def a_checkpoint_that_never_was(w: World) -> None:
         computed = int(w.made._ledger.computed[slot])
         invented = Checkpoint(slot, generation, computed + w.rng.randrange(1, 30), COLUMNS - 1)
         known = w.made.last_checkpoint(slot)
-        changed = [] if known is None else [known._replace(boundary=known.boundary + 1)]
+        changed = [] if known is None else [known._replace(position=known.position + 1)]
         for bad in (invented, *changed, tuple(invented), None):
             with refused(r"checkpoints\[0\] is"):
                 w.made.flush([bad])  # type: ignore[list-item]

@@ -162,7 +162,7 @@ def test_a_checkpoint_goes_where_the_row_says(
         accepted = data.draw(st.integers(1, draft + 1))
         made.end_step(step, counts(accepted))
         want = {(p, column[p]) for p in {*stored, *([end] if left != LIVE else [])}}
-        assert {(c.boundary, c.column) for c in made.published(step)} == want
+        assert {(c.position, c.column) for c in made.published(step)} == want
         n, certain, held = end + accepted - 1, end, left
 
 

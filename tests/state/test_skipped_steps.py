@@ -60,7 +60,7 @@ def test_a_boundary_that_nobody_keeps_needs_no_copy() -> None:
     step = made.begin_step(rows(computed_min=[9, 14], computed_max=[9, 14]))
     assert step.candidates.tolist() == [1]
     made.end_step(step, counts(4, 4))
-    assert [(s.slot, s.boundary) for s in made.published(step)] == [(1, 16)]
+    assert [(s.slot, s.position) for s in made.published(step)] == [(1, 16)]
 
 
 @pytest.mark.parametrize("in_place", [False, True])

@@ -48,7 +48,7 @@ def test_arrays_of_the_runner_are_its_own_again(steady: bool) -> None:
             array += 1
         made.end_step(step, counts(4, 4))
         assert made.accepted(step).tolist() == [4, 4]
-        found = {s.boundary for s in made.published(step)}
+        found = {s.position for s in made.published(step)}
         assert found == ([{8}, set(), {16}, set()][number])
         for array in (slot, low, high, scheduled, draft):
             array -= 1

@@ -1,8 +1,8 @@
 """Last checkpoints of requests that leave their slots, in the replay layout.
 
-The last tokens of a request may not be in its state yet: their records are in the ring. A boundary
-among the drafts that the last step accepted is stored by the next one; if none comes, the state
-there is made here.
+The last tokens of a request may not be in its state yet: their records are in the ring. A wanted
+position among the drafts that the last step accepted is stored by the next one; if none comes, the
+state there is made here.
 """
 
 from __future__ import annotations
@@ -94,13 +94,11 @@ class Flusher:
             position = arithmetic.save_inside(computed, certain, draft, kept)
         if step is not None:
             column = int(self._column(step.rows, position)[row[0]])
-        boundary = int(position[0])
+        wanted = int(position[0])
         possible = self._source is not None if step is None else step.ended
-        if boundary <= before[0] or not possible:
-            boundary, column = ledger.stored[slot].tolist()
-        return (
-            Checkpoint(slot, int(ledger.generation[slot]), boundary, column) if boundary else None
-        )
+        if wanted <= before[0] or not possible:
+            wanted, column = ledger.stored[slot].tolist()
+        return Checkpoint(slot, int(ledger.generation[slot]), wanted, column) if wanted else None
 
     def prepare(self) -> None:
         """Compile what `fold` launches, with a row that touches nothing."""
@@ -119,13 +117,13 @@ class Flusher:
         index, packed = self._staging.take()
         for i, checkpoint in enumerate(rows):
             packed[0, i] = slot = checkpoint.slot
-            packed[1, slot] = checkpoint.boundary - table.written[slot]
+            packed[1, slot] = checkpoint.position - table.written[slot]
             packed[2, slot] = table.written[slot] % self._ring
-            packed[3, slot] = checkpoint.boundary - table.certain[slot]
-            packed[4, slot] = checkpoint.boundary
+            packed[3, slot] = checkpoint.position - table.certain[slot]
+            packed[4, slot] = checkpoint.position
         self._launch(self._source, index, len(rows))
         for checkpoint in rows:
-            table.flushed(checkpoint.slot, checkpoint.boundary)
+            table.flushed(checkpoint.slot, checkpoint.position)
         return len(rows)
 
     def _launch(self, source: FlushInputs, index: int, count: int) -> None:

@@ -123,7 +123,7 @@ class ReplayPolicy:
         entry = packed[: len(rows)]
         entry[:, fields.DECODES] = decodes = decoding(rows)
         before = entry[:, SAVES].copy().reshape(-1, 2, 2)  # those of the slots' last rows
-        entry[:, fields.FIRST_SAVE : fields.SECOND_COLUMN + 1] = 0, -1, 0, -1
+        entry[:, SAVES] = 0, -1, 0, -1
         if rows.saves is not None:
             at, to = rows.saves
             entry[:, SAVES] = np.stack([at, to], 2).reshape(-1, 4)
