@@ -29,6 +29,7 @@ TEXTS = (
 COUNTED = ("prefix_cache_hits", "spec_decode_num_accepted_tokens", "num_preemptions")
 STEPS = (
     ("vllm_replay_steps", "Nemotron-H-8B"),
+    ("vllm_replay_steps-house", "Nemotron-H-8B"),
     ("vllm_replay_steps-k5", "Nemotron-H-8B"),
     ("vllm_replay_steps-nano", "Nemotron-3-Nano-30B"),
 )
