@@ -240,7 +240,8 @@ def advance(
         )  # fmt: skip
         return
     max_rows = positions.read_column.shape[0]
-    grid = (triton.cdiv(max(max_rows, num_entries), LINES), 1, 1)
+    programs = -(-max(max_rows, num_entries) // LINES.value)  # triton.cdiv is slow on the host
+    grid = (programs, 1, 1)
     arguments = (
         entries,
         num_entries,

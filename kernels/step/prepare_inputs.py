@@ -273,7 +273,7 @@ def prepare_inputs(
         length.stride(0),
         *out,
     )
-    grid = (rows, triton.cdiv(max(max_scheduled, pad, 1), TILE), 1)
+    grid = (rows, -(-max(max_scheduled, pad, 1) // TILE), 1)  # triton.cdiv is slow on the host
     _launch(grid, arguments, _constants(drafts.shape[1], rows))
 
 
