@@ -45,9 +45,14 @@ def plain(rows: list[dict[str, Any]], *hidden: str) -> list[dict[str, Any]]:
 
 def environment() -> dict[str, Any]:
     """Hardware, versions and commit."""
-    # The device machine gets a copy without .git; the caller then says which commit it is.
-    commit = os.environ.get("COMMIT") or output("git", "rev-parse", "--short", "HEAD")
-    return machine() | {"commit": commit}
+    return machine() | {"commit": os.environ.get("COMMIT") or commit(RESULTS)}
+
+
+def commit(folder: Path) -> str | None:
+    """Of the checkout around `folder`, with -dirty behind it where a tracked file is changed; None
+    where there is no checkout. A copy whose git does not know its commit is told it by the variable
+    COMMIT."""
+    return output("git", "-C", str(folder), "describe", "--always", "--dirty", "--exclude=*")
 
 
 def save(name: str, result: dict[str, Any], out: Path | None) -> Path:

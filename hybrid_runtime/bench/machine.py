@@ -13,8 +13,10 @@ import torch
 
 def machine() -> dict[str, Any]:
     """Hardware and versions."""
+    gpu = torch.cuda.get_device_properties() if torch.cuda.is_available() else None
     return {
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
+        "device": "CPU" if gpu is None else gpu.name,
+        "gpu_uuid": None if gpu is None else str(gpu.uuid),
         "driver": output(
             "nvidia-smi", "--id=0", "--query-gpu=driver_version", "--format=csv,noheader"
         ),
