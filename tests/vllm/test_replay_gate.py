@@ -52,10 +52,13 @@ def test_a_model_that_replays(mode: str, caplog: pytest.LogCaptureFixture) -> No
         ({"parallel_config__pipeline_parallel_size": 2}, "pipeline"),
         ({"parallel_config__enable_dbo": True}, "overlap"),
         ({"speculative_config": SimpleNamespace(method="draft_model")}, "draft model"),
-        ({"mamba_config": SimpleNamespace(enable_stochastic_rounding=True)}, "stochastically"),
+        (
+            {"mamba_config": SimpleNamespace(enable_stochastic_rounding=True)},
+            "without --enable-mamba-cache-stochastic",
+        ),
         (
             {"mamba_config": SimpleNamespace(backend=SimpleNamespace(name="FLASHINFER"))},
-            "FLASHINFER",
+            "FLASHINFER (--mamba-backend triton replays)",
         ),
         ({"cache_config__use_replayssm": True}, "use-replayssm"),
     ],

@@ -99,12 +99,15 @@ def replay_unhandled(vllm_config: Any) -> str | None:
     mamba = getattr(vllm_config, "mamba_config", None)
     backend = getattr(getattr(mamba, "backend", None), "name", "TRITON")
     if backend != "TRITON":
-        return f"the Mamba backend is {backend}"
+        return f"the Mamba backend is {backend} (--mamba-backend triton replays)"
     if getattr(mamba, "enable_stochastic_rounding", False):
-        return "states are rounded stochastically"
+        return (
+            "states are rounded stochastically (it replays without "
+            "--enable-mamba-cache-stochastic-rounding)"
+        )
     # From 0.27 on.
     if getattr(cache, "use_replayssm", False):
-        return "vLLM's own --use-replayssm is on"
+        return "vLLM's own --use-replayssm is on (without it the plug-in replays)"
     if os.environ.get("VLLM_BATCH_INVARIANT", "0") not in ("", "0"):
         return "VLLM_BATCH_INVARIANT asks for results that do not depend on the batch"
     if os.environ.get("VLLM_USE_HW_AGNOSTIC", "0") not in ("", "0"):
