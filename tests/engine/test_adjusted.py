@@ -10,8 +10,10 @@ from helpers.small_engine import (
     VOCABULARY,
     Make,
     Script,
+    engine,
     with_graphs_and_without,
 )
+from tokenizers import Tokenizer
 from transformers import NemotronHForCausalLM
 
 from hybrid_runtime.engine import Completion, SamplingParams
@@ -31,10 +33,10 @@ def test_penalised_text_equals_that_of_transformers(
     runs = make()
     answers = runs.generate(prompts[2:5], params)
     for prompt, answer in zip(prompts[2:5], answers, strict=True):
+        with torch.inference_mode():
+            lines = hf(torch.tensor([prompt + answer.tokens])).logits[0, len(prompt) - 1 : -1]
         known = list(prompt)
-        for token in answer.tokens:
-            with torch.inference_mode():
-                logits = hf(torch.tensor([known])).logits[0, -1]
+        for token, logits in zip(answer.tokens, lines.clone(), strict=True):
             output = torch.bincount(torch.tensor(known[len(prompt) :]).long(), minlength=VOCABULARY)
             seen = torch.bincount(torch.tensor(known), minlength=VOCABULARY) > 0
             r = params.repetition_penalty
@@ -67,31 +69,37 @@ def test_biases_end_with_their_request(make: Make, prompts: Any, later: dict[str
     assert runs.generate([prompts[2]], params)[0].tokens == want
 
 
-@DRAFTERS
-@pytest.mark.parametrize("temperature", [0.0, 0.9])
-def test_drafts_change_neither_text_nor_log_probabilities(
-    make: Make, prompts: Any, options: Any, temperature: float
-) -> None:
-    """Beside requests without any of it, which keep theirs, too."""
+@pytest.fixture(scope="module", params=[0.0, 0.9])
+def alone(
+    request: pytest.FixtureRequest, hf: NemotronHForCausalLM, tokenizer: Tokenizer, prompts: Any
+) -> tuple[list[SamplingParams], list[Completion]]:
+    """What four prompts ask for at this temperature, the first one nothing, and what each gets."""
     everything = {name: value for kind in PENALISED.values() for name, value in kind.items()}
     kinds: list[dict[str, Any]] = [{}, everything, PENALISED["counts"], {"logprobs": 3}]
     params = [
         SamplingParams(
-            max_tokens=NEW_TOKENS, temperature=temperature, seed=i, **{"logprobs": i % 3} | kind
+            max_tokens=NEW_TOKENS, temperature=request.param, seed=i, **{"logprobs": i % 3} | kind
         )
         for i, kind in enumerate(kinds)
     ]
-    params[0] = SamplingParams(max_tokens=NEW_TOKENS, temperature=temperature, seed=0)
-    alone: list[Completion] = []
-    for prompt, one in zip(prompts[:4], params, strict=True):
-        alone += make().generate([prompt], one)
+    params[0] = SamplingParams(max_tokens=NEW_TOKENS, temperature=request.param, seed=0)
+    runs = engine(hf, tokenizer)
+    return params, [runs.generate([p], s)[0] for p, s in zip(prompts[:4], params, strict=True)]
+
+
+@DRAFTERS
+def test_drafts_change_neither_text_nor_log_probabilities(
+    make: Make, prompts: Any, options: Any, alone: tuple[list[SamplingParams], list[Completion]]
+) -> None:
+    """Beside requests without any of it, which keep theirs, too."""
+    params, answers = alone
     runs = make(**options)
     if options["drafter"] == "ngram":  # half of all drafts are right, whatever the text
-        texts = [p + a.tokens for p, a in zip(prompts, alone, strict=False)]
+        texts = [p + a.tokens for p, a in zip(prompts, answers, strict=False)]
         runs.runner.drafter = Script(texts, 3, [3, 0, 2, 1, 3])
     runs.capture()
     together = runs.generate(prompts[:4], params)
-    for got, wanted, one in zip(together, alone, params, strict=True):
+    for got, wanted, one in zip(together, answers, params, strict=True):
         assert got.tokens == wanted.tokens
         if one.logprobs is None:
             assert got.logprobs is None

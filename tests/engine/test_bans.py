@@ -11,6 +11,7 @@ from helpers.small_engine import (
     Make,
     Script,
     drain,
+    engine,
     with_graphs_and_without,
 )
 from tokenizers import Tokenizer
@@ -76,11 +77,11 @@ def test_text_without_what_is_banned_is_the_likeliest_such(
         assert all(holds(plain.tokens, part) for part in parts(text))
         (answer,) = runs.generate([prompt], params)
         check(params, text, answer.tokens)
+        with torch.inference_mode():
+            lines = hf(torch.tensor([prompt + answer.tokens])).logits[0, len(prompt) - 1 : -1]
         output: list[int] = []
-        for token in answer.tokens:
-            with torch.inference_mode():
-                logits = hf(torch.tensor([prompt + output])).logits[0, -1]
-            logits = logits.clone()  # outside of inference mode it may be changed
+        # Outside of inference mode clones may be changed.
+        for token, logits in zip(answer.tokens, lines.clone(), strict=True):
             if params.allowed_token_ids:
                 kept = torch.full_like(logits, -torch.inf)
                 index = torch.tensor(params.allowed_token_ids)
@@ -95,34 +96,40 @@ def test_text_without_what_is_banned_is_the_likeliest_such(
             output.append(token)
 
 
+@pytest.fixture(scope="module", params=[0.0, 0.9])
+def alone(
+    request: pytest.FixtureRequest, hf: NemotronHForCausalLM, tokenizer: Tokenizer, prompts: Any
+) -> tuple[list[SamplingParams], list[Completion]]:
+    """What five prompts ask for at this temperature, the first one nothing, and what each gets."""
+    how = [{"max_tokens": NEW_TOKENS, "temperature": request.param, "seed": i} for i in range(5)]
+    runs, chosen = engine(hf, tokenizer, prefix_caching=False), prompts[1:6]
+    plain = runs.generate(chosen, [SamplingParams(**h) for h in how])
+    params = [SamplingParams(**how[0])]
+    for i, kind in enumerate(KINDS):
+        params.append(SamplingParams(**how[i + 1], **asked(kind, plain[i + 1].tokens)))
+    found = [runs.generate([p], one)[0] for p, one in zip(chosen, params, strict=True)]
+    assert found[0].tokens == plain[0].tokens
+    for one, free, answer in zip(params[1:], plain[1:], found[1:], strict=True):
+        assert answer.tokens != free.tokens
+        check(one, free.tokens, answer.tokens)
+    return params, found
+
+
 @DRAFTERS
-@pytest.mark.parametrize("temperature", [0.0, 0.9])
 def test_drafts_bring_nothing_that_is_banned(
-    make: Make, prompts: Any, options: Any, temperature: float
+    make: Make, prompts: Any, options: Any, alone: tuple[list[SamplingParams], list[Completion]]
 ) -> None:
     """The same text as alone, beside requests that forbid other things or nothing, in slots that
     others had before."""
-    chosen = prompts[1:6]
-    how = [{"max_tokens": NEW_TOKENS, "temperature": temperature, "seed": i} for i in range(5)]
-    alone: list[Completion] = []
-    params = [SamplingParams(**how[0])]
-    plain = make().generate(chosen, [SamplingParams(**h) for h in how])
-    for i, kind in enumerate(KINDS):
-        params.append(SamplingParams(**how[i + 1], **asked(kind, plain[i + 1].tokens)))
-    for prompt, one in zip(chosen, params, strict=True):
-        alone += make().generate([prompt], one)
-    assert alone[0].tokens == plain[0].tokens
-    for one, free, answer in zip(params[1:], plain[1:], alone[1:], strict=True):
-        assert answer.tokens != free.tokens
-        check(one, free.tokens, answer.tokens)
+    chosen, (params, answers) = prompts[1:6], alone
     runs = make(**options)
     if options["drafter"] == "ngram":  # half of all drafts are right, whatever the text
-        texts = [p + a.tokens for p, a in zip(chosen, alone, strict=True)]
+        texts = [p + a.tokens for p, a in zip(chosen, answers, strict=True)]
         runs.runner.drafter = Script(texts, 3, [3, 0, 2, 1, 3])
     runs.capture()
-    order = [0, 1, 2, 3, 4, 4, 3, 0, 2, 1, 0, 0, 0, 0]
+    order = [0, 1, 2, 3, 4, 4, 3, 0, 2, 1, 0, 0]
     together = runs.generate([chosen[i] for i in order], [params[i] for i in order])
-    assert [answer.tokens for answer in together] == [alone[i].tokens for i in order]
+    assert [answer.tokens for answer in together] == [answers[i].tokens for i in order]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -212,15 +219,15 @@ def test_words_are_banned_with_a_space_in_front_and_without() -> None:
     """As the shipped tokenizer writes them, which has a token for each."""
     runs = Engine.from_pretrained(SHIPPED, device="cpu", drafter=None)
     assert runs.tokenizer is not None
+    prompt = "class Stack:\n    def pop(self):\n"
+    (plain,) = runs.generate([prompt], SamplingParams(max_tokens=32))
     for word in ("return", "self"):
-        params = SamplingParams(max_tokens=48, seed=3)
-        (plain,) = runs.generate(["class Stack:\n    def pop(self):\n"], params)
         assert word in plain.text
-        none = SamplingParams(max_tokens=48, bad_words=(word,))
+        none = SamplingParams(max_tokens=32, bad_words=(word,))
         bare, spaced = (
             runs.tokenizer.encode(space + word, add_special_tokens=False).ids for space in ("", " ")
         )
-        (answer,) = runs.generate(["class Stack:\n    def pop(self):\n"], none)
+        (answer,) = runs.generate([prompt], none)
         assert not holds(answer.tokens, bare)
         assert not holds(answer.tokens, spaced)
         assert bare != spaced
@@ -229,14 +236,13 @@ def test_words_are_banned_with_a_space_in_front_and_without() -> None:
 def test_white_space_is_banned_as_it_stands() -> None:
     runs = Engine.from_pretrained(SHIPPED, device="cpu", drafter="ngram")
     prompt = "class Stack:\n    def pop(self):\n"
-    for word in ("\n", " self", " "):
-        plain, banned = (
-            runs.generate([prompt], SamplingParams(max_tokens=48, bad_words=words))[0].text
-            for words in ((), (word,))
-        )
+    words = ((), ("\n",), (" self",), (" ",))
+    params = [SamplingParams(max_tokens=48, bad_words=banned) for banned in words]
+    plain, *texts = (answer.text for answer in runs.generate([prompt] * 4, params))
+    for (word,), text in zip(words[1:], texts, strict=True):
         assert word in plain
-        assert word not in banned
-        assert "s" in banned
+        assert word not in text
+        assert "s" in text
 
 
 def test_what_is_allowed_may_not_be_the_end_of_a_ban() -> None:
