@@ -289,6 +289,7 @@ def test_what_cannot_be_kept_is_refused(make: Make, tokenizer: Tokenizer, prompt
         ({"allowed_token_ids": (5,), "bad_words": ("t4t5", "t5")}, "^allowed_token_ids is"),
         ({"allowed_token_ids": (5,), "stop_token_ids": (5,), "min_tokens": 2}, "^allowed_token"),
         ({"bad_words": ("\ud800",)}, "^bad_words has "),
+        ({"bad_words": tuple(f"t{i}" for i in range(96))}, "^bad_words end with 96 tokens"),
         ({"bad_words": tuple(f"t{i} " * 40 for i in range(26))}, "^bad_words has 1040 tokens"),
     ):
         params = SamplingParams(max_tokens=4, **wrong)  # type: ignore[arg-type]

@@ -186,6 +186,10 @@ TOO_LARGE: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"host_blocks": (10**12, 1), "drafter": "mtp"},
+        r"host_blocks is \(1.*: needs .* of host memory",
+    ),
+    (
+        {"host_blocks": (1, 10**12), "drafter": "mtp"},
         "host_blocks is .*: needs .* of host memory",
     ),
 ]

@@ -98,6 +98,10 @@ def test_a_step_is_planned_for_all_requests_to_decode() -> None:
     )
     assert small.step == whole.step
     assert small.step > rows * width * SHAPE.hidden_size * torch.bfloat16.itemsize
+    logits = rows * width * SHAPE.vocab_size * (torch.bfloat16.itemsize + 2 * 4)
+    for graphs in (False, True):  # which have memory of their own
+        planned = planner(CUDA, max_tokens_per_step=few, max_prompt_tokens=few, graphs=graphs)
+        assert 1 <= planned.needed(rows).step / logits - graphs < 1.5
 
 
 def test_what_can_never_fit_is_told_apart() -> None:

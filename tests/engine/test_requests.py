@@ -47,6 +47,8 @@ def test_what_may_begin_a_stop_string_is_not_settled() -> None:
     for text, settled in (("xa", 1), ("xab", 1), ("xabc", 1), ("xabx", 4), ("xc", 1)):
         request = Request(0, np.zeros(1, np.int32), params, seed=0, text=text)
         assert request.settled == settled, text
+    request.text = "cbx"
+    assert (request._cut(0), request.text) == (True, "")
 
 
 def test_log_probabilities_of_tokens_that_come_again_are_told_once() -> None:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from hybrid_runtime.engine.tokenize import encode
+from hybrid_runtime.engine.tokenize import encode, encode_instructed, encode_rendered
 
 VOCABULARY = 96
 VALID = st.integers(0, VOCABULARY - 1)
@@ -62,3 +62,15 @@ def test_arrays_of_other_numbers_are_refused(dtype: type[np.generic]) -> None:
     tokens: Any = np.array([1, 1], dtype)
     with pytest.raises(ValueError, match=re.escape(f"prompt holds token {tokens[0]!r}; it must")):
         encode(tokens, None, VOCABULARY)
+
+
+def test_what_holds_nothing_or_cannot_be_encoded_is_refused() -> None:
+    nothing: list[Any] = [[], np.array([], np.int32)]
+    for empty in nothing:
+        with pytest.raises(ValueError, match=r"^prompt is empty"):
+            encode(empty, None, VOCABULARY)
+        for instruction in ([], [1]):
+            with pytest.raises(ValueError, match=r"^prompt is empty"):
+                encode_instructed(empty, instruction, None, VOCABULARY)
+    with pytest.raises(ValueError, match=r"^messages are text; without a tokenizer"):
+        encode_rendered("x", None, VOCABULARY)

@@ -51,8 +51,10 @@ def test_argmax_counts_broken_logits(vocabulary: int) -> None:
     logits[2, [0, -1]] = inf
     logits[3, [0, 7, -1]] = torch.tensor([nan, inf, nan])
     logits[4], logits[5] = nan, -inf
-    found = argmax.argmax(logits.to(DEVICE), marks=True)
-    assert found.tolist() == [-1 - count if count else 3 for count in broken]
+    out = torch.empty(6, dtype=torch.int32, device=DEVICE)
+    for act in (argmax.argmax, argmax.argmax_reference):
+        found = act(logits.to(DEVICE), out, marks=True)
+        assert found.tolist() == [-1 - count if count else 3 for count in broken]
     found = argmax.argmax(logits.to(DEVICE))
     assert found[0] == 3
     assert ((found >= 0) & (found < vocabulary)).all()
@@ -83,6 +85,16 @@ def test_accept_drafts(data: st.DataObject) -> None:
     wanted = accept.accept_drafts_reference(chosen, drafts, count, emits, *forced)
     for a, b in zip(found, wanted, strict=True):
         assert torch.equal(a, b)
+
+
+@kernels
+def test_each_row_is_forced_by_its_own_number() -> None:
+    ones = torch.ones(4, 4, dtype=torch.int32, device=DEVICE)
+    rates = torch.tensor([0.9, 0.5, 0.2], device=DEVICE)
+    drawn = torch.tensor([0.1, 0.3, 0.6, 0.95], device=DEVICE)
+    for act in (accept.accept_drafts, accept.accept_drafts_reference):
+        _, counts = act(0 * ones, ones[:, 1:], 3 * ones[:, 0], ones[:, 0], rates, drawn)
+        assert counts.tolist() == [4, 3, 2, 1]
 
 
 @kernels

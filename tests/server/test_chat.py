@@ -73,6 +73,18 @@ def test_logprobs(client: openai.OpenAI, want: str, stream: bool) -> None:
         assert second.logprob <= likeliest.logprob <= 0
 
 
+def test_extensions_are_those_of_completions(served: Running, client: openai.OpenAI) -> None:
+    body = {"temperature": 0, "max_tokens": 20, "prompt_logprobs": 2, "return_token_ids": True}
+    (want,) = served.post("completions", json=body | {"prompt": PROMPT}).json()["choices"]
+    chat = body | {"messages": MESSAGES} | ASKED["extra_body"]
+    answer = served.post("chat/completions", json=chat).json()
+    assert answer["prompt_logprobs"] == want["prompt_logprobs"]
+    assert answer["choices"][0]["token_ids"] == want["token_ids"]
+    asked: Any = ASKED | {"extra_body": ASKED["extra_body"] | {"return_token_ids": True}}
+    chunks: Any = client.chat.completions.create(**asked, stream=True)
+    assert [t for chunk in chunks for t in chunk.choices[0].token_ids] == want["token_ids"]
+
+
 def test_an_answer_can_be_sent_back(client: openai.OpenAI) -> None:
     answer = client.chat.completions.create(**ASKED)
     message: Any = answer.choices[0].message.model_dump()

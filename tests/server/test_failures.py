@@ -62,6 +62,7 @@ def test_before_the_first_token(faulty: tuple[Running, Fault], call: int) -> Non
     assert (answer.status_code, error["type"]) == (500, "server_error")
     assert "injected" not in answer.text  # what went wrong inside is the log's
     assert answer.headers["x-request-id"]
+    assert "server" not in answer.headers  # nor which software serves
 
 
 def test_in_a_stream(faulty: tuple[Running, Fault], caplog: pytest.LogCaptureFixture) -> None:

@@ -1,5 +1,6 @@
 """`hybrid-runtime serve` as a process: signals, drains, and a restart at the same address."""
 
+import asyncio
 import gc
 import re
 import signal
@@ -111,3 +112,22 @@ def test_what_was_built_before_is_not_collected_again(monkeypatch: pytest.Monkey
         run.serve(shipped(), ServerOptions(model_name="small"), bound)
     assert frozen[0] > 10_000
     assert gc.get_freeze_count() == 0
+
+
+def test_a_second_sigint_ends_the_drain_and_a_third_kills(monkeypatch: pytest.MonkeyPatch) -> None:
+    before, seen = signal.getsignal(signal.SIGINT), []
+
+    class Interrupted(run.Server):
+        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+            await super().startup(sockets)
+            for _ in range(2):
+                signal.raise_signal(signal.SIGINT)
+                await asyncio.sleep(0)
+                seen.append((signal.getsignal(signal.SIGINT), self._hurry.is_set()))
+
+    monkeypatch.setattr(run, "Server", Interrupted)
+    with run.bind("127.0.0.1", 0) as bound, pytest.raises(KeyboardInterrupt):
+        run.serve(shipped(), ServerOptions(model_name="small"), bound)
+    assert [hurries for _, hurries in seen] == [False, True]
+    assert seen[1][0] == signal.SIG_DFL
+    assert signal.getsignal(signal.SIGINT) == before

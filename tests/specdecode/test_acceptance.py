@@ -281,6 +281,7 @@ def test_greedy_and_sampled_rows_share_a_batch() -> None:
 
 def test_wrong_shapes_are_refused() -> None:
     logits, drafts, count = torch.zeros(2, 4, V), torch.zeros(2, 3).int(), torch.ones(2).int()
+    sampling, zeros = rows_of(SAMPLED, 2), torch.zeros(2).long()
     for wrong, message in (
         ((logits[:, 0], drafts, count, count), "logits has shape [2, 8], must be [rows, K + 1, V]"),
         ((logits, count[:, None], count, count), "drafts has shape [2, 1], must be [2, 3]"),
@@ -289,7 +290,8 @@ def test_wrong_shapes_are_refused() -> None:
     ):
         with pytest.raises(ValueError, match=re.escape(message)):
             greedy(*wrong)
-    sampling, zeros = rows_of(SAMPLED, 2), torch.zeros(2).long()
+        with pytest.raises(ValueError, match=re.escape(message)):
+            rejection(*wrong, None, sampling, zeros)
     with pytest.raises(ValueError, match=r"draft_probs has shape \[2, 4, 8\], must be None or"):
         rejection(logits, drafts, count, count, logits, sampling, zeros)
     with pytest.raises(ValueError, match=r"rates has shape \[2\], must be \[3\]"):

@@ -2,7 +2,15 @@
 
 import torch
 
-from hybrid_runtime.specdecode.logit_tables import FOREVER, AllowedTokens, Ban, Biases
+from hybrid_runtime.specdecode.logit_tables import (
+    FOREVER,
+    MAX_BAD_WORD_TOKENS,
+    MAX_END_TOKENS,
+    AllowedTokens,
+    Ban,
+    Biases,
+)
+from hybrid_runtime.specdecode.sampling import MAX_BAD_WORDS, MAX_LOGIT_BIAS
 
 CPU = torch.device("cpu")
 
@@ -23,6 +31,15 @@ def test_a_slots_biases_and_bans_are_those_of_its_last_request() -> None:
     assert table.ban_tokens[1, 0] == 6
     assert (table.bias_tokens[0] == -1).all()
     assert not table.ban_until[0].any()
+
+
+def test_the_most_bans_that_a_request_may_have_fit() -> None:
+    """Each word as it is and behind a space, and every end."""
+    table, words = Biases(1, 1, CPU), 2 * MAX_BAD_WORDS
+    bans = [Ban((1,) * (MAX_BAD_WORD_TOKENS // words))] * words + [Ban((2,), 9)] * MAX_END_TOKENS
+    table.admit([(0, dict.fromkeys(range(MAX_LOGIT_BIAS), 1.0), bans)])
+    assert table.ban_end[0, -1] == MAX_BAD_WORD_TOKENS + MAX_END_TOKENS
+    assert (table.ban_until[0, -1], table.ban_tokens[0, -1]) == (9, 2)
 
 
 def test_a_slots_allowed_tokens_are_those_of_its_last_request() -> None:

@@ -87,6 +87,8 @@ def test_wrong_input_is_refused() -> None:
         propose(history.long(), length, 3)
     with pytest.raises(ValueError, match=r"length is torch.int32 \[2\], must be int32 \[1\]"):
         propose(history, length.repeat(2), 3)
+    with pytest.raises(ValueError, match=r"length is torch.int64 \[1\], must be int32 \[1\]"):
+        propose(history, length.long(), 3)
     with pytest.raises(ValueError, match="num_draft is -1, must be at least 0"):
         propose(history, length, -1)
     for bounds in ((4, 0), (2, 3)):

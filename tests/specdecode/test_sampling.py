@@ -270,7 +270,7 @@ WRONG: list[tuple[str, list[Any], str]] = [
     ),
     ("allowed_token_ids", [(), (-1,), 3], "None or a tuple of at least one integer >= 0"),
     ("stop", ["end", ("",)], "a tuple of non-empty strings"),
-    ("stop_token_ids", [(-1,), 3], "a tuple of integers >= 0"),
+    ("stop_token_ids", [(-1,), 3, (2**31,)], "a tuple of integers >= 0"),
     ("ignore_eos", [1], "True or False"),
     ("include_stop_str_in_output", [1], "True or False"),
     ("skip_special_tokens", [None], "True or False"),
@@ -304,8 +304,24 @@ def test_params_accept_what_they_should() -> None:
     params.check_vocabulary(8)
     with pytest.raises(ValueError, match=r"^allowed_token_ids is .* must be of tokens in 0\.\.6"):
         params.check_vocabulary(7)
-    for penalty in (1e-30, 1e30):
-        SamplingParams(repetition_penalty=penalty)
+
+
+EXTREMES: dict[str, list[Any]] = {
+    "temperature": [0], "top_p": [1], "min_p": [0, 1], "repetition_penalty": [1e-30, 1e30],
+    "presence_penalty": [-2, 2], "frequency_penalty": [-2, 2], "logprobs": [0, 20], "n": [128],
+    "logit_bias": [{0: -100, 2**31 - 1: 100}, dict.fromkeys(range(300), 1.0)],
+    "seed": [0, 2**63 - 1], "prompt_logprobs": [0, 20], "min_tokens": [128],
+    "bad_words": [("a" * 256,) * 128], "allowed_token_ids": [(0, 2**31 - 1)],
+    "stop_token_ids": [(0, 2**31 - 1)],
+}  # fmt: skip
+ADJUST = ("repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias")
+
+
+@pytest.mark.parametrize("name", EXTREMES)
+def test_extremes_are_accepted(name: str) -> None:
+    for value in EXTREMES[name]:
+        params = SamplingParams(**cast(dict[str, Any], {name: value}))
+        assert params.adjusts == (name in (*ADJUST, "allowed_token_ids"))
 
 
 def test_each_completion_has_parameters_of_its_own() -> None:

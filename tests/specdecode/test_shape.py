@@ -50,6 +50,7 @@ def test_sizes_hold_what_they_are_for(rows: int, most: int) -> None:
     for size in (graph_size(rows, most), mixed_size(rows, most)):
         assert rows <= size <= most
     assert token_size(rows) >= rows
+    assert mixed_size(rows, 10**6) < max(9, min(2 * rows, rows + 64))
 
 
 @pytest.mark.parametrize(("max_requests", "count"), [(8, 20), (64, 74), (256, 128)])

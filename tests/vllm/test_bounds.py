@@ -62,13 +62,13 @@ def test_a_prompts_end_is_kept_beside_rows_that_are_past_theirs(interval: int) -
 def test_a_count_out_of_bounds_makes_the_row_a_candidate_until_it_is_readmitted() -> None:
     bounds = Bounds(2, 64, asynchronous=True)
 
-    def listed(computed: int) -> int:
-        row = (np.array([v]) for v in (1, computed, 2, 1, 0))
-        return len(bounds.candidates(*row).postcopy)
+    def listed(computed: int) -> tuple[int, int]:
+        found = bounds.candidates(*(np.array([v]) for v in (1, computed, 2, 1, 0)))
+        return len(found.precopy), len(found.postcopy)
 
     bounds.admit(1, 8)
-    assert not listed(8)
-    assert listed(15)
-    assert listed(17)
+    assert listed(8) == (0, 0)
+    assert listed(15) == (1, 1)
+    assert listed(17) == (1, 1)
     bounds.admit(1, 8)
-    assert not listed(8)
+    assert listed(8) == (0, 0)

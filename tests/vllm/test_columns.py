@@ -8,8 +8,10 @@ import pytest
 import torch
 from helpers.vllm_stand_in import (
     SLOTS,
+    TAPS,
     B,
     Engine,
+    K,
     OurOldState,
     OurState,
     Traffic,
@@ -83,6 +85,7 @@ def test_a_step_may_end_after_later_ones_began() -> None:
         finish()
         finish = following
         assert torch.equal(ours.memory(), theirs.memory())
+    ours.state.postprocess_state(torch.zeros(1, dtype=torch.int32), 1)  # of a dummy: no counts
     found = ours.state.statistics()
     assert found["handed_back"] == found["lost"] == 0
     assert found["postcopied"] > 20
@@ -101,7 +104,11 @@ def test_steps_can_be_handed_over_and_back() -> None:
 
 @pytest.mark.parametrize(
     "groups",
-    [cache_groups(block_size=2 * B), cache_groups(mamba_type=SimpleNamespace(name="LINEAR"))],
+    [
+        cache_groups(block_size=2 * B),
+        cache_groups(mamba_type=SimpleNamespace(name="LINEAR")),
+        cache_groups(num_speculative_blocks=TAPS + K),
+    ],
 )
 def test_a_cache_that_is_not_ours_is_left_to_vllm(
     groups: Any, caplog: pytest.LogCaptureFixture
