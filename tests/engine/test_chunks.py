@@ -109,6 +109,25 @@ def test_without_a_cache_a_prompt_takes_one_step(
     assert request.prompt_left == 0
 
 
+def test_prompts_of_a_step_share_its_prompt_tokens() -> None:
+    world = World(0, num_blocks=(40, 40), max_requests=3, max_prompt_tokens=3, steps_ahead=0)
+    requests = [world.submit([token] * 2, max_tokens=1) for token in range(3)]
+    world.step()
+    assert [request.computed for request in requests] == [2, 1, 0]
+    world.finish()
+
+
+def test_a_chunk_in_the_middle_of_a_prompt_brings_nothing() -> None:
+    world = World(0, num_blocks=(40, 40), max_requests=1, max_prompt_tokens=3, steps_ahead=0)
+    request, scheduler = world.submit([1] * 6, max_tokens=2, logprobs=0), world.engine.scheduler
+    assert scheduler.admit() == [request]
+    scheduler.ledger.expect(request, (), False)
+    schedule = scheduler.schedule()
+    assert schedule is not None
+    assert (schedule.samples, schedule.has_logprobs) == (False, False)
+    assert (schedule.pooled, schedule.prompt_logprobs) == ([], [])
+
+
 def test_a_chunk_that_begins_where_a_checkpoint_was_wanted_goes_on_to_the_next() -> None:
     """The prefix that another prompt left without a checkpoint ends where the first chunk does."""
     size = 2 * SMALL

@@ -134,7 +134,7 @@ def vector(request: Request) -> Tensor:
 
 def test_a_hit_never_takes_what_is_pooled(make: Make, hf: NemotronHForCausalLM) -> None:
     runs = make()
-    instruction, prompt = text(19, 1), text(22, 2)
+    instruction, prompt = text(23, 1), text(22, 2)
     want = {p: wanted(hf, [prompt], p, instruction, normalize=False)[0] for p in ("mean", "last")}
     cases = [("mean", 0, None), ("mean", 16, "pooled"), ("last", 40, None), ("mean", 16, "pooled")]
     for pooling, tokens, short in cases:

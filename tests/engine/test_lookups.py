@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 from helpers.pool_world import BLOCK, World
 
+from hybrid_runtime.state import Checkpoint
+
 TEXT = random.Random(5).choices(range(100), k=6 * BLOCK)
 LAYOUTS = ("replay", "columns")
 RETENTIONS = ("all", "prompt", 2 * BLOCK)
@@ -140,3 +142,13 @@ def test_who_continues_a_text_starts_from_its_last_full_block(
         first = world.submit(TEXT[:prompt], max_tokens=output)
         world.drain()
         assert hit_of(world, [*first.tokens.tolist(), 1]) >= below(first.length)
+
+
+def test_a_checkpoint_whose_block_was_given_back_is_not_filed_again() -> None:
+    world = world_of(max_tokens_per_step=BLOCK)
+    request, cache = world.submit(TEXT[: 3 * BLOCK], max_tokens=9), world.engine.prefix_cache
+    for _ in range(4):
+        world.step()
+    cache.clear()
+    first, last = (Checkpoint(request.slot, 0, n * BLOCK, 0) for n in (1, 3))
+    assert [cache.is_unfiled(request, one) for one in (first, last)] == [False, True]

@@ -9,7 +9,7 @@ import torch
 from helpers.small_engine import NEW_TOKENS, VOCABULARY, Make, Script, drain, fail_at
 from torch import Tensor
 
-from hybrid_runtime.engine import QueueFull, Request, SamplingParams, TokenLogprobs
+from hybrid_runtime.engine import Completion, QueueFull, Request, SamplingParams, TokenLogprobs
 from hybrid_runtime.specdecode.drafter import VerifyOutput
 
 N_GRAM = {"drafter": "ngram", "num_speculative_tokens": 3, "block_size": 8}
@@ -47,8 +47,17 @@ def test_what_may_begin_a_stop_string_is_not_settled() -> None:
     for text, settled in (("xa", 1), ("xab", 1), ("xabc", 1), ("xabx", 4), ("xc", 1)):
         request = Request(0, np.zeros(1, np.int32), params, seed=0, text=text)
         assert request.settled == settled, text
+        request.finish_reason = "length"
+        assert request.settled == len(text)
     request.text = "cbx"
     assert (request._cut(0), request.text) == (True, "")
+
+
+def test_tokens_that_arrive_together_share_their_time() -> None:
+    request = Request(0, np.zeros(1, np.int32), SamplingParams(), seed=0, submitted=1.0)
+    request.times, request.finish_reason = [(1.5, 2), (2.5, 2), (5.5, 1)], "length"
+    answer = Completion.of(request)
+    assert (answer.time_to_first_token, answer.itl) == (0.5, [0.5, 0.5, 3.0])
 
 
 def test_log_probabilities_of_tokens_that_come_again_are_told_once() -> None:

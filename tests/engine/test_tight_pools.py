@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from helpers.pool_world import BLOCK, World
+from helpers.pool_world import BLOCK, World, owned_blocks
 
 
 @pytest.mark.parametrize("steps_ahead", [0, 1])
@@ -18,6 +18,8 @@ def test_a_sole_request_needs_no_more_than_its_bound(
     )  # fmt: skip
     world.submit([1, 2] * 15, max_tokens=9)
     world.finish()
+    # Four chunks, and no step behind the one that is certain to be the last.
+    assert world.engine.stats().steps == {0: 12, 1: 11, 3: 8}[num_draft]
 
 
 @pytest.mark.parametrize("steps_ahead", [0, 1])
@@ -80,6 +82,50 @@ def test_who_comes_leaves_room_for_one_block_more_of_those_who_run() -> None:
     world.finish()
 
 
+@pytest.mark.parametrize(("blocks", "running"), [(6, 1), (7, 2)])
+@pytest.mark.parametrize(("num_draft", "max_tokens"), [(0, 3 * BLOCK), (3, 1)])
+def test_who_comes_leaves_room_for_the_token_behind_a_prompt_and_for_drafts(
+    num_draft: int, max_tokens: int, blocks: int, running: int
+) -> None:
+    """Two prompts of two blocks: the first may need four, the second three to begin with."""
+    world = World(num_draft, num_blocks=(blocks, 40), max_requests=2, steps_ahead=0)
+    for token in (1, 2):
+        world.submit([token] * 2 * BLOCK, max_tokens=max_tokens)
+    world.step()
+    assert len([r for r in world.requests if r.computed]) == running
+    world.finish()
+
+
+def test_who_comes_finds_the_blocks_free_that_a_queued_step_has_not_taken() -> None:
+    world = World(0, num_blocks=(40, 5), max_requests=2, steps_ahead=1)
+    for number in range(2):
+        world.submit([number] * 6, max_tokens=2)
+        world.step()  # which leaves the first one's results on their way
+        assert len(world.engine.scheduler.running) == number + 1
+    world.finish()
+
+
+def test_a_prompt_gives_its_columns_back_as_their_checkpoints_are_filed() -> None:
+    world = World(
+        3, num_blocks=(40, 40), max_requests=1, max_tokens_per_step=5, state_layout="columns",
+        steps_ahead=0,
+    )  # fmt: skip
+    request, scheduler = world.submit(list(range(22)), max_tokens=1), world.engine.scheduler
+    while not request.output:
+        world.step()
+        assert len(owned_blocks(scheduler.state, 0)) <= 2
+    world.finish()
+
+
+def test_drafts_of_no_more_rows_run_than_a_step_has_tokens_for() -> None:
+    world = World(3, num_blocks=(40, 40), max_requests=3, max_tokens_per_step=8, steps_ahead=0)
+    requests = [world.submit([token], max_tokens=9) for token in range(3)]
+    for _ in range(2):
+        world.step()
+    assert [len(request.output) > 1 for request in requests] == [True, True, False]
+    world.finish()
+
+
 def test_a_state_that_a_hit_takes_is_missing_to_the_others() -> None:
     world = World(0, num_blocks=(40, 20), max_requests=2, max_tokens_per_step=64, steps_ahead=0)
     prompt = [1] * 3 * BLOCK
@@ -99,17 +145,18 @@ def test_a_state_that_a_hit_takes_is_missing_to_the_others() -> None:
     assert scheduler.admit() == [again]
 
 
-@pytest.mark.parametrize("steps", range(2, 7))
+@pytest.mark.parametrize("steps", range(1, 7))
 def test_results_on_their_way_are_nobodys_after_a_preemption(steps: int) -> None:
     """The request is back in its slot before they are read, and computes those tokens again."""
     world = World(0, num_blocks=(40, 40), max_requests=1, max_tokens_per_step=64, steps_ahead=1)
     request = world.submit([1, 2] * 5, max_tokens=12)
     for _ in range(steps):
         world.step()
+    known = min(request.computed_min, request.length - 1)  # what queued steps run is filed, too
     world.engine.scheduler.preempt(request)
     world.step()
     assert request.restarts == 1
-    assert request.computed == request.hit.tokens
+    assert request.computed == request.hit.tokens == known // BLOCK * BLOCK
     world.finish()
 
 

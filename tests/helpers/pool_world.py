@@ -174,6 +174,8 @@ class World:
             text = true_text(request.prompt.tolist(), limit, self.rule)
             assert request.output == text[: len(request.output)]
             assert (request.finish_reason == "length") == (len(request.output) == limit)
+            assert sum(count for _, count in request.times) == len(request.output)
+        assert self.engine.stats().emitted == sum(len(r.output) for r in self.requests)
 
     def _check_accounts(self) -> None:
         scheduler = self.engine.scheduler

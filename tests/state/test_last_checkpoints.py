@@ -329,15 +329,25 @@ def test_a_checkpoint_of_a_layout_that_flushes_none_is_refused() -> None:
         made.flush([Checkpoint(0, 0, 8, 0)])
 
 
+@pytest.mark.parametrize("more", [0, 1])
 @pytest.mark.parametrize("read", [False, True])
-def test_a_last_checkpoint_is_never_the_former_tenants(read: bool) -> None:
-    """Whose step ends on a boundary, and writes it into blocks that are its own."""
-    made = manager(0, kind="replay")
-    step = run(made, exact([0], [BLOCK], [0]), 1)
+def test_a_last_checkpoint_is_never_the_former_tenants(read: bool, more: int) -> None:
+    """Whose step ends on a boundary, or passes it, and writes it into blocks that are its own."""
+    made = manager(0, kind="replay", prompt_cuts=True)
+    step = run(made, exact([0], [BLOCK + more], [0]), 1)
     if read:
         made.accepted(step)
     made.release(0)
     made.admit(0)
+    assert made.last_checkpoint(0) is None
+    made.accepted(step)
+    assert made.last_checkpoint(0) is None
+
+
+def test_there_is_no_last_checkpoint_that_cannot_be_flushed() -> None:
+    made = manager(0, kind="replay")  # without flush_inputs
+    run(made, exact([0], [5], [0]), 1)
+    made.accepted(run(made, exact([5], [4], [3]), 4))
     assert made.last_checkpoint(0) is None
 
 

@@ -299,7 +299,7 @@ def test_reset_forgets_requests_and_steps_wherever_they_were() -> None:
     with pytest.raises(ValueError, match="is not outstanding"):
         made.accepted(step)
     for slot in (0, 1):
-        made.admit(slot)
+        assert made.admit(slot) == 1  # as after a release
     read = made.begin_step(StepRows.exact([0, 1], [0, 0], [5, 5], [0, 0]))
     made.end_step(read, counts(1, 1))
     placed, wanted = made.begin_step(rows()), fresh.begin_step(rows())

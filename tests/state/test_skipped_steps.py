@@ -109,6 +109,12 @@ def test_without_drafts_now_and_before_no_checkpoint_costs_a_write() -> None:
     assert run(made, between([6], [9], [1], [0]), 1).skipped
 
 
+def test_what_padded_rows_name_is_wanted_by_nobody() -> None:
+    made = started(0, kind="replay")
+    saves = {"save_at": [[6, 0], [0, 0]], "save_to": [[0, -1], [-1, -1]]}
+    assert made.begin_step(replace(rows(slot=[-1, 0]), **saves)).skipped
+
+
 @pytest.mark.parametrize("draft", [3, 2], ids=["repeated", "packed"])
 def test_results_that_came_in_rule_out_boundaries_stored_before(draft: int) -> None:
     """The last step began when 4 .. 7 tokens were known. Now it is 11: the state has at least 8 of

@@ -1,9 +1,10 @@
 """Positions and columns of checkpoints that no row may name, and what is the other layout's."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
-from helpers.plain_manager import checkpoint, manager, rows, run, started
+from helpers.plain_manager import between, checkpoint, exact, manager, rows, run, started
 
 from hybrid_runtime.state import StepRows
 
@@ -19,6 +20,32 @@ def test_a_replayed_request_must_not_start_where_a_later_checkpoint_goes() -> No
             made.begin_step(given)
         column = 5 - column
         run(made, replace(given, save_to=[[column, -1]]), 1)
+
+
+def test_a_column_that_may_hold_the_state_takes_no_other_position() -> None:
+    """The last row has ended on 9 if all drafts before it were accepted."""
+    made, named = manager(0, kind="replay", steps_in_flight=2), ([[0, 9]], [[-1, 2]])
+    run(made, exact([0], [4], [0]), 1)
+    run(made, exact([4], [4], [3]), 4)
+    run(made, replace(between([5], [8], [1], [0]), save_at=named[0], save_to=named[1]), 1)
+    following = replace(between([6], [9], [1], [0]), save_at=[[13, 0]], save_to=[[2, -1]])
+    with pytest.raises(ValueError, match=r"^rows.save_to\[0\] is .*no column that may hold"):
+        made.begin_step(following)
+    made.begin_step(StepRows([0], [6], [9], [4], [3], None, *named))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("prompt_cuts", "stored"), [(False, [12]), (True, range(5, 13))])
+def test_what_a_row_cannot_store_may_be_named_anywhere(prompt_cuts: bool, stored: Any) -> None:
+    """From 4 tokens on to 12, the state of the 4 in a column that is named for another position."""
+    refused = []
+    for at in range(1, 15):
+        made = manager(kind="replay", prompt_cuts=prompt_cuts)
+        made.admit(0, 4, 0)
+        try:
+            made.begin_step(StepRows.exact([0], [4], [8], [0], None, [[at, 0]], [[0, -1]]))
+        except ValueError:
+            refused.append(at)
+    assert refused == [*stored, 13, 14]
 
 
 @pytest.mark.parametrize(
