@@ -187,6 +187,8 @@ class EngineCore:
         logger.warning("a step was interrupted; requests to compute again: %d", len(live))
         for request in live:
             request.finish_reason = self._emit(request, request.restore)
+            if late := len(request.output) - sum(count for _, count in request.times):
+                request.times.append((time.perf_counter(), late))  # tokens without their time
         ended = [request for request in live if request.finish_reason is not None]
         self._live = {r.id: r for r in live if r.finish_reason is None}
         self._deadlines = [(r.due, r.id) for r in self._live.values() if r.due is not None]

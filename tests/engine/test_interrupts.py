@@ -67,7 +67,7 @@ def recover(world: World) -> None:
     """The first step after an interruption, in which all that could be found is forgotten."""
     before = {request: list(request.output) for request in world.open}
     if world.engine.core._inconsistent:
-        world.ever = {"kv": set(), "state": set()}
+        world.ever, world.interrupted = {"kv": set(), "state": set()}, True
     assert not interrupted_step(world, sys.maxsize)
     for request, output in before.items():
         assert request.output[: len(output)] == output
