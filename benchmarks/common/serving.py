@@ -37,6 +37,9 @@ class Served(Protocol):
     def reset(self) -> None:
         """Forget cached prefixes."""
 
+    def budget(self, tokens: int) -> None:
+        """From now on at most so many tokens a step: of prompts in ours, of all in vLLM."""
+
 
 class Timed:
     """One request as its user sees it: seconds at which it was sent, and (seconds, tokens) of every
@@ -79,12 +82,15 @@ def drive(engine: Served, asks: Sequence[Ask], places: int | None) -> tuple[list
     return [timed[number] for number in range(len(asks))], time.perf_counter() - start
 
 
-def figures(timed: Sequence[Timed], wall: float, objective: Mapping[str, float]) -> Row:
+def figures(
+    timed: Sequence[Timed], wall: float, objective: Mapping[str, float], opening: int = 0
+) -> Row:
     """What users feel: ms, s, tokens/s, requests/s.
 
-    Tokens that arrive together share the time since the arrival before them. itl_ms: over tokens,
-    each request's first arrival left out. goodput: requests per second whose time to first token
-    and own mean time per token are within `objective` (ms, keys "ttft" and "itl").
+    Tokens that arrive together share the time since the arrival before them. ttft_ms: without the
+    first `opening` requests, which a closed loop sends all at once. itl_ms: over tokens, each
+    request's first arrival left out. goodput: requests per second whose time to first token and own
+    mean time per token are within `objective` (ms, keys "ttft" and "itl").
     """
     ttft, itl, whole, good = [], [], [], 0
     for one in timed:
@@ -105,7 +111,8 @@ def figures(timed: Sequence[Timed], wall: float, objective: Mapping[str, float])
         "requests_s": len(timed) / wall,
         "goodput_s": good / wall,
         "good_share": good / len(timed),
-        "ttft_ms": spread(ttft),
+        "ttft_ms": spread(ttft[opening:]),
+        "opening_ttft_ms": spread(ttft[:opening]),
         "itl_ms": spread(itl),
         "e2e_s": spread(whole),
         "tokens_per_arrival": statistics.fmean(arrivals) if arrivals else None,
@@ -127,9 +134,11 @@ def answer(engine: Served, about: Row) -> None:
     for line in sys.stdin:
         asked = json.loads(line)
         engine.reset()
-        asks = workload.read(Path(asked["requests"]))
-        timed, wall = drive(engine, asks, asked["places"])
-        say(figures(timed, wall, asked["objective"]))
+        if asked["budget"] is not None:
+            engine.budget(asked["budget"])
+        asks, places = workload.read(Path(asked["requests"])), asked["places"]
+        timed, wall = drive(engine, asks, places)
+        say(figures(timed, wall, asked["objective"], places or 0))
 
 
 _MARK = "serving: "

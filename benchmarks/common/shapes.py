@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from weights import randomize
 
 from hybrid_runtime.engine.threads import use_threads
 from hybrid_runtime.models.nemotron_h import MTPHead, NemotronH
@@ -111,29 +110,3 @@ def build(
         randomize(part, shape.num_hidden_layers, generator)
     use_threads(None, model)
     return model.eval(), head.eval()
-
-
-def randomize(module: nn.Module, depth: int, generator: torch.Generator) -> None:
-    """Weights as training begins with them, so that activations keep a sensible size: normal with
-    0.02, divided by sqrt(2 depth) where a layer adds to the residual stream; time steps from 0.001
-    to 0.1, decay rates from 1 to 16."""
-    for name, parameter in module.named_parameters():
-        _fill(name.split("."), parameter.data, depth, generator)
-
-
-def _fill(name: list[str], value: Tensor, depth: int, generator: torch.Generator) -> None:
-    last, owner = name[-1], name[-2]
-    if last == "A_log":
-        value.uniform_(1, 16, generator=generator).log_()
-    elif last == "dt_bias":
-        value.uniform_(math.log(1e-3), math.log(0.1), generator=generator).exp_()
-        value.add_(torch.log(-torch.expm1(-value)))  # softplus of it is the time step
-    elif last == "D" or "norm" in owner:
-        value.fill_(1)
-    elif owner == "conv1d" and last == "weight":
-        value.uniform_(-0.5, 0.5, generator=generator)
-    elif value.dim() == 1:
-        value.zero_()
-    else:
-        adds = {"out_proj", "o_proj", "down_proj", "fc2_latent_proj"} & {last, owner}
-        value.normal_(0, 0.02 / math.sqrt(2 * depth) if adds else 0.02, generator=generator)

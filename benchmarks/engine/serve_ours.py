@@ -59,6 +59,8 @@ class Ours:
             "max_tokens_per_step": settings["max_tokens_per_step"],
             "ssm_dtype": getattr(torch, settings["ssm_dtype"]),
         }
+        if budgets := settings["budgets"].get("ours"):
+            options["max_prompt_tokens"] = max(budgets)  # what is captured
         options |= settings["ours"]
         started = time.perf_counter()
         self.engine = Engine(model, _beside_others(model, used, options), head=used)
@@ -87,6 +89,9 @@ class Ours:
         while not self.engine.idle:
             self.engine.step()
         self.engine.reset_prefix_cache()
+
+    def budget(self, tokens: int) -> None:
+        self.engine.scheduler.max_prompt_tokens = tokens
 
     def _result(self, request: Request) -> tuple[int, int, bool]:
         if request.error is not None:

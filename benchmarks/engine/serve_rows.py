@@ -46,12 +46,19 @@ def lines(result: Row) -> list[Row]:
     table = []
     for row in result["rows"]:
         load = f"{row['places']} places" if row["places"] else f"{row['rate']:.3g}/s"
-        line = {"load": load, "engine": row["engine"]}
-        shown = ("output_tok_s", "goodput_s", "ttft_ms_mean", "itl_ms_mean", "itl_ms_p99")
+        line = {"load": load, "engine": row["engine"], "budget": row["budget"] or "-"}
+        shown = (
+            "output_tok_s",
+            "goodput_s",
+            "ttft_ms_p50",
+            "ttft_ms_p99",
+            "itl_ms_p50",
+            "itl_ms_p99",
+        )
         ratio = row.get("ours_to_this", {})
         for name in shown:
-            line[name.removesuffix("_mean")] = row[name]
+            line[name] = math.nan if row[name] is None else row[name]
             if len(result["engines"]) > 1:
-                line[f"÷ {name.removesuffix('_mean')}"] = ratio.get(name, math.nan)
+                line[f"÷ {name}"] = ratio.get(name, math.nan)
         table.append(line)
     return table

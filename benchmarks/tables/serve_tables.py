@@ -17,6 +17,13 @@ CLOSED = (
     ("itl_ms_p99", "ITL p99, ms", ".1f"),
 )
 """Figure, its name, its format; each beside the other engine's, and over it."""
+SERVED = (
+    ("output_tok_s", "tokens/s", ".0f"),
+    ("ttft_ms_p50", "TTFT p50, ms", ".0f"),
+    ("ttft_ms_p99", "p99", ".0f"),
+    ("itl_ms_p50", "ITL p50, ms", ".1f"),
+    ("itl_ms_p99", "p99", ".1f"),
+)
 OPEN = (
     ("rate", "requests/s", ".1f"),
     ("output_tok_s", "tokens/s", ".0f"),
@@ -26,6 +33,27 @@ OPEN = (
     ("itl_ms_mean", "ITL, ms", ".2f"),
     ("itl_ms_p99", "ITL p99, ms", ".1f"),
 )
+
+
+def served(device: str, name: str) -> str:
+    """So many places, always taken: every engine with every budget, and ours over each."""
+    result = load(device, name)
+    rows = [row for row in result["rows"] if row["places"] is not None]
+    lines = []
+    for row in sorted(rows, key=lambda row: row["places"]):
+        who = "this engine" if row["engine"] == "ours" else "vLLM"
+        line = [str(row["places"]), f"{who}, {row['budget']:,}"]
+        line += [f"{row[figure]:{form}}" for figure, _, form in SERVED]
+        ratio = row.get("ours_to_this")
+        lines.append([*line, f"{ratio['output_tok_s']:.2f}" if ratio else ""])
+    header = [
+        "places",
+        "engine, most tokens a step",
+        *(n for _, n, _ in SERVED),
+        "tokens/s, ours ÷",
+    ]
+    pairs = [pair for pair in _pairs(result, "vllm") if pair[0]["places"] is not None]
+    return f"{markdown(header, lines)}\n\n{_note(result, pairs)}"
 
 
 def closed(device: str, *names: str, other: str = "vllm", titled: str = "ours : vLLM") -> str:
@@ -109,9 +137,11 @@ TABLES = {
 
 
 def _pairs(result: Row, other: str) -> list[tuple[Row, Row]]:
-    """Our row of each load and the other engine's."""
-    rows = result["rows"]
-    return [(a, b) for a, b in zip(rows[::2], rows[1::2], strict=True) if b["engine"] == other]
+    """Our row of each load and the other engine's, of the first budgets."""
+    loads: dict[Any, dict[str, Row]] = {}
+    for row in result["rows"]:
+        loads.setdefault((row["places"], row.get("load")), {}).setdefault(row["engine"], row)
+    return [(found["ours"], found[other]) for found in loads.values() if other in found]
 
 
 def _note(result: Row, pairs: list[tuple[Row, Row]]) -> str:
@@ -123,10 +153,16 @@ def _note(result: Row, pairs: list[tuple[Row, Row]]) -> str:
     repeats = [len(ours["repeats"]) for ours, _ in pairs]
     counts = str(min(repeats)) if min(repeats) == max(repeats) else f"{min(repeats)}-{max(repeats)}"
     made = "one run" if counts == "1" else f"medians of {counts} repeats"
+    if options.get("budgets"):
+        budget = (
+            "tokens a step: ours of prompts, vLLM's of all; times to first tokens without the "
+            "requests that open a run"
+        )
+    else:
+        budget = f"at most {options['max_tokens_per_step']} tokens a step"
     return (
         f"{options['lengths'].capitalize()} lengths, {options['drafts']} drafts, acceptance "
-        f"{options['acceptance']}, {options['dtype']} weights, {options['ssm_dtype']} state, at "
-        f"most {options['max_tokens_per_step']} tokens a step, {options['per_place']} requests per "
-        f"place, {made}, {beside}. "
+        f"{options['acceptance']}, {options['dtype']} weights, {options['ssm_dtype']} state, "
+        f"{budget}; {options['per_place']} requests per place, {made}, {beside}. "
         f"{environment(result)}"
     )

@@ -6,7 +6,8 @@
 Needs vLLM (0.25.1 was run) and nothing of this package. `SETTINGS.json` is what `serve.py` writes;
 runs are then asked for on standard input, see `common/serving.py`. vLLM runs with all its CUDA
 graphs, its compiled layers and the launch shapes that it ships, in half of the GPU's memory, since
-the other engine lives there too; `settings["vllm"]` changes options.
+the other engine lives there too; `settings["vllm"]` changes options. Its weights are filled as ours
+are: with the dummy ones that it makes, all within 1e-3, every token goes to the same experts.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import copy
 import json
 import os
+import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -23,12 +25,14 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1] / "common"))
 
 from serving import answer
+from weights import randomize
 from workload import Ask
 
 ENVIRONMENT = {
     "VLLM_USE_V2_MODEL_RUNNER": "1",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
     "VLLM_LOGGING_STREAM": "ext://sys.stderr",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_HOST_IP": "127.0.0.1",
@@ -96,6 +100,38 @@ def options(settings: dict[str, Any]) -> dict[str, Any]:
     return chosen
 
 
+def tuned_experts() -> list[str]:
+    """Give this device the launch shapes of experts that vLLM ships for the H100, where it ships
+    none for the device itself; the names of those files."""
+    import torch
+    import vllm
+
+    device = torch.cuda.get_device_name(0).replace(" ", "_")
+    device = "NVIDIA_H200" if "H200" in device else device
+    layers = Path(vllm.__file__).parent / "model_executor" / "layers" / "fused_moe" / "configs"
+    folder = Path(tempfile.mkdtemp())
+    for path in sorted(layers.glob("*device_name=NVIDIA_H100_80GB_HBM3*.json")):
+        own = path.name.replace("NVIDIA_H100_80GB_HBM3", device)
+        if not (layers / own).exists():
+            shutil.copy(path, folder / own)
+    os.environ["VLLM_TUNED_CONFIG_FOLDER"] = str(folder)
+    return sorted(path.name for path in folder.iterdir())
+
+
+def fill(worker: Any, depth: int, seed: int = 0) -> int:
+    """Random weights in place of the dummy ones, in the model and its draft head; how many."""
+    import torch
+
+    runner = worker.model_runner
+    parts = [runner.model]
+    if runner.speculator is not None:
+        parts.append(runner.speculator.model)
+    generator = torch.Generator(worker.device).manual_seed(seed)
+    for part in parts:
+        randomize(part, depth, generator)
+    return sum(weight.numel() for part in parts for weight in part.parameters())
+
+
 class Vllm:
     """vLLM's engine in this process, as `serving.drive` takes it."""
 
@@ -103,7 +139,9 @@ class Vllm:
         from vllm import LLM
 
         # vLLM puts objects of its own into what it is given.
-        self.engine: Any = LLM(**copy.deepcopy(chosen)).llm_engine
+        llm = LLM(**copy.deepcopy(chosen))
+        (self.filled,) = llm.collective_rpc(fill, args=(len(settings["model"]["pattern"]),))
+        self.engine: Any = llm.llm_engine
         self._sampling = settings["sampling"]
         self._runs = 0
 
@@ -135,6 +173,9 @@ class Vllm:
             self.engine.step()  # one that was queued ahead holds blocks
         raise RuntimeError("vLLM kept its prefix cache; runs would hit each other's prompts")
 
+    def budget(self, tokens: int) -> None:
+        self.engine.engine_core.engine_core.scheduler.max_num_scheduled_tokens = tokens
+
     def about(self, chosen: dict[str, Any]) -> dict[str, Any]:
         """What it runs with, as it says itself."""
         import torch
@@ -151,6 +192,7 @@ class Vllm:
             "block_size": cache.block_size,
             "mamba_block_size": cache.mamba_block_size,
             "num_gpu_blocks": cache.num_gpu_blocks,
+            "filled_weights": self.filled,
             "async_scheduling": scheduling.async_scheduling,
             "cudagraph_mode": str(compilation.cudagraph_mode),
             "cudagraph_sizes": compilation.cudagraph_capture_sizes,
@@ -163,9 +205,10 @@ def main() -> None:
     settings = json.loads(Path(sys.argv[1]).read_text())
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
+    tuned = tuned_experts() if "E" in settings["model"]["pattern"] else []
     chosen = options(settings)
     engine = Vllm(settings, chosen)
-    answer(engine, engine.about(chosen))
+    answer(engine, engine.about(chosen) | {"tuned_experts_of_the_h100": tuned})
 
 
 if __name__ == "__main__":

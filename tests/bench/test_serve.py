@@ -57,6 +57,8 @@ class Clockwork:
 
     def reset(self) -> None: ...
 
+    def budget(self, tokens: int) -> None: ...
+
 
 @pytest.mark.parametrize("places", [2, None])
 def test_every_request_is_served_and_no_more_at_once_than_there_are_places(
@@ -84,11 +86,23 @@ def test_figures_of_one_request() -> None:
     assert serving.figures([one], 2.0, {"ttft": 501.0, "itl": 79.0})["goodput_s"] == 0
 
 
+def test_the_opening_burst_is_no_part_of_times_to_first_tokens() -> None:
+    timed = []
+    for number, wait in enumerate((9.0, 9.0, 0.1)):
+        timed.append(serving.Timed(sent=float(number)))
+        timed[-1].arrivals = [(number + wait, 1), (number + wait + 1, 1)]
+    found = serving.figures(timed, 20.0, {"ttft": 500.0, "itl": 2000.0}, opening=2)
+    assert found["ttft_ms"]["mean"] == pytest.approx(100)
+    assert found["opening_ttft_ms"]["p50"] == pytest.approx(9000)
+    assert found["requests_s"] == pytest.approx(3 / 20)
+    assert found["good_share"] == pytest.approx(1 / 3)
+
+
 @pytest.mark.slow
 def test_two_engines_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options = [
         "--shape=tiny", "--lengths=tiny", "--places=2", "--per-place=2", "--repeats=2",
-        "--rates=80%", "--prefixes=1", "--prefix-tokens=16",
+        "--rates=80%", "--prefixes=1", "--prefix-tokens=16", '--budgets={"vllm": [32, 16]}',
         '--options={"block_size": 16, "max_tokens_per_step": 32}',
     ]  # fmt: skip
     args = serve._parse(options)
@@ -96,16 +110,17 @@ def test_two_engines_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     commands = {"ours": serve.OURS, "vllm": serve.OURS}
     result = serve.measure(args, commands, lambda found: kept.append(json.dumps(found)))
     counts = [[len(row["repeats"]) for row in json.loads(found)["rows"]] for found in kept]
-    assert counts == [[1, 1], [2, 2], [2, 2, 1, 1], [2, 2, 2, 2]]
+    assert counts == [[1, 1, 1], [2, 2, 2], [2, 2, 2, 1, 1], [2, 2, 2, 2, 2]]
     assert json.loads(kept[-1]) == json.loads(json.dumps(result))
     rows = result["rows"]
-    assert [(row["engine"], row["places"]) for row in rows] == [
-        ("ours", 2), ("vllm", 2), ("ours", None), ("vllm", None),
+    assert [(row["engine"], row["budget"], row["places"]) for row in rows] == [
+        ("ours", None, 2), ("vllm", 32, 2), ("vllm", 16, 2),
+        ("ours", None, None), ("vllm", 32, None),
     ]  # fmt: skip
-    for ours, theirs in (rows[:2], rows[2:]):
+    for ours, theirs in (rows[:2], rows[3:]):
         assert ours["repeats"][0]["output_tokens"] == theirs["repeats"][0]["output_tokens"] > 0
         assert theirs["ours_to_this"]["output_tok_s"] > 0
-    assert rows[2]["rate"] == pytest.approx(0.8 * rows[0]["requests_s"])
+    assert rows[3]["rate"] == pytest.approx(0.8 * rows[0]["requests_s"])
     assert serve_rows.lines(result)
 
     monkeypatch.syspath_prepend(str(Path(serve.__file__).parents[1] / "tables"))
