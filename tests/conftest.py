@@ -19,7 +19,7 @@ import torch  # noqa: E402
 from hypothesis import HealthCheck, settings  # noqa: E402
 
 # Both without time limits: these machines are shared. `--hypothesis-profile dev` takes the other:
-# new histories each time, and in the slow machines more of them.
+# new histories each time, and in the pools' machine more of them.
 UNTIMED = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
 settings.register_profile("ci", derandomize=True, database=None, print_blob=True, **UNTIMED)
 settings.register_profile("dev", print_blob=True, **UNTIMED)

@@ -215,14 +215,14 @@ class InFlightSteps:
         for row in dead:
             ledger.release(int(rows.slot[row]))
 
-    def _checkpoints(self, step: Step, boundary: Ints, stored: Bools) -> list[Checkpoint]:
-        """At each `boundary`, `[rows]`, that is `stored`."""
+    def _checkpoints(self, step: Step, position: Ints, stored: Bools) -> list[Checkpoint]:
+        """At each `position`, `[rows]`, that is `stored`."""
         if not np.count_nonzero(stored):
             return []
-        columns = self._policy.column(step.rows, boundary)
+        columns = self._policy.column(step.rows, position)
         return [
             Checkpoint(
-                int(step.rows.slot[i]), int(step.generation[i]), int(boundary[i]), int(columns[i])
+                int(step.rows.slot[i]), int(step.generation[i]), int(position[i]), int(columns[i])
             )
             for i in np.flatnonzero(stored)
         ]

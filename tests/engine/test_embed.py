@@ -357,9 +357,6 @@ def test_only_embeddings_come_back_from_the_device(
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     copies = [e["args"]["bytes"] for e in events if "Memcpy DtoH" in e.get("name", "")]
     line = 4 * runs.model.hidden_size
-    print(
-        "COPIES", copies, runs.stats(), runs.scheduler.kv.pool.size, runs.scheduler.state.pool.size
-    )
     # One copy for each step that completed embeddings: of those, and of nothing else.
     assert sum(copies) == len(prompts) * line
     assert all(size % line == 0 for size in copies)

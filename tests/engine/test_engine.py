@@ -23,32 +23,52 @@ from hybrid_runtime.engine import SamplingParams
 
 __all__ = ["hf", "prompts", "tokenizer", "wanted"]  # fixtures
 
-MTP: dict[str, Any] = {"drafter": "mtp", "num_speculative_tokens": 3}
-NGRAM = MTP | {"drafter": "ngram"}
-ROWS: list[dict[str, Any]] = [
+ROWS = [
     {"drafter": None, "num_speculative_tokens": 0},
-    MTP,
+    *({"drafter": d, "num_speculative_tokens": 3} for d in ("mtp", "eagle", "ngram")),
+    {"drafter": "mtp", "num_speculative_tokens": 3, "block_size": 8, "kv_block_size": 4},
+    *({"drafter": d, "num_speculative_tokens": k} for d in ("mtp", "ngram") for k in (1, 2, 4, 5)),
     {"drafter": "eagle", "num_speculative_tokens": 5},
-    NGRAM,
-    MTP | {"block_size": 8, "kv_block_size": 4},
-    *({"drafter": d, "num_speculative_tokens": k} for d, k in (("mtp", 1), ("ngram", 4))),
-    *(NGRAM | more for more in ({"block_size": 11}, {"block_size": 64}, {"conv_layout": "DS"})),
-    *(MTP | {"max_requests": n} for n in (1, 5)),
+    *({"drafter": "ngram", "num_speculative_tokens": 3, "block_size": b} for b in (8, 11, 64)),
+    *({"drafter": "mtp", "num_speculative_tokens": 3, "max_requests": n} for n in (1, 2, 5)),
+    *(
+        {"drafter": "ngram", "num_speculative_tokens": 3, "strategy": s, "block_size": 8}
+        for s in ("blocking", "defer", "always")
+    ),
+    {"drafter": "ngram", "num_speculative_tokens": 3, "conv_layout": "DS"},
+    {"drafter": "ngram", "num_speculative_tokens": 3, "max_tokens_per_step": 9},
+    {"drafter": "mtp", "num_speculative_tokens": 3, "num_blocks": (12, 14)},
     *(
         {"drafter": None, "num_speculative_tokens": 0, "steps_ahead": 1} | more
         for more in ({}, {"state_layout": "columns"}, {"ring_tokens": 4, "block_size": 8})
     ),
     *(
-        MTP | {"block_size": 8, "steps_ahead": 1} | more
+        {"drafter": "mtp", "num_speculative_tokens": 3, "block_size": 8, "steps_ahead": 1} | more
         for more in (
+            {},
             {"max_requests": 2},
+            {"strategy": "blocking"},
+            {"strategy": "defer"},
+            {"strategy": "always"},
             {"max_tokens_per_step": 9},
             {"num_blocks": (20, 14)},
-            {"state_layout": "columns"},
-            {"state_layout": "columns", "max_tokens_per_step": 9, "num_blocks": (20, 24)},
-            {"num_speculative_tokens": 15, "block_size": 16},
-            {"ring_tokens": 0, "steps_ahead": 0},
-            {"ring_tokens": 4},
+        )
+    ),
+    *(
+        {"drafter": "mtp", "num_speculative_tokens": 3, "block_size": 8, "state_layout": "replay"}
+        | more
+        for more in (
+            {},
+            {"steps_ahead": 1},
+            {"strategy": "blocking"},
+            {"max_requests": 2, "steps_ahead": 1},
+            {"max_tokens_per_step": 9},
+            {"num_speculative_tokens": 5, "steps_ahead": 1},
+            {"num_speculative_tokens": 1},
+            {"num_speculative_tokens": 15, "block_size": 16, "steps_ahead": 1},
+            {"ring_tokens": 0},
+            {"ring_tokens": 4, "steps_ahead": 1},
+            {"num_blocks": (30, 12)},
         )
     ),
 ]
@@ -80,7 +100,8 @@ SIZES = [
 ]  # fmt: skip
 MIXES = [("auto", *sizes) for sizes in SIZES] + [
     pytest.param(strategy, *sizes, marks=pytest.mark.slow)
-    for strategy, sizes in (("blocking", SIZES[3]), ("defer", SIZES[1]), ("always", SIZES[6]))
+    for strategy in ("blocking", "defer", "always")
+    for sizes in (SIZES[1], SIZES[3], SIZES[6])
 ]
 
 

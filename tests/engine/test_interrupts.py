@@ -92,7 +92,7 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("stride", [53, *slow(19)])
+@pytest.mark.parametrize("stride", [53, *slow(7)])
 @pytest.mark.parametrize("options", OPTIONS, ids=["replay", "columns"])
 def test_a_step_interrupted_at_any_line_loses_nothing(options: dict[str, Any], stride: int) -> None:
     draw = random.Random(3)

@@ -33,10 +33,8 @@ def below(length: int) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("state_layout", "retention"),
-    [("replay", "all"), ("columns", "all"), ("replay", "prompt"), ("columns", 2 * BLOCK)],
-)
+@pytest.mark.parametrize("state_layout", LAYOUTS)
+@pytest.mark.parametrize("retention", RETENTIONS)
 def test_whatever_is_kept_can_be_found_and_whatever_is_asked_for_is_kept(
     state_layout: str, retention: Any
 ) -> None:
@@ -59,7 +57,7 @@ def test_whatever_is_kept_can_be_found_and_whatever_is_asked_for_is_kept(
 def test_hits_lie_at_the_same_positions_with_smaller_kv_blocks(retention: Any) -> None:
     """Alone and side by side, of prompts and of whole texts."""
     found = []
-    for kv_block in (BLOCK, 2):
+    for kv_block in (BLOCK, 2, 1):
         draw, hits = random.Random(3), []
         world = world_of(
             retention=retention, steps_ahead=1, kv_block_size=kv_block,
@@ -77,7 +75,7 @@ def test_hits_lie_at_the_same_positions_with_smaller_kv_blocks(retention: Any) -
         hits = [(r.hit.tokens, r.hit.known, r.hit.short) for r in world.requests]
         assert len(world.requests[0].hashes) * kv_block % BLOCK == 0
         found.append(hits)
-    assert found[0] == found[1]
+    assert found[0] == found[1] == found[2]
     assert len(set(found[0])) > 8
 
 
@@ -86,7 +84,7 @@ def test_hits_grow_with_what_is_shared_and_with_nothing_else(state_layout: str) 
     """P8, rows 24, 36: the length of the rest of the prompt does not matter."""
     world = world_of(state_layout=state_layout, num_blocks=(900, 400))
     hit_of(world, TEXT, max_tokens=5)
-    rests = (1, 2 * BLOCK + 1)
+    rests = (1, 2, BLOCK, 2 * BLOCK + 1)
     for number, (shared, rest) in enumerate(itertools.product(range(len(TEXT) + 1), rests)):
         prompt = TEXT[:shared] + [100 + number] * rest
         assert hit_of(world, prompt) == shared // BLOCK * BLOCK
@@ -96,7 +94,7 @@ def test_hits_grow_with_what_is_shared_and_with_nothing_else(state_layout: str) 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("state_layout", "num_draft", "steps_ahead"),
-    [("replay", 3, 1), ("replay", 0, 0), ("columns", 3, 1)],
+    [("replay", 3, 1), ("replay", 1, 0), ("replay", 0, 1), ("columns", 3, 1), ("columns", 0, 0)],
 )
 def test_any_tail_joins_a_batch_that_speculates(
     state_layout: str, num_draft: int, steps_ahead: int

@@ -103,7 +103,7 @@ class Life(RuleBasedStateMachine):
 
 
 TestLife = pytest.mark.slow(Life.TestCase)
-EXAMPLES = 30 if settings.get_current_profile_name() == "ci" else 1000
+EXAMPLES = 50 if settings.get_current_profile_name() == "ci" else 1000
 TestLife.settings = settings(max_examples=EXAMPLES, stateful_step_count=40)
 
 
@@ -111,6 +111,7 @@ TestLife.settings = settings(max_examples=EXAMPLES, stateful_step_count=40)
 @pytest.mark.parametrize(
     ("state_layout", "steps_ahead", "kv_block", "num_blocks", "folded"),
     [
+        ("replay", 1, 4, (16, 14), 5),
         ("replay", 1, 2, (32, 14), 5),
         ("replay", 0, 4, (14, 11), 20),
         ("columns", 1, 4, (16, 14), 0),

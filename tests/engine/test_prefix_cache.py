@@ -7,6 +7,7 @@ import itertools
 from typing import Any
 
 import pytest
+from helpers.marks import slow
 from helpers.pool_world import owned_blocks
 from helpers.small_engine import (
     NEW_TOKENS,
@@ -45,14 +46,8 @@ def small(hf: NemotronHForCausalLM, tokenizer: Tokenizer, **options: Any) -> Eng
     return engine(hf, tokenizer, **{"block_size": BLOCK} | options)
 
 
-@pytest.mark.parametrize(
-    ("options", "length"),
-    [
-        *itertools.product(DRAFTERS, (1, 8, 9, 17)),
-        *(pytest.param(DRAFTERS[3], n, marks=pytest.mark.slow) for n in (7, 15, 16, 40, 41)),
-    ],
-    ids=lambda o: "-".join(str(v) for v in o.values()) if isinstance(o, dict) else str(o),
-)
+@pytest.mark.parametrize("options", DRAFTERS, ids=lambda o: "-".join(str(v) for v in o.values()))
+@pytest.mark.parametrize("length", [1, 8, 9, 17, *slow(7, 15, 16, 40, 41)])
 def test_an_identical_prompt_hits_all_but_its_last_token(
     hf: NemotronHForCausalLM, tokenizer: Tokenizer, length: int, options: dict[str, Any]
 ) -> None:
@@ -85,15 +80,14 @@ def test_a_hit_does_not_depend_on_what_follows_the_shared_prefix(
         num_blocks=(200, 200),
     )  # fmt: skip
     shared = text(40, 2)
-    runs.generate([shared + text(9, 3)], SHORT)
-    for number, unique in enumerate((1, 8, 9, 30)):
+    runs.generate([shared + text(9, 3)], GREEDY)
+    for number, unique in enumerate((1, 2, 7, 8, 9, 30)):
         prompt = shared + text(unique, 10 + number)
-        answer = runs.generate([prompt], SHORT)[0]
+        answer = runs.generate([prompt], GREEDY)[0]
         assert answer.hit.tokens == 40
-        same_text(hf, prompt, answer.tokens, hf_greedy(hf, prompt)[: SHORT.max_tokens])
-    one = SamplingParams(max_tokens=1)
+        same_text(hf, prompt, answer.tokens, hf_greedy(hf, prompt))
     hits = [
-        runs.generate([shared[:n] + text(9, 50 + n)], one)[0].hit.tokens for n in range(0, 41, 4)
+        runs.generate([shared[:n] + text(9, 50 + n)], GREEDY)[0].hit.tokens for n in range(0, 41, 4)
     ]
     assert hits == [n // BLOCK * BLOCK for n in range(0, 41, 4)]
 
@@ -223,10 +217,8 @@ def alone(hf: NemotronHForCausalLM, tokenizer: Tokenizer) -> dict[bool, list[lis
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("options", "sampled"),
-    [*((o, i % 2 > 0) for i, o in enumerate(OPTIONS)), (OPTIONS[2], True), (OPTIONS[3], False)],
-)
+@pytest.mark.parametrize("sampled", [False, True])
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda o: "-".join(str(v) for v in o.values()))
 def test_preempted_requests_go_on_as_if_nothing_had_happened(
     hf: NemotronHForCausalLM,
     tokenizer: Tokenizer,

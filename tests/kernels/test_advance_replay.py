@@ -259,10 +259,8 @@ def test_kernel_stores_what_align_says(rule: RetentionRule, window: int, cuts: b
 
 
 @kernels
-@pytest.mark.parametrize(
-    ("n", "block", "window"),
-    [(1, 4, 15), (5, 16, 15), (5, 16, 0), (17, 4, 15), (17, 16, 4), (150, 16, 15), (150, 16, 0)],
-)
+@pytest.mark.parametrize("n", [1, 5, 17, 150])
+@pytest.mark.parametrize(("block", "window"), [(4, 15), (16, 15), (16, 4), (16, 0)])
 def test_kernel_and_reference_agree(n: int, block: int, window: int) -> None:
     """Over histories: counts of 0 and beyond the drafts, dead rows, new tenants, padded rows."""
     rng = np.random.default_rng(n)

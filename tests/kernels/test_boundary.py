@@ -203,7 +203,7 @@ def test_a_placed_step_is_aligns(rule: tuple[int, int, int], in_place: bool, cut
 
 
 def test_vllms_running_column_is_aligns() -> None:
-    computed, held, offset, scheduled, *_ = (values[::2] for values in begun_steps())
+    computed, held, offset, scheduled, *_ = begun_steps()
     n = len(computed)
     entries = lines(n, SCHEDULED=scheduled, PREVIOUS=np.arange(n))
     counts = VllmCounts(ints(held), ints(offset + 1), ints(computed))

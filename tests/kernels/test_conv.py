@@ -42,7 +42,7 @@ CHANGES: list[dict[str, Any]] = [
 ]
 CONVS = [
     *(replace(base, **change) for base in BASES for change in CHANGES),
-    *(replace(DECODE, drafts=drafts) for drafts in (1, 4, 15)),
+    *(replace(DECODE, drafts=drafts) for drafts in (1, 2, 4, 7, 15)),
     replace(PROMPT, tiling=None),
     replace(PROMPT, tiling=ConvTiling(8, 16, 1)),
     *(replace(PROMPT, lengths=(length,), padded=False) for length in (1, 2, 3, 4, 5, 30)),

@@ -22,7 +22,7 @@ from hybrid_runtime.kernels.mamba2.naive import chunk_scan_reference
 CHUNK = 32
 SCAN = ScanTiling(CHUNK, 16, 16, 2, 16)
 CONV = ConvTiling(4, 64, 1)
-SMALL = Ssm(groups=1, dim=16, state=32)
+SMALL = Ssm(heads=4, dim=16, state=32)
 # Around the window (W - 1 = 3), a chunk, two of them, at the end; 0: no cut.
 AFTER = (1, 2, 3, 4, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK, 69, 0, 5)
 LENGTHS = (2, 5, 5, 5, 70, 70, 70, 70, 70, 70, 6)
@@ -65,9 +65,8 @@ def in_two_calls(kernel: Any, cuts: Cuts, rows: StateRows, **arguments: Any) -> 
 
 
 @kernels
-@pytest.mark.parametrize(
-    ("layout", "dtype"), [("SD", torch.float32), ("DS", torch.bfloat16)], ids=str
-)
+@pytest.mark.parametrize("layout", ["SD", "DS"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_windows_at_a_cut(layout: str, dtype: torch.dtype) -> None:
     rows, cuts = cut_rows()
     arguments, conv_states = conv_inputs(rows, dtype, layout)
@@ -86,7 +85,11 @@ def test_windows_at_a_cut(layout: str, dtype: torch.dtype) -> None:
 @kernels
 @pytest.mark.parametrize(
     ("dtype", "states_dtype"),
-    [(torch.float32, torch.float32), (torch.bfloat16, torch.float16)],
+    [
+        (torch.float32, torch.float32),
+        (torch.bfloat16, torch.float32),
+        (torch.bfloat16, torch.float16),
+    ],
     ids=str,
 )
 def test_states_at_a_cut(dtype: torch.dtype, states_dtype: torch.dtype) -> None:
@@ -149,8 +152,8 @@ def test_cuts_of_nobody_change_nothing() -> None:
 @kernels
 def test_cuts_of_many_rows() -> None:
     """More parts than one look of `part_of_tile` sees."""
-    lengths = (2,) * 66
-    rows, cuts = cut_rows(lengths, tuple(i % 2 for i in range(66)))
+    lengths = (3,) * 70
+    rows, cuts = cut_rows(lengths, tuple(i % 3 for i in range(70)))
     arguments, states = scan_inputs(
         rows, torch.float32, torch.float32, Ssm(heads=1, groups=1, dim=16)
     )

@@ -73,7 +73,7 @@ def test_plain_decode_by_the_reference(ring_tokens: int) -> None:
 
 
 @kernels
-@pytest.mark.parametrize("ring_tokens", [4, 31])
+@pytest.mark.parametrize("ring_tokens", [4, 15, 31])
 def test_plain_decode_by_the_kernel(ring_tokens: int) -> None:
     plain_decode(replay_update, ring_tokens, 1e-5)
 
@@ -106,10 +106,10 @@ def test_the_window_changes_nothing(states: torch.dtype) -> None:
 
 
 @kernels
-def test_the_window_changes_nothing_in_the_kernel() -> None:
-    shape = Ssm(x=torch.float32, states=torch.float16, heads=1, groups=1)
-    tolerance = 4 * ROUNDS[torch.float16]
-    histories(replay_update, shape, [0, 4, 15, 31], 40 if CUDA else 12, tolerance)
+@pytest.mark.parametrize("states", [torch.float32, torch.float16], ids=str)
+def test_the_window_changes_nothing_in_the_kernel(states: torch.dtype) -> None:
+    shape = Ssm(x=torch.float32, states=states, heads=1, groups=1)
+    histories(replay_update, shape, [0, 4, 15, 31], 40 if CUDA else 12, 4 * ROUNDS[states])
 
 
 @pytest.mark.slow
@@ -126,7 +126,7 @@ def test_error_of_fp32_stays_small_over_many_tokens() -> None:
 @kernels
 @pytest.mark.parametrize(
     ("drafts", "ring_tokens"),
-    [(0, 15), (3, 0), (3, 4), (3, 31), (5, 15), (15, 15)],
+    [(0, 15), (1, 15), (3, 0), (3, 4), (3, 15), (3, 31), (5, 15), (15, 0), (15, 15), (15, 31)],
 )
 def test_kernel_follows_the_columns_layout(drafts: int, ring_tokens: int) -> None:
     shape = Ssm(

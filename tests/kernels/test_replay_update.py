@@ -28,45 +28,44 @@ from hybrid_runtime.kernels.replay.rounding import (
 from hybrid_runtime.kernels.replay.rows import ReplayRows
 from hybrid_runtime.kernels.step.advance_replay import IDLE, ReplayPositions
 
-ONE = {"heads": 1, "groups": 1}
 SSMS = [
     Ssm(),
-    *(Ssm(x=torch.float32, drafts=d, tokens=d + 1) for d in (0, 2)),
-    Ssm(x=torch.float32, drafts=4, tokens=5, **ONE),
-    Ssm(drafts=7, tokens=8, **ONE),
-    Ssm(drafts=15, tokens=16, **ONE),
-    Ssm(drafts=15, tokens=16, ring_tokens=0, **ONE, states=torch.float16),
-    Ssm(drafts=15, tokens=16, ring_tokens=31, **ONE),
-    Ssm(x=torch.float32, ring_tokens=31, **ONE),
+    Ssm(x=torch.float32),
+    *(Ssm(x=torch.float32, drafts=d, tokens=d + 1) for d in (0, 2, 4)),
+    Ssm(drafts=7, tokens=8, heads=1, groups=1),
+    Ssm(drafts=15, tokens=16, heads=1, groups=1),
+    Ssm(drafts=15, tokens=16, ring_tokens=0, heads=1, groups=1, states=torch.float16),
+    Ssm(drafts=15, tokens=16, ring_tokens=31, heads=1, groups=1),
+    Ssm(x=torch.float32, ring_tokens=31),
     Ssm(ring_tokens=0),
-    Ssm(ring_tokens=4, **ONE),
-    Ssm(drafts=1, tokens=6, **ONE),
-    Ssm(drafts=5, tokens=2, **ONE),
+    Ssm(ring_tokens=4),
+    Ssm(drafts=1, tokens=6),
+    Ssm(drafts=5, tokens=2),
     Ssm(groups=1, pad=3),
     Ssm(heads=4),
-    Ssm(**ONE, dim=22),
-    Ssm(**ONE, state=64),
-    Ssm(**ONE, dim=5, state=12),
-    Ssm(**ONE, dim=5, state=50, states=torch.float16),
+    Ssm(heads=1, groups=1, dim=22),
+    Ssm(heads=1, groups=1, state=64),
+    Ssm(dim=5, state=12),
+    Ssm(dim=5, state=50, states=torch.float16),
     Ssm(states=torch.float16, groups=1, pad=5, skew=1),
-    Ssm(x=torch.float32, limits=(0.3, 0.9), **ONE),
+    Ssm(x=torch.float32, limits=(0.3, 0.9)),
     Ssm(states=torch.float16, rounding=True),
-    Ssm(states=torch.bfloat16, rounding=True, **ONE),
-    Ssm(x=torch.float16, states=torch.float16, **ONE),
-    Ssm(x=torch.float32, states=torch.bfloat16, **ONE),
-    Ssm(states=torch.float16, drafts=7, tokens=8, **ONE),
-    Ssm(states=torch.float16, drafts=6, tokens=10, **ONE),
+    Ssm(states=torch.bfloat16, rounding=True),
+    Ssm(x=torch.float16, states=torch.float16),
+    Ssm(x=torch.float32, states=torch.bfloat16),
+    Ssm(states=torch.float16, drafts=7, tokens=8, heads=1, groups=1),
+    Ssm(states=torch.float16, drafts=6, tokens=10, heads=1, groups=1),
     Ssm(states=torch.float16, drafts=0, tokens=1),
     Ssm(states=torch.bfloat16, drafts=2, tokens=6, heads=4),
-    Ssm(states=torch.float16, groups=1, state=64, rounding=True),
-    Ssm(states=torch.float16, **ONE, dim=40, state=40),
-    Ssm(states=torch.bfloat16, **ONE, limits=(0.1, 1e6), far=2e6),
+    Ssm(states=torch.float16, heads=2, groups=1, state=64, rounding=True),
+    Ssm(states=torch.float16, heads=1, groups=1, dim=40, state=40),
+    Ssm(states=torch.bfloat16, groups=1, limits=(0.1, 1e6), far=2e6),
     # Tiles of 32 rows.
     Ssm(states=torch.float16, dim=32),
-    Ssm(states=torch.float16, dim=32, drafts=15, tokens=16, ring_tokens=31, **ONE),
-    Ssm(states=torch.float16, dim=64, **ONE, rounding=True),
-    Ssm(states=torch.float16, dim=32, state=50, drafts=7, tokens=8, ring_tokens=0, **ONE),
-    Ssm(x=torch.float16, states=torch.bfloat16, dim=32, **ONE),
+    Ssm(states=torch.float16, dim=32, drafts=15, tokens=16, ring_tokens=31, heads=1, groups=1),
+    Ssm(states=torch.float16, dim=64, heads=1, groups=1, rounding=True),
+    Ssm(states=torch.float16, dim=32, state=50, groups=1, drafts=7, tokens=8, ring_tokens=0),
+    Ssm(x=torch.float16, states=torch.bfloat16, dim=32, groups=1),
 ]
 SHARED = [
     Ssm(heads=2, groups=1, dim=34, tokens=6, drafts=2, states=states)
@@ -200,11 +199,11 @@ def test_one_program_of_a_group_records_B(shape: Ssm, monkeypatch: pytest.Monkey
 
 
 @kernels
-def test_queries_of_any_size() -> None:
+@pytest.mark.parametrize("states", [torch.float16, torch.bfloat16], ids=str)
+def test_queries_of_any_size(states: torch.dtype) -> None:
     """Outputs without D are linear in C, so a power of two passes through, far from fp16's range
     too, where products with an fp16 state have to bring C first."""
-    states = torch.float16
-    shape = Ssm(states=states, state=32, **ONE, drafts=2, tokens=3)
+    shape = Ssm(states=states, state=32, heads=1, groups=1, drafts=2, tokens=3)
     rows = Rows(shape.drafts, shape.tokens, 0, shape.ring_tokens)
     generator = torch.Generator(DEVICE).manual_seed(0)
     arguments = shape.inputs(generator, rows.tokens) | shape.vectors(generator, torch.float32)
@@ -251,9 +250,9 @@ def test_tiles_fit_the_heads_and_the_head_dim() -> None:
 
 
 @kernels
-@pytest.mark.parametrize("states", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("states", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_drafts_that_are_not_finite_leave_the_state_alone(states: torch.dtype) -> None:
-    shape = Ssm(states=states, drafts=2, **ONE)
+    shape = Ssm(states=states, drafts=2)
     rows = Rows(2, 3, 0)
     assert any(row.draft and row.writes for row in rows.active)
     generator = torch.Generator(DEVICE).manual_seed(0)

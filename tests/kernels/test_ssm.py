@@ -29,7 +29,7 @@ SMALL = ScanTiling(32, 16, 16, 2, 16)
 LENGTHS = (1, 31, 32, 33, 70, 5)
 BASES = (
     Ssm(),
-    Ssm(x=torch.float32, lengths=LENGTHS, groups=1, dim=16, state=32, tiling=SMALL),
+    Ssm(x=torch.float32, lengths=LENGTHS, heads=4, dim=16, state=32, tiling=SMALL),
 )
 DECODE, PROMPT = BASES
 CHANGES: list[dict[str, Any]] = [
@@ -47,7 +47,7 @@ CHANGES: list[dict[str, Any]] = [
     {"x": torch.float32, "limits": (0.3, 0.9)},
     {"table_pad": 5},
 ]
-DEFAULT = {"tiling": None, "lengths": (1, 127, 128, 129, 300), "padded": False}
+DEFAULT = {"tiling": None, "lengths": (1, 127, 128, 129, 300), "heads": 2, "padded": False}
 SSMS = [
     *dict.fromkeys(replace(base, **change) for base in BASES for change in CHANGES),
     *(replace(DECODE, x=torch.float32, drafts=drafts) for drafts in (0, 1, 2, 4)),
@@ -56,17 +56,19 @@ SSMS = [
     replace(DECODE, dim=24),
     *(replace(PROMPT, lengths=(length,), padded=False) for length in (1, 16, 31, 32, 33, 70)),
     replace(PROMPT, lengths=(1,) * 5),
-    pytest.param(replace(PROMPT, lengths=(1,) * 130, heads=1, padded=False), id="130 rows"),
+    pytest.param(
+        replace(PROMPT, lengths=(1,) * 130, heads=1, groups=1, padded=False), id="130 rows"
+    ),
     replace(PROMPT, **DEFAULT),
     replace(PROMPT, **DEFAULT, x=torch.bfloat16),
     replace(PROMPT, **DEFAULT, x=torch.bfloat16, dim=64, state=64),
     replace(PROMPT, tiling=ScanTiling(16, 32, 16, 1)),
     replace(PROMPT, tiling=ScanTiling(64, 16, 32, 4)),
     replace(PROMPT, x=torch.bfloat16, states=torch.bfloat16),
-    replace(PROMPT, heads=4, groups=4),
-    replace(PROMPT, heads=6, groups=2, lengths=(70, 1)),
-    replace(PROMPT, heads=9, lengths=(40, 1)),
-    replace(PROMPT, dim=80),
+    replace(PROMPT, groups=4),
+    replace(PROMPT, heads=6, lengths=(70, 1)),
+    replace(PROMPT, heads=18, lengths=(40, 1)),
+    replace(PROMPT, dim=80, heads=2),
     replace(PROMPT, state=100, lengths=(70, 1)),
     replace(PROMPT, mixed=True),
     replace(PROMPT, strong=13.0),

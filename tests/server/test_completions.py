@@ -241,7 +241,7 @@ def test_many_clients(served: Running, alone: Engine) -> None:
 
 
 @pytest.mark.slow
-def test_more_clients_than_places(alone: Engine) -> None:
+def test_a_hundred_clients(alone: Engine) -> None:
     with running(shipped(max_requests=32, max_waiting=100)) as served:
-        many(served, alone, 48, 16)
+        many(served, alone, 100, 24)
         assert served.metrics()["hybrid_runtime_prefix_hit_tokens_total"] > 0

@@ -59,8 +59,8 @@ def test_as_many_drafts_are_accepted_as_of_whole_passes(
         if whole:
             made.head = WholePass(made.head)
             heads.append(made.head)
-        params = SamplingParams(max_tokens=24, ignore_eos=True)
-        answers = engine.generate([2 * prompt for prompt in PROMPTS[:4]], params)
+        params = SamplingParams(max_tokens=48, ignore_eos=True)
+        answers = engine.generate([2 * prompt for prompt in PROMPTS], params)
         accepted.append((engine.stats().mean_acceptance_length, [a.tokens for a in answers]))
     assert accepted[0] == accepted[1]
     assert accepted[0][0] > 2

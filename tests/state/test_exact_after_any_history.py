@@ -207,10 +207,9 @@ class ReplayHistories(Histories):
 
 TestHistories = pytest.mark.slow(Histories.TestCase)
 TestReplayHistories = pytest.mark.slow(ReplayHistories.TestCase)
-LONG = settings.get_current_profile_name() == "dev"
 # On a GPU each check is a round trip; the kernels under it are what is tested there.
 TestHistories.settings = TestReplayHistories.settings = settings(
-    max_examples=30 if DEVICE == "cuda" else 400 if LONG else 80, stateful_step_count=40
+    max_examples=30 if DEVICE == "cuda" else 200, stateful_step_count=40
 )
 
 
@@ -221,5 +220,5 @@ class ReplayInterleavings(Interleavings):
 TestInterleavings = pytest.mark.slow(Interleavings.TestCase)
 TestReplayInterleavings = pytest.mark.slow(ReplayInterleavings.TestCase)
 TestInterleavings.settings = TestReplayInterleavings.settings = settings(
-    max_examples=200 if LONG else 40, stateful_step_count=40
+    max_examples=100, stateful_step_count=40
 )

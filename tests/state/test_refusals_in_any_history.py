@@ -335,9 +335,21 @@ class ReplayMisuse(Misuse):
 
 
 TestMisuse, TestReplayMisuse = Misuse.TestCase, ReplayMisuse.TestCase
-EXAMPLES = 300 if settings.get_current_profile_name() == "dev" else 40
-TestMisuse.settings = TestReplayMisuse.settings = settings(
-    max_examples=EXAMPLES, stateful_step_count=40
+TestMisuse.settings = TestReplayMisuse.settings = settings(max_examples=20, stateful_step_count=40)
+
+
+class MoreMisuse(Misuse):
+    """The same for longer."""
+
+
+class MoreReplayMisuse(ReplayMisuse):
+    """The same for longer."""
+
+
+TestMoreMisuse = pytest.mark.slow(MoreMisuse.TestCase)
+TestMoreReplayMisuse = pytest.mark.slow(MoreReplayMisuse.TestCase)
+TestMoreMisuse.settings = TestMoreReplayMisuse.settings = settings(
+    max_examples=300, stateful_step_count=60
 )
 
 

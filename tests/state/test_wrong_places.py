@@ -31,7 +31,7 @@ def test_a_column_that_may_hold_the_state_takes_no_other_position() -> None:
     following = replace(between([6], [9], [1], [0]), save_at=[[13, 0]], save_to=[[2, -1]])
     with pytest.raises(ValueError, match=r"^rows.save_to\[0\] is .*no column that may hold"):
         made.begin_step(following)
-    made.begin_step(StepRows([0], [6], [9], [4], [3], None, *named))  # type: ignore[arg-type]
+    made.begin_step(replace(between([6], [9], [4], [3]), save_at=named[0], save_to=named[1]))
 
 
 @pytest.mark.parametrize(("prompt_cuts", "stored"), [(False, [12]), (True, range(5, 13))])
