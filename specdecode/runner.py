@@ -1,6 +1,7 @@
 """One speculative step of a batch: prepare, verify, accept, draft. `reference.py` is the same step
 for one request, in the paper's order."""
 
+import time
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -16,6 +17,7 @@ from hybrid_runtime.specdecode.acceptance import Acceptance, greedy
 from hybrid_runtime.specdecode.capture import CapturedSteps, Progress
 from hybrid_runtime.specdecode.drafter import Drafter
 from hybrid_runtime.specdecode.frame import Frame, Phase, StepBuffers
+from hybrid_runtime.specdecode.pace import Pace
 from hybrid_runtime.specdecode.phases import Phases, TargetModel
 from hybrid_runtime.specdecode.sequences import Sequences
 from hybrid_runtime.specdecode.shape import PaddedShapes, StepShape, most_rows, pad_rows
@@ -80,7 +82,7 @@ class SpecDecodeRunner:
         self._buffers = StepBuffers(manager, most_tokens, num_draft, rounding)
         self._phases = Phases(target, manager, sequences, caches, drafter, self._buffers)
         self._captured = None if shapes is None else CapturedSteps(self._phases, shapes)
-        self.waits = Waits()
+        self.waits, self.pace = Waits(), Pace()
         emitted = self._buffers.emitted
         self._results = Readback(emitted.numel(), steps_ahead + 1, device, self.waits)
         self._logprobs: Readback | None = None
@@ -161,6 +163,7 @@ class SpecDecodeRunner:
         except Exception:
             self.manager.abandon(step)
             raise
+        self.pace.queued(step.number, shape, time.perf_counter())
         return step
 
     def read(self, step: Step, reason: str) -> NDArray[np.int32]:
@@ -168,7 +171,9 @@ class SpecDecodeRunner:
         where the row is in the middle of its prompt. Waits if it must, for that `reason`."""
         n = len(step.rows)
         settle = None if self.manager.readback else self.manager.prepare_settle(step)
+        asked = time.perf_counter()
         values = self._results.read(step.number, reason)
+        self.pace.read(step.number, asked, time.perf_counter())
         if len(values):
             emitted = values.reshape(n, -1)
         else:

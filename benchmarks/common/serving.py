@@ -7,6 +7,7 @@ so that several engines can take turns on one GPU. Standard library only, as `wo
 from __future__ import annotations
 
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -37,8 +38,13 @@ class Served(Protocol):
     def reset(self) -> None:
         """Forget cached prefixes."""
 
-    def budget(self, tokens: int) -> None:
-        """From now on at most so many tokens a step: of prompts in ours, of all in vLLM."""
+    def use(self, setting: Mapping[str, Any]) -> None:
+        """From now on. budget: at most so many tokens a step, of prompts in ours, of all in vLLM;
+        others are ours, see `serve_ours.py`."""
+
+    @property
+    def spare_time(self) -> float:
+        """Seconds for which it is better to wait for requests than to call `step`."""
 
 
 class Timed:
@@ -70,9 +76,15 @@ def drive(engine: Served, asks: Sequence[Ask], places: int | None) -> tuple[list
             timed[number] = Timed(now if places is not None else ask.at or 0.0)
             engine.submit(number, ask)
             running += 1
+        arrives = places is None and waiting
+        upcoming = max((waiting[0][1].at or 0.0) - now, 0.0) if arrives else math.inf
         if not running:
-            time.sleep(max((waiting[0][1].at or 0.0) - now, 0.0))
+            time.sleep(upcoming)
             continue
+        if spare := engine.spare_time:
+            time.sleep(min(spare, upcoming))
+            if upcoming < spare:
+                continue
         results = engine.step()
         now = time.perf_counter() - start
         for number, tokens, ended in results:
@@ -134,8 +146,7 @@ def answer(engine: Served, about: Row) -> None:
     for line in sys.stdin:
         asked = json.loads(line)
         engine.reset()
-        if asked["budget"] is not None:
-            engine.budget(asked["budget"])
+        engine.use(asked["setting"])
         asks, places = workload.read(Path(asked["requests"])), asked["places"]
         timed, wall = drive(engine, asks, places)
         say(figures(timed, wall, asked["objective"], places or 0))

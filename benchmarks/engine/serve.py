@@ -3,16 +3,17 @@ and vLLM beside it on the same GPU with the same requests, taking turns.
 
     python benchmarks/engine/serve.py --shape 8b --places 8,32,64 --vllm python
     python benchmarks/engine/serve.py --shape 8b --places 64 --rates 80% --lengths chat
-    python benchmarks/engine/serve.py --budgets '{"ours": [2560, 8192], "vllm": [8192, 2816]}' ...
+    python benchmarks/engine/serve.py --turns '{"ours": [2560, {"steps_ahead": 0}]}' ...
     python benchmarks/engine/serve.py --shape tiny --lengths tiny --places 1,2
 
 Closed loop: the next request is sent when one of so many places is free. `--rates` adds Poisson
 arrivals: requests per second, or a share of what the engine itself served per second in the closed
-loop with the most places. `--budgets` has each engine serve each closed loop once with each budget,
-the most tokens that it runs a step; arrivals are served with the first. Before anything is timed,
-each serves a list once. Figures are medians over the repeats; order of the engines: ABBA. The JSON
-is written after every repeat, so that nothing is lost where time runs out. `--before` has an older
-checkout of this engine beside it instead of vLLM.
+loop with the most places. `--turns` has an engine serve each closed loop once with each of several
+settings, of which a number is the most tokens that it runs a step; `--arriving` does so for
+arrivals, which are served with the first one otherwise. Before anything is timed, each serves a
+list once. Figures are medians over the repeats; order of the engines: ABBA. The JSON is written
+after every repeat, so that nothing is lost where time runs out. `--before` has an older checkout of
+this engine beside it instead of vLLM.
 """
 
 from __future__ import annotations
@@ -94,7 +95,7 @@ def _settings(args: argparse.Namespace) -> Row:
         "max_requests": max(args.places),
         "max_tokens_per_step": args.max_tokens_per_step,
         "max_model_len": workload.longest(args.lengths, args.prefix_tokens) + 16,
-        "budgets": args.budgets,
+        "turns": args.turns,
         "ours": json.loads(args.options),
         "vllm": extra,
     }
@@ -134,20 +135,18 @@ def _take_turns(
     places: int | None,
     rates: dict[str, float],
 ) -> Iterator[list[Row]]:
-    """One load, a row per engine and budget, after every repeat."""
+    """One load, a row per engine and setting, after every repeat."""
     count = args.per_place * (places or max(args.places))
-    budgets = {child.name: args.budgets.get(child.name, [None]) for child in children}
-    if places is None:
-        budgets = {name: several[:1] for name, several in budgets.items()}
-    turns = [(child, budget) for child in children for budget in budgets[child.name]]
-    repeats: dict[tuple[str, int | None], list[Row]] = {
-        (child.name, budget): [] for child, budget in turns
-    }
-    for number in range(-1, args.repeats):
-        for child, budget in turns if number % 2 else turns[::-1]:
-            warms = number < 0
-            # An engine that is warm needs to meet the sizes of another budget only.
-            short = warms and budget != budgets[child.name][0]
+    given = args.arriving if places is None and args.arriving else args.turns
+    turns = [(child, used) for child in children for used in given.get(child.name, [{}])]
+    if places is None and not args.arriving:
+        turns = [next(turn for turn in turns if turn[0] is child) for child in children]
+    repeats: list[list[Row]] = [[] for _ in turns]
+    for number in range(-1 if places else 0, args.repeats):
+        for at in range(len(turns)) if number % 2 else reversed(range(len(turns))):
+            child, used = turns[at]
+            # An engine that is warm needs to meet the sizes of another setting only.
+            short = number < 0 and at and turns[at - 1][0] is child
             asks = workload.make(
                 args.lengths, count // args.per_place if short else count,
                 settings["model"]["vocab_size"], args.seed + number, rates.get(child.name),
@@ -155,17 +154,17 @@ def _take_turns(
             )  # fmt: skip
             path = folder / "requests.json"
             workload.write(path, asks)
-            asked = {"requests": str(path), "places": places, "budget": budget}
+            asked = {"requests": str(path), "places": places, "setting": used}
             said = child.ask(asked | {"objective": args.objective})
-            if not warms:
-                repeats[child.name, budget].append(said)
+            if number >= 0:
+                repeats[at].append(said)
         if number >= 0:
             load = {"places": places, "requests": count}
             yield serve_rows.compared(
-                {"engine": name, "budget": budget, "rate": rates.get(name)}
+                {"engine": child.name, "rate": rates.get(child.name), "setting": used}
                 | load
                 | serve_rows.medians(said)
-                for (name, budget), said in repeats.items()
+                for (child, used), said in zip(turns, repeats, strict=True)
             )
 
 
@@ -208,7 +207,8 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--top-p", type=float, default=1.0)
     add("--prefixes", type=int, default=0, help="every prompt starts with one of so many texts")
     add("--prefix-tokens", type=int, default=0, help="of so many tokens, besides its own")
-    add("--budgets", type=_budgets, default={}, help="JSON, lists of tokens a step by engine")
+    add("--turns", type=_turns, default=_turns("{}"), help="JSON, lists of settings by engine")
+    add("--arriving", type=_turns, help="the same for arrivals; default: the first of --turns")
     add("--max-tokens-per-step", type=int, default=8192, help="of both engines")
     add("--objective", type=_objective, default={"ttft": 500.0, "itl": 25.0}, help="ttft=MS,itl=MS")
     add("--repeats", type=int, default=5)
@@ -237,11 +237,16 @@ def _words(text: str) -> list[str]:
     return text.split(",")
 
 
-def _budgets(text: str) -> dict[str, list[int]]:
-    given: dict[str, list[int]] = json.loads(text)
+def _turns(text: str) -> dict[str, list[Row]]:
+    """Settings of each engine; a number is its budget. What a setting may have, its engine knows:
+    `Served.use`."""
+    given = json.loads(text)
     if not given.keys() <= {"ours", "vllm"} or not all(given.values()):
         raise argparse.ArgumentTypeError(f"{text!r} must have lists of ours and vllm")
-    return given
+    return {"ours": [{}], "vllm": [{}]} | {
+        name: [one if isinstance(one, dict) else {"budget": one} for one in several]
+        for name, several in given.items()
+    }
 
 
 def _objective(text: str) -> dict[str, float]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -59,7 +59,8 @@ class Ours:
             "max_tokens_per_step": settings["max_tokens_per_step"],
             "ssm_dtype": getattr(torch, settings["ssm_dtype"]),
         }
-        if budgets := settings["budgets"].get("ours"):
+        budgets = [one["budget"] for one in settings["turns"]["ours"] if "budget" in one]
+        if budgets:
             options["max_prompt_tokens"] = max(budgets)  # what is captured
         options |= settings["ours"]
         started = time.perf_counter()
@@ -71,6 +72,8 @@ class Ours:
             "capture_s": time.perf_counter() - started,
             "environment": environment(),
         }
+        self._usual = self.engine.scheduler.max_prompt_tokens, self.engine.core.steps_ahead
+        self._early = False
         self._sampling = settings["sampling"]
         self._numbers: dict[int, int] = {}
         self._known: dict[int, int] = {}
@@ -90,8 +93,17 @@ class Ours:
             self.engine.step()
         self.engine.reset_prefix_cache()
 
-    def budget(self, tokens: int) -> None:
-        self.engine.scheduler.max_prompt_tokens = tokens
+    def use(self, setting: Mapping[str, Any]) -> None:
+        """budget: most prompt tokens of a step. steps_ahead: 0, a step is queued when the results
+        of the one before have been read. queue: "early", it is queued as soon as it can be."""
+        budget, steps_ahead = self._usual
+        self.engine.scheduler.max_prompt_tokens = setting.get("budget", budget)
+        self.engine.core.steps_ahead = setting.get("steps_ahead", steps_ahead)
+        self._early = setting.get("queue") == "early"
+
+    @property
+    def spare_time(self) -> float:
+        return 0.0 if self._early else self.engine.spare_time
 
     def _result(self, request: Request) -> tuple[int, int, bool]:
         if request.error is not None:

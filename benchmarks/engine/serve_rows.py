@@ -46,7 +46,8 @@ def lines(result: Row) -> list[Row]:
     table = []
     for row in result["rows"]:
         load = f"{row['places']} places" if row["places"] else f"{row['rate']:.3g}/s"
-        line = {"load": load, "engine": row["engine"], "budget": row["budget"] or "-"}
+        used = " ".join(f"{name}={value}" for name, value in row["setting"].items())
+        line = {"load": load, "engine": row["engine"], "setting": used or "-"}
         shown = (
             "output_tok_s",
             "goodput_s",

@@ -18,7 +18,7 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -143,6 +143,7 @@ class Vllm:
         (self.filled,) = llm.collective_rpc(fill, args=(len(settings["model"]["pattern"]),))
         self.engine: Any = llm.llm_engine
         self._sampling = settings["sampling"]
+        self._budget = 0
         self._runs = 0
 
     def submit(self, number: int, ask: Ask) -> None:
@@ -173,8 +174,14 @@ class Vllm:
             self.engine.step()  # one that was queued ahead holds blocks
         raise RuntimeError("vLLM kept its prefix cache; runs would hit each other's prompts")
 
-    def budget(self, tokens: int) -> None:
-        self.engine.engine_core.engine_core.scheduler.max_num_scheduled_tokens = tokens
+    def use(self, setting: Mapping[str, Any]) -> None:
+        scheduler = self.engine.engine_core.engine_core.scheduler
+        self._budget = self._budget or scheduler.max_num_scheduled_tokens
+        scheduler.max_num_scheduled_tokens = setting.get("budget", self._budget)
+
+    @property
+    def spare_time(self) -> float:
+        return 0.0
 
     def about(self, chosen: dict[str, Any]) -> dict[str, Any]:
         """What it runs with, as it says itself."""

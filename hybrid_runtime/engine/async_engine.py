@@ -220,6 +220,7 @@ class AsyncEngine(OneProcess):
             while not (self._stopping and self.engine.idle):
                 if self.engine.idle:
                     self._inbox.get()()
+                self._listen()
                 self._obey()
                 if not self.engine.idle:
                     self._step()
@@ -231,6 +232,15 @@ class AsyncEngine(OneProcess):
             self._closed = self._over = True
             self._obey()
             self.engine.hand_over()
+
+    def _listen(self) -> None:
+        """Do what the event loop asks for as long as the device is busy anyway."""
+        while spare := self.engine.spare_time:
+            try:
+                act = self._inbox.get(timeout=spare)
+            except Empty:
+                return
+            act()
 
     def _obey(self) -> None:
         """Do what the event loop has asked for."""

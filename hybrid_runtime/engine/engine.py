@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import count
 from pathlib import Path
@@ -277,7 +278,15 @@ class Engine(OneProcess):
         """Queue one step and read the results of the one before (with `steps_ahead` 0: of this
         one); the requests that got tokens or ended by them."""
         self._owner.check()
+        self.runner.pace.begin(time.perf_counter())
         return self.core.step()
+
+    @property
+    def spare_time(self) -> float:
+        """Seconds for which `step` need not be called, because the device is busy with what is
+        queued. Who gets requests one by one takes what comes meanwhile: it runs in the next step,
+        not in the one behind it. 0 where the next step would make the device wait."""
+        return self.runner.pace.spare(time.perf_counter())
 
     def generate(
         self,

@@ -57,7 +57,11 @@ class Clockwork:
 
     def reset(self) -> None: ...
 
-    def budget(self, tokens: int) -> None: ...
+    def use(self, setting: Any) -> None: ...
+
+    @property
+    def spare_time(self) -> float:
+        return 1e-9
 
 
 @pytest.mark.parametrize("places", [2, None])
@@ -102,7 +106,8 @@ def test_the_opening_burst_is_no_part_of_times_to_first_tokens() -> None:
 def test_two_engines_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options = [
         "--shape=tiny", "--lengths=tiny", "--places=2", "--per-place=2", "--repeats=2",
-        "--rates=80%", "--prefixes=1", "--prefix-tokens=16", '--budgets={"vllm": [32, 16]}',
+        "--rates=80%", "--prefixes=1", "--prefix-tokens=16",
+        '--turns={"vllm": [32, {"budget": 16, "queue": "early"}]}',
         '--options={"block_size": 16, "max_tokens_per_step": 32}',
     ]  # fmt: skip
     args = serve._parse(options)
@@ -113,9 +118,10 @@ def test_two_engines_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert counts == [[1, 1, 1], [2, 2, 2], [2, 2, 2, 1, 1], [2, 2, 2, 2, 2]]
     assert json.loads(kept[-1]) == json.loads(json.dumps(result))
     rows = result["rows"]
-    assert [(row["engine"], row["budget"], row["places"]) for row in rows] == [
-        ("ours", None, 2), ("vllm", 32, 2), ("vllm", 16, 2),
-        ("ours", None, None), ("vllm", 32, None),
+    early = {"budget": 16, "queue": "early"}
+    assert [(row["engine"], row["setting"], row["places"]) for row in rows] == [
+        ("ours", {}, 2), ("vllm", {"budget": 32}, 2), ("vllm", early, 2),
+        ("ours", {}, None), ("vllm", {"budget": 32}, None),
     ]  # fmt: skip
     for ours, theirs in (rows[:2], rows[3:]):
         assert ours["repeats"][0]["output_tokens"] == theirs["repeats"][0]["output_tokens"] > 0
