@@ -7,10 +7,13 @@ from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).parents[1] / "results"
+LOADED: list[dict[str, Any]] = []
+"""What the table that is being made has read."""
 
 
 def load(device: str, name: str) -> dict[str, Any]:
     result: dict[str, Any] = json.loads((RESULTS / device / f"{name}.json").read_text())
+    LOADED.append(result)
     return result
 
 

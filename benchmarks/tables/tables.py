@@ -3,7 +3,8 @@
     python benchmarks/tables/tables.py           writes them
     python benchmarks/tables/tables.py --check   only tells whether they are current
 
-A page holds a table wherever it says `<!-- NAME -->`, up to `<!-- /NAME -->`.
+A page holds a table wherever it says `<!-- NAME -->`, up to `<!-- /NAME -->`. A table that was
+measured before its code changed says so in its caption (`stale.py`).
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import checkpoint_tables
 import lockstep_tables
@@ -20,6 +22,8 @@ import memory_tables
 import sampling_tables
 import serve_tables
 import server_tables
+import source
+import stale
 import state_tables
 import vllm_replay_tables
 import vllm_tables
@@ -43,16 +47,37 @@ TABLES: dict[str, Callable[[], str]] = {
 }
 
 
-def filled(page: str, made: dict[str, str]) -> str:
-    """The page with every table that it names as made from the JSON."""
+class Table(NamedTuple):
+    """text: the table and its caption. note: that it is older than its code; empty if it is not,
+    None if git cannot tell."""
+
+    text: str
+    note: str | None
+
+
+def make(name: str, root: Path = ROOT) -> Table:
+    source.LOADED.clear()
+    text = TABLES[name]()
+    measured = set().union(*map(stale.commits, source.LOADED))
+    return Table(text, stale.note(root, measured, stale.CODE[name]) if measured else "")
+
+
+def filled(page: str, made: dict[str, Table]) -> str:
+    """The page with every table that it names as made from the JSON. Where git cannot tell whether
+    a table is older than its code, its caption goes on to say what it says."""
 
     def table(found: re.Match[str]) -> str:
         name = found["name"]
         if name not in made:
             raise ValueError(f"<!-- {name} --> names no table; there are {', '.join(made)}")
-        return f"<!-- {name} -->\n{made[name]}\n<!-- /{name} -->"
+        text, note = made[name]
+        if note is None:
+            kept = stale.NOTE.search(found["text"])
+            note = kept[0] if kept else ""
+        gap = "\n\n" if text.endswith("|") else " "
+        return f"<!-- {name} -->\n{text}{gap + note if note else ''}\n<!-- /{name} -->"
 
-    marked = r"<!-- (?P<name>[a-z-]+) -->\n.*?<!-- /(?P=name) -->"
+    marked = r"<!-- (?P<name>[a-z-]+) -->\n(?P<text>.*?)\n?<!-- /(?P=name) -->"
     return re.sub(marked, table, page, flags=re.DOTALL)
 
 
@@ -60,7 +85,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true", help="write nothing")
     args = parser.parse_args()
-    made = {name: table() for name, table in TABLES.items()}
+    made = {name: make(name) for name in TABLES}
     pages = {path: path.read_text() for path in PAGES}
     for name in made:
         if not any(f"<!-- {name} -->\n" in text for text in pages.values()):

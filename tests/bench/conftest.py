@@ -4,4 +4,4 @@ import sys
 from pathlib import Path
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-sys.path[:0] = [str(BENCHMARKS / folder) for folder in ("engine", "kernels", "common")]
+sys.path[:0] = [str(BENCHMARKS / folder) for folder in ("engine", "kernels", "common", "tables")]

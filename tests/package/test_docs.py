@@ -125,7 +125,8 @@ def test_tables_are_those_of_the_results() -> None:
         capture_output=True,
         text=True,
     )
-    assert done.returncode == 0, done.stdout + done.stderr
+    said = "run `python benchmarks/tables/tables.py` before you commit"
+    assert done.returncode == 0, f"{said}\n{done.stdout}{done.stderr}"
 
 
 @pytest.mark.parametrize("page", PAGES)
