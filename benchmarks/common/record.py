@@ -8,6 +8,7 @@ import re
 import statistics
 import time
 from collections.abc import Callable
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -44,8 +45,14 @@ def plain(rows: list[dict[str, Any]], *hidden: str) -> list[dict[str, Any]]:
 
 
 def environment() -> dict[str, Any]:
-    """Hardware, versions and commit."""
-    return machine() | {"commit": os.environ.get("COMMIT") or commit(RESULTS)}
+    """Hardware, versions and commit; where vLLM is installed, whether its wheel is PyPI's."""
+    found = machine() | {"commit": os.environ.get("COMMIT") or commit(RESULTS)}
+    try:
+        # A wheel that was packed anew has no list of its files.
+        wheel = "repacked" if metadata.files("vllm") is None else "whole"
+    except metadata.PackageNotFoundError:
+        return found
+    return found | {"wheel": wheel}
 
 
 def commit(folder: Path) -> str | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from markdown import markdown
-from source import RESULTS, environment, load
+from source import environment, load
 
 Row = dict[str, Any]
 
@@ -65,71 +65,24 @@ def plain_decode() -> str:
 
 
 def strategies() -> str:
-    """ITL under each strategy."""
+    """ITL under each strategy, of rows that cross boundaries at different steps."""
     result = load("h200", "itl-8b-strategies")
-    by_case: dict[tuple[int, str], Row] = {}
+    by_batch: dict[int, Row] = {}
     for row in result["rows"]:
-        by_case.setdefault((row["batch"], row["lengths"]), {})[row["strategy"]] = row["itl_ms"]
+        if row["lengths"] == "staggered":
+            by_batch.setdefault(row["batch"], {})[row["strategy"]] = row["itl_ms"]
     lines = [
         [
             str(batch),
-            lengths,
             *(f"{itl[way]:.2f}" for way in WAYS),
             f"{100 * (itl['auto'] / itl['blocking'] - 1):+.1f} %",
             f"{itl['auto'] / min(itl[way] for way in WAYS if way != 'auto'):.3f}",
         ]
-        for (batch, lengths), itl in sorted(by_case.items())
+        for batch, itl in sorted(by_batch.items())
     ]
     names = (f"`{way}`" for way in WAYS)
-    table = markdown(["rows", "lengths", *names, "from `blocking`", "÷ best other"], lines)
+    table = markdown(["rows", *names, "from `blocking`", "÷ best other"], lines)
     return f"{table}\n\n{result['environment']['device']}, commits {_commits(result)}."
-
-
-def window_steps() -> str:
-    """With the window, and with a write in every step."""
-    results = [load("h200", name) for name in ("itl-8b-window", "itl-8b-no-window")]
-    found = [{row["batch"]: row for row in result["rows"]} for result in results]
-    lines = []
-    for batch in sorted(found[0]):
-        ms = [rows[batch]["step_ms"] for rows in found]
-        tokens = found[0][batch]["decode_tok_s"]
-        lines.append(
-            [str(batch), *(f"{x:.2f}" for x in ms), f"{ms[0] / ms[1]:.3f}", f"{tokens:.0f}"]
-        )
-    header = ["rows", "window, ms", "none, ms", "÷", "tokens/s"]
-    return f"{markdown(header, lines)}\n\n{environment(results[0])}"
-
-
-def window_shapes() -> str:
-    """With the window: other shapes, numbers of drafts, and states."""
-    lines = []
-    for path in RESULTS.glob("*/itl-window-*.json"):
-        result = load(path.parent.name, path.stem)
-        depth, whole = result["layers"]
-        for row in result["rows"]:
-            floor = row.get("floor_ratio")
-            lines.append(
-                [
-                    path.parent.name.upper(),
-                    result["name"],
-                    "all" if depth == whole else f"{depth} of {whole}",
-                    row["ssm_dtype"],
-                    str(row["drafts"]),
-                    f"{row['acceptance']:.1f}",
-                    str(row["batch"]),
-                    f"{row['step_ms']:.2f}",
-                    f"{row['itl_ms']:.2f}",
-                    f"{row['decode_tok_s']:.0f}",
-                    f"{floor:.2f}" if floor else "-",
-                    result["environment"]["commit"],
-                ]
-            )
-    lines.sort(key=lambda line: (*line[:2], line[3], int(line[4]), int(line[6])))
-    header = [
-        "GPU", "shape", "layers", "state", "drafts", "accepted", "rows", "step, ms", "ITL, ms",
-        "tokens/s", "÷ floor", "commit",
-    ]  # fmt: skip
-    return markdown(header, lines)
 
 
 def _commits(result: Row) -> str:
@@ -140,6 +93,4 @@ TABLES = {
     "lockstep": lockstep,
     "plain-decode": plain_decode,
     "itl-strategies": strategies,
-    "window-steps": window_steps,
-    "window-shapes": window_shapes,
 }

@@ -126,9 +126,6 @@ def _prompt_alone(products: Row) -> str:
 
 TABLES = {
     "serving": partial(closed, "h200", "serve-8b"),
-    "serving-before": partial(
-        closed, "h200", "serve-8b-before", other="before", titled="now : before"
-    ),
     "serving-smaller": partial(closed, "h100", "serve-8b", "serve-8b-few"),
     "serving-arrivals": arrivals,
     "capture": capture,

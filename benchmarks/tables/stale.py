@@ -23,19 +23,16 @@ CODE: dict[str, tuple[str, ...]] = {
     "guidellm": ("hybrid_runtime/server", "hybrid_runtime/engine"),
     "host": ("hybrid_runtime/state", "kernels/step"),
     "itl-strategies": DECODE,
-    "kv-blocks": ("kernels/attention",),
     "lockstep": DECODE,
     "numerics": STATE_UPDATE,
     "plain-decode": DECODE,
     "postcopy": ("kernels/step",),
-    "predicate": ("hybrid_runtime/state",),
     "prefix": DECODE,
     "prefix-short": DECODE,
     "products": (),  # PyTorch's
     "sampling": ("kernels/sampling",),
     "serving": DECODE,
     "serving-arrivals": DECODE,
-    "serving-before": DECODE,
     "serving-smaller": DECODE,
     "soak": DECODE,
     "soak-http": ("hybrid_runtime/server", "hybrid_runtime/engine"),
@@ -51,8 +48,6 @@ CODE: dict[str, tuple[str, ...]] = {
     "vllm-serving": COPIES,
     "vllm-timing": COPIES,
     "window": STATE_UPDATE,
-    "window-shapes": DECODE,
-    "window-steps": DECODE,
 }
 """Name of each table that is made from results, to the code that it is about. What is outside of
 it, such as the benchmark's own script, may change."""

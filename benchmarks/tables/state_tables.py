@@ -1,4 +1,4 @@
-"""Tables of the state manager and its kernels: copies, host time, predicate, update, numerics."""
+"""Tables of the state manager and its kernels: copies, host time, update, numerics."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from source import environment, load, versions
 ORDER = operator.itemgetter("state", "tokens", "rows")
 BESIDE_FLASHINFER = ("window-short", "window-long", "window")
 """Calls, the newest last: what is in several of them is taken from that one."""
+SHOWN = (1, 16, 256, 1024)
+"""Rows; others are in the results."""
 
 
 def candidates() -> str:
@@ -40,6 +42,7 @@ def postcopy() -> str:
             us(row["floor"]) if row["floor"] else "-",
         ]
         for row in result["gpu"]
+        if row["rows"] in SHOWN
     ]
     header = ["rows", "crossing", "`always`", "`auto`", "vLLM 0.33.0", "floor"]
     return markdown(header, rows) + "\n\n" + environment(result)
@@ -48,29 +51,20 @@ def postcopy() -> str:
 def host() -> str:
     """Host time of the manager's part of a step."""
     result = load("h200", "postprocess")
-    names = ("again both", "again best", "whole both", "whole best")
     rows = [
-        [str(row["rows"]), "yes" if row["readback"] else "no", *(us(row[k]) for k in names)]
+        [str(row["rows"]), us(row["again both"]), us(row["whole both"])]
         for row in result["host"]
+        if row["readback"]
     ]
-    header = ["rows", "readback", "repeated step", "its best", "whole step", "its best"]
+    header = ["rows", "repeated step", "whole step"]
     other = load("h200", "postprocess-second-host")
-    slow = next(row for row in other["host"] if row["rows"] == 256 and not row["readback"])
+    slow = next(row for row in other["host"] if row["rows"] == 256 and row["readback"])
     note = (
         "The processor under the same GPU differs from lease to lease: on a second machine the "
         f"repeated step of 256 rows took {us(slow['again both'])} and the whole one "
         f"{us(slow['whole both'])}."
     )
     return f"{markdown(header, rows)}\n\n{note} {environment(result)}"
-
-
-def predicate() -> str:
-    """Host time to know which rows may cross a boundary."""
-    result = load("h200", "predicate")
-    names = ("python loop", "post-copy list", "with pre-copy")
-    rows = [[str(row["rows"]), *(us(row[n]) for n in names)] for row in result["rows"]]
-    table = markdown(["rows", "Python loop", "candidate list", "with the pre-copy's"], rows)
-    return f"{table}\n\n{environment(result)}"
 
 
 def numerics() -> str:
@@ -98,54 +92,40 @@ def numerics() -> str:
 
 def window() -> str:
     """GPU time of one layer's update beside FlashInfer's, and errors."""
-    newest = {}
+    newest, commits = {}, {}
     for name in BESIDE_FLASHINFER:
         result = load("h200", name)
         for row in result["gpu"]:
-            newest[ORDER(row)] = row, result["environment"]["commit"]
+            newest[ORDER(row)] = row
+            commits[ORDER(row)] = result["environment"]["commit"]
+    shown = [key for key in sorted(newest) if key[1] >= 4 and key[2] in (1, 128)]
     lines = []
-    for _, (row, commit) in sorted(newest.items()):
+    for key in shown:
+        row = newest[key]
         lines.append(
             [
-                row["state"],
-                str(row["tokens"]),
-                str(row["rows"]),
+                *map(str, key),
                 *(us(row[name]) for name in ("ours", "ours floor", "flashinfer")),
                 f"{row['ours ÷ flashinfer']:.2f}",
-                *(f"{row[f'{side} state error']:.1e}" for side in ("ours", "flashinfer")),
-                commit,
+                *(_both(row, f"{what} error") for what in ("state", "output")),
             ]
         )
     header = [
         "state", "tokens", "rows", "`replay`", "floor", "FlashInfer", "÷ FlashInfer",
-        "error of states", "FlashInfer's", "commit",
+        "errors of states", "of outputs",
     ]  # fmt: skip
-    return f"{markdown(header, lines)}\n\n{versions(result)}."
+    made = ", ".join(dict.fromkeys(commits[key] for key in shown))
+    return f"{markdown(header, lines)}\n\n{versions(result)}, commits {made}."
 
 
-def kv_blocks() -> str:
-    """GPU time of paged attention by the size of its blocks."""
-    result = load("h200", "kv-blocks")
-    largest = str(result["blocks"][-1])
-    lines = [
-        [
-            *(str(row[name]) for name in ("rows", "tokens", "context")),
-            us(row["us"][largest]),
-            *(f"{row['us'][str(size)] / row['us'][largest]:.2f}" for size in result["blocks"][:-1]),
-        ]
-        for row in result["rows"]
-    ]
-    sizes = [f"{size} ÷ {largest}" for size in result["blocks"][:-1]]
-    header = ["rows", "tokens each", "context", f"blocks of {largest}, µs", *sizes]
-    return f"{markdown(header, lines)}\n\n{environment(result)}"
+def _both(row: dict[str, float], name: str) -> str:
+    return " : ".join(f"{row[f'{side} {name}']:.1e}" for side in ("ours", "flashinfer"))
 
 
 TABLES = {
     "candidates": candidates,
-    "kv-blocks": kv_blocks,
     "postcopy": postcopy,
     "host": host,
-    "predicate": predicate,
     "numerics": numerics,
     "window": window,
 }

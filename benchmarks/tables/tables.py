@@ -58,6 +58,8 @@ class Table(NamedTuple):
 def make(name: str, root: Path = ROOT) -> Table:
     source.LOADED.clear()
     text = TABLES[name]()
+    if any(source.repacked_vllm(name, result) for result in source.LOADED):
+        text += " vLLM's wheel was repacked."
     measured = set().union(*map(stale.commits, source.LOADED))
     return Table(text, stale.note(root, measured, stale.CODE[name]) if measured else "")
 

@@ -19,6 +19,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -193,6 +194,8 @@ class Vllm:
         compilation = config.compilation_config
         return {
             "vllm": vllm.__version__,
+            # One that was packed anew, without what is not needed here, has no list of its files.
+            "wheel": "repacked" if metadata.files("vllm") is None else "whole",
             "torch": torch.__version__,
             "device": torch.cuda.get_device_name(0),
             "environment": {name: os.environ[name] for name in ENVIRONMENT if "VLLM" in name},
