@@ -71,6 +71,15 @@ SHAPES = {
         # A quarter of the depth, with a quarter of each kind of layer.
         layers=22,
     ),
+    "narrow": Shape(  # of no checkpoint: many layers with small states
+        "narrow, 40 Mamba layers",
+        8 * "MMMMM*",
+        {
+            "vocab_size": 4096, "hidden_size": 512,
+            "num_attention_heads": 8, "num_key_value_heads": 1, "head_dim": 64,
+            "mamba_num_heads": 8, "mamba_head_dim": 64, "n_groups": 1,
+        },
+    ),
     "tiny": Shape(
         "tiny",
         "M-M*ME",

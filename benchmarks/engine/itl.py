@@ -9,7 +9,7 @@
 Prints a table and writes JSON; `hybrid-runtime bench DIR` measures a checkpoint in the same way.
 `--before` has an older checkout take turns (ABBA): both sides run twice, in processes of their own,
 and rows get the older one's step and the ratio to it as those of a peer. `merge` makes one result
-of several runs, with vLLM's beside (lines of `run_nemotron.py`, see `peer.py`).
+of several runs, with vLLM's beside (lines of `vllm/lockstep.py`, see `peer.py`).
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def merge(argv: Sequence[str]) -> None:
     """Results of several runs as one."""
     parser = argparse.ArgumentParser(prog="itl.py merge", description=merge.__doc__)
     parser.add_argument("results", type=Path, nargs="+", help="JSON of earlier runs, one shape")
-    parser.add_argument("--peer", type=Path, help="JSON lines of run_nemotron.py")
+    parser.add_argument("--peer", type=Path, help="JSON lines of vllm/lockstep.py")
     parser.add_argument("--out", type=Path, help="default: under benchmarks/results/")
     args = parser.parse_args(argv)
     result = peer.merge([json.loads(path.read_text()) for path in args.results])

@@ -1,7 +1,6 @@
 """For `itl.py`: figures of a peer beside ours, and results of several runs made into one.
 
-vLLM's are the JSON lines of `run_nemotron.py`, taken on the same machine in the same call, with
-`HYBRID_RUNTIME_VLLM=0`: vLLM would otherwise find our plug-in, because this package is installed.
+vLLM's are the JSON lines of `vllm/lockstep.py`, taken on the same machine in the same call.
 """
 
 from __future__ import annotations

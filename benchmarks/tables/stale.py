@@ -39,7 +39,6 @@ CODE: dict[str, tuple[str, ...]] = {
     "vllm-checked": PLUGIN,
     "vllm-gained": PLUGIN,
     "vllm-histories": ("hybrid_runtime/integrations/vllm",),
-    "vllm-logprobs": PLUGIN,
     "vllm-poisoned": PLUGIN,
     "vllm-releases": ("hybrid_runtime/integrations/vllm",),
     "vllm-replay-steps": PLUGIN,

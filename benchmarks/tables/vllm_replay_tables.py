@@ -140,22 +140,6 @@ def gained() -> str:
     return f"{markdown(header, lines)}\n\n{fit} {where(result)}"
 
 
-def logprobs() -> str:
-    """How far log-probabilities lie apart."""
-    result = load("h200", "vllm_logprobs")
-    lines = [
-        [name, str(found["compared"]), *(f"{found[key]:.2g}" for key in ("mean", "p99", "max"))]
-        for name, found in result["spread"].items()
-    ]
-    given = result["options"]
-    note = (
-        f"{given['tokens']} tokens of {max(given['batches'])} requests in batches of "
-        f"{', '.join(map(str, given['batches']))}, mean log-probability {result['mean']:.2f}, "
-        f"{result['unexpected_tokens']} other tokens. {where(result)}"
-    )
-    return f"{markdown(['apart', 'compared', 'mean', 'p99', 'largest'], lines)}\n\n{note}"
-
-
 def poisoned() -> str:
     """Free blocks and drafts that are no numbers, dummy runs and captures."""
     lines = []
@@ -240,7 +224,6 @@ TABLES = {
     "vllm-replay-texts": texts,
     "vllm-served": served,
     "vllm-gained": gained,
-    "vllm-logprobs": logprobs,
     "vllm-poisoned": poisoned,
     "vllm-checked": checked,
     "vllm-histories": histories,

@@ -124,9 +124,8 @@ def fill(worker: Any, depth: int, seed: int = 0) -> int:
     import torch
 
     runner = worker.model_runner
-    parts = [runner.model]
-    if runner.speculator is not None:
-        parts.append(runner.speculator.model)
+    drafter = getattr(runner, "speculator", None) or getattr(runner, "drafter", None)  # V2, V1
+    parts = [runner.model] if drafter is None else [runner.model, drafter.model]
     generator = torch.Generator(worker.device).manual_seed(seed)
     for part in parts:
         randomize(part, depth, generator)

@@ -1,19 +1,17 @@
 """Steps of vLLM (0.25.1, GPU needed) with replay and without, and how many requests run at once.
 
-    python benchmarks/vllm/replay_steps.py --fit 400 --out steps.json -- --v2 --batch 1,16,64 ...
+    python benchmarks/vllm/replay_steps.py --fit 400 --out steps.json -- --batch 1,16,64 ...
 
 The layout of the cache is fixed when an engine starts, so there are two, each in a process of its
 own, which take turns (ABBA) on one GPU. Two of a model that fills more than half of the GPU's
-memory run one after another, the first once more in the end (`--alone`). They are started by a tool
-named run_nemotron.py, in the folder `--peer`; what follows `--` goes to that tool. The JSON is
-written after every batch.
+memory run one after another, the first once more in the end (`--alone`). What follows `--` are
+options of `lockstep.py`, whose engine they are. The JSON is written after every batch.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics as stats
 import sys
 import time
@@ -22,9 +20,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "common"))
 
+import lockstep
 from record import arguments, numbers, save
 from serving import Child, say
-from time_steps import prompts
 
 SIDES = {"replay": "replay", "vllm": "0"}
 """Names of the engines, and what the plug-in's switch is set to."""
@@ -32,59 +30,43 @@ SIDES = {"replay": "replay", "vllm": "0"}
 
 def serve(args: argparse.Namespace, rest: list[str]) -> None:
     """The engine's process: runs what it is asked for, line by line."""
-    sys.path.insert(0, str(args.peer))
-    import run_nemotron as tool  # type: ignore[import-not-found]
-
-    options = tool.parse_args(rest)
-    tool.set_env(options)
-    os.environ.setdefault("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
-    tool.write_config(options)
-    from vllm import LLM
-
+    options = lockstep.parse(rest)
     started = time.perf_counter()
-    llm = LLM(**tool.llm_kwargs(options))
-    engine, (length, *_), (tokens, *_) = llm.llm_engine, options.isl, options.osl
-    cache = engine.vllm_config.cache_config
-    block = cache.mamba_block_size
-    block = block if cache.enable_prefix_caching else length
-    kind = llm.collective_rpc(lambda worker: type(worker.model_runner.model_state).__name__)
-    said = {"model_state": kind[0], "block_size": block, "blocks": cache.num_gpu_blocks}
-    say({"start_s": time.perf_counter() - started} | said)
+    engine, about = lockstep.build(options)
+    block = about["mamba_block_size"] if options.mode == "align" else options.isl
+    kind = engine.engine.collective_rpc(
+        lambda worker: type(worker.model_runner.model_state).__name__
+    )
+    said = {"model_state": kind[0], "block_size": block, "blocks": about["num_gpu_blocks"]}
+    say({"start_s": time.perf_counter() - started} | said | {"wheel": about["wheel"]})
     for line in sys.stdin:
         what = json.loads(line)
-        engine.reset_prefix_cache()
+        engine.reset()
         if "fit" in what:
-            say(fit(tool, engine, options, what["fit"], length, tokens))
+            say(fit(engine, options, what["fit"]))
             continue
-        asked = prompts(tool, options, what["batch"], length, block, what["seed"])
-        raw = tool.drive(engine, asked, tokens, what["batch"], options)
-        ms = sorted(1e3 * step for step in raw["step_dt"])
+        asked = lockstep.prompts(options, what["batch"], what["seed"], block)
+        run = lockstep.drive(engine, asked, options.osl)
+        ms = sorted(run.steps)
         found = {"steps": len(ms), **dict.fromkeys(("tokens_per_step", "mean", "p50", "p99"))}
         if ms:
-            found |= {"tokens_per_step": stats.fmean(raw["acc"]) if raw["acc"] else None}
+            found |= {"tokens_per_step": stats.fmean(run.accepted)}
             found |= {"mean": stats.fmean(ms), "p50": ms[len(ms) // 2]}
             found |= {"p99": ms[len(ms) * 99 // 100]}
         say(found)
 
 
-def fit(
-    tool: Any, engine: Any, options: Any, requests: int, length: int, tokens: int
-) -> dict[str, Any]:
+def fit(engine: Any, options: argparse.Namespace, requests: int) -> dict[str, Any]:
     """All requests at once: how many ever run at a time, and the tokens per second of them all."""
-    running = engine.engine_core.engine_core.scheduler.running
+    scheduler = engine.engine.engine_core.engine_core.scheduler
     most = 0
 
-    def look(*_: Any) -> None:
+    def look() -> None:
         nonlocal most
-        most = max(most, len(running))
+        most = max(most, len(scheduler.running))
 
-    asked = tool.make_prompts(options, requests, length, 4242)
-    raw = tool.drive(engine, asked, tokens, requests, options, on_step=look)
-    return {
-        "running": most,
-        "tokens_per_s": sum(raw["ntok"].values()) / raw["wall"],
-        "seconds": raw["wall"],
-    }
+    run = lockstep.drive(engine, lockstep.prompts(options, requests, 4242), options.osl, look)
+    return {"running": most, "tokens_per_s": run.tokens / run.seconds, "seconds": run.seconds}
 
 
 def compare(args: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
@@ -146,7 +128,7 @@ def alone(args: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
 
 
 def start(side: str, args: argparse.Namespace, rest: list[str]) -> Child:
-    command = [sys.executable, __file__, "--serve", "--peer", str(args.peer), "--", *rest]
+    command = [sys.executable, __file__, "--serve", "--", *rest]
     logs = args.out.parent if args.out else Path()
     return Child(side, command, SIDES[side], logs / f"engine-{side}.log")
 
@@ -172,7 +154,6 @@ def summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
 
 def main() -> None:
     parser = arguments(__doc__, "default: none")
-    parser.add_argument("--peer", type=Path, default=Path(".peer"), help="run_nemotron.py's folder")
     parser.add_argument("--batches", type=numbers, default=[1, 16])
     parser.add_argument("--rounds", type=numbers, default=[2], help="of ABBA, of each batch or all")
     parser.add_argument("--seconds", type=float, default=150, help="no new round after")

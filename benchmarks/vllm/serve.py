@@ -7,13 +7,12 @@ state copies from one to the other between runs; replay has an engine of its own
     HYBRID_RUNTIME_VLLM=0 python benchmarks/vllm/serve.py serve --drafts 3 --out without.json
     HYBRID_RUNTIME_VLLM=replay python benchmarks/vllm/serve.py serve --drafts 3 --out replay.json
     python benchmarks/vllm/serve.py compare without.json replay.json
-    python benchmarks/vllm/serve.py time --out time.json -- --v2 --batch 16,64 ...
+    python benchmarks/vllm/serve.py time --out time.json -- --batch 16,64 ...
 
 Texts are compared in true fp32: Triton's products of fp32 would else be rounded to TF32, and a
 prompt that starts from a cached prefix gets other roundings than a whole one.
 
-`time` runs the model of a tool named run_nemotron.py, in the folder `--peer`; what follows `--`
-goes to that tool.
+What follows `--` of `time` are options of `lockstep.py`, whose engine it runs.
 """
 
 from __future__ import annotations
@@ -222,7 +221,6 @@ def main() -> None:
     two = commands.add_parser("time")
     two.add_argument("--rounds", type=int, default=5, help="of ABBA each")
     two.add_argument("--seconds", type=float, default=300, help="for all rounds of all batches")
-    two.add_argument("--peer", type=Path, default=Path(".peer"), help="run_nemotron.py's folder")
     two.set_defaults(run=measure)
     three = commands.add_parser("compare")
     three.add_argument("files", nargs="+")

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import random
 import statistics as stats
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
 
+import lockstep
 from record import save
 
 KERNELS = {
@@ -50,16 +49,6 @@ class HostTime:
         return found
 
 
-def prompts(tool: Any, options: Any, batch: int, length: int, block: int, seed: int) -> list[Any]:
-    """Random prompts whose lengths spread over one block, so that rows cross boundaries apart."""
-    rng = random.Random(seed)
-    lengths = [length + i * block // batch for i in range(batch)]
-    made = tool.make_prompts(options, batch, max(lengths), seed)
-    cut = [prompt[:n] for prompt, n in zip(made, lengths, strict=True)]
-    rng.shuffle(cut)
-    return cut
-
-
 def profiled(engine: Any, asked: list[Any], tokens: int, batch: int) -> dict[str, Any]:
     """Kernels per step of full-batch decode, launches and µs, over `PROFILED` steps."""
     import torch
@@ -91,22 +80,15 @@ def profiled(engine: Any, asked: list[Any], tokens: int, batch: int) -> dict[str
 
 
 def measure(args: argparse.Namespace, set_ours: Any, statistics: Any) -> dict[str, Any]:
-    sys.path.insert(0, str(args.peer))
-    import run_nemotron as tool  # type: ignore[import-not-found]
-
-    options = tool.parse_args(args.rest)
-    tool.set_env(options)
-    tool.write_config(options)
-    from vllm import LLM
-
+    options = lockstep.parse(args.rest)
     started = time.perf_counter()
-    llm = LLM(**tool.llm_kwargs(options))
-    engine, (length, *_), (tokens, *_) = llm.llm_engine, options.isl, options.osl
-    block = engine.vllm_config.cache_config.mamba_block_size
+    driven, about = lockstep.build(options)
+    engine, tokens, block = driven.engine, options.osl, about["mamba_block_size"]
     hosts: list[HostTime] = []
-    llm.collective_rpc(lambda worker: hosts.append(HostTime(worker)))
+    engine.collective_rpc(lambda worker: hosts.append(HostTime(worker)))
     result: dict[str, Any] = {
-        "options": vars(options) | {"start_s": time.perf_counter() - started},
+        "options": vars(options)
+        | {"wheel": about["wheel"], "start_s": time.perf_counter() - started},
         "block_size": block,
         "batches": {},
     }
@@ -123,13 +105,12 @@ def measure(args: argparse.Namespace, set_ours: Any, statistics: Any) -> dict[st
         def one(
             ours: bool, seed: int, batch: int = batch, runs: list[dict[str, Any]] = runs
         ) -> None:
-            llm.collective_rpc(set_ours, args=(ours,))
-            engine.reset_prefix_cache()
-            before = llm.collective_rpc(statistics)[0]
-            asked = prompts(tool, options, batch, length, block, seed)
-            raw = tool.drive(engine, asked, tokens, batch, options)
-            after = llm.collective_rpc(statistics)[0]
-            ms = sorted(1e3 * step for step in raw["step_dt"])
+            engine.collective_rpc(set_ours, args=(ours,))
+            driven.reset()
+            before = engine.collective_rpc(statistics)[0]
+            timed = lockstep.drive(driven, lockstep.prompts(options, batch, seed, block), tokens)
+            after = engine.collective_rpc(statistics)[0]
+            ms = sorted(timed.steps)
             counted = {name: after[name] - before.get(name, 0) for name in after}
             run = {"ours": ours, "steps": len(ms), "host_us": hosts[0].take(), "adapter": counted}
             if ms:
@@ -138,7 +119,7 @@ def measure(args: argparse.Namespace, set_ours: Any, statistics: Any) -> dict[st
                     "p50": ms[len(ms) // 2],
                     "p99": ms[len(ms) * 99 // 100],
                 }
-                run["tokens_per_step"] = stats.fmean(raw["acc"]) if raw["acc"] else None
+                run["tokens_per_step"] = stats.fmean(timed.accepted)
             runs.append(run)
 
         one(True, 10**6)
@@ -151,9 +132,9 @@ def measure(args: argparse.Namespace, set_ours: Any, statistics: Any) -> dict[st
                 break
         kernels = {}
         for ours in (True, False):
-            llm.collective_rpc(set_ours, args=(ours,))
-            engine.reset_prefix_cache()
-            asked = prompts(tool, options, batch, length, block, 77)
+            engine.collective_rpc(set_ours, args=(ours,))
+            driven.reset()
+            asked = lockstep.prompts(options, batch, 77, block)
             # Twice the tokens: the first rows must still be running after all are and 60 steps.
             kernels["ours" if ours else "vllm"] = profiled(engine, asked, 2 * tokens, batch)
         hosts[0].take()

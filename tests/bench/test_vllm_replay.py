@@ -1,6 +1,7 @@
 """Benchmarks of replay inside vLLM, as far as they run without it: their arithmetic and tables."""
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -89,3 +90,70 @@ def test_neighbours_are_of_both_sides() -> None:
     means += [("replay", 1.0), ("vllm", 2.0)]
     found = replay_steps.summary([{"side": side, "mean": mean} for side, mean in means])
     assert found == {"replay_ms": 1.0, "vllm_ms": 2.0, "ratios": [0.5], "ratio": 0.5}
+
+
+class Lockstep:
+    """Two of three rows get their first token in the first step, all decode from the second on."""
+
+    def __init__(self) -> None:
+        self.left: dict[int, int] = {}
+        self.calls = 0
+
+    def submit(self, number: int, ask: Any) -> None:
+        self.left[number] = ask.output
+
+    def step(self) -> list[tuple[int, int, bool]]:
+        self.calls += 1
+        if self.calls == 3:
+            return []  # one that was queued ahead
+        found = []
+        for number in list(self.left)[: 2 if self.calls == 1 else None]:
+            new = min(3, self.left[number])
+            self.left[number] -= new
+            found.append((number, new, not self.left[number]))
+            if not self.left[number]:
+                del self.left[number]
+        return found
+
+
+def test_lockstep_counts_the_steps_in_which_all_decode() -> None:
+    """Not the one with a first token, nor those in which one ends: steps 4 and 5 of 7."""
+    import lockstep
+
+    looks: list[int] = []
+    run = lockstep.drive(Lockstep(), [[1], [2], [3]], 15, lambda: looks.append(1))
+    assert (len(run.steps), run.accepted, run.tokens, len(looks)) == (2, [3] * 6, 45, 7)
+    found = lockstep.figures(run)
+    assert found["itl_ms"] == pytest.approx(found["step_ms_mean"] / 3)
+    assert lockstep.figures(run._replace(steps=[])) == {"timed_steps": 0}
+
+
+def test_lockstep_lines_are_read_as_the_peers(tmp_path: Path) -> None:
+    import lockstep
+    import peer
+
+    args = lockstep.parse(["--shape", "tiny", "--batch", "2,3"])
+    asked = lockstep.settings(args)
+    assert asked["rates"] == (1.0, 1.0, 0.0)
+    sizes = asked["vllm"]["compilation_config"]["cudagraph_capture_sizes"]
+    assert sizes == [1, 2, 3, 4, 8, 12, 16]
+    lengths = [len(prompt) for prompt in lockstep.prompts(args, 4, seed=1, block=8)]
+    assert sorted(lengths) == [1024, 1026, 1028, 1030]
+    about = {"environment": {"VLLM_USE_V2_MODEL_RUNNER": "1"}, "device": "any"}
+    run = lockstep.Run([1.0, 3.0], [3, 3], 6, 1.0)
+    load = {"batch": 2, "isl": args.isl, "osl": args.osl, "rep": 0}
+    line = load | lockstep.figures(run) | {"options": lockstep.described(args, about)}
+    (tmp_path / "vllm.jsonl").write_text(json.dumps(line))
+    (entry,) = peer.read(tmp_path / "vllm.jsonl")
+    assert [entry[name] for name in ("runner", "drafts", "acceptance")] == ["v2", 3, 3.0]
+    assert entry["repeats"][0]["step_ms_mean"] == 2.0
+
+
+def test_documented_options_of_the_engine_are_known() -> None:
+    import lockstep
+
+    page = (ROOT / "docs" / "benchmarks.md").read_text()
+    shown = re.findall(r" -- (--[^`]*)`", page)
+    assert len(shown) >= 5
+    for options in shown:
+        lockstep.parse(options.split())
