@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 WINDOW = 16
+NAMES = {torch.float32: "f32", torch.float16: "f16"}
 
 
 class Ring(NamedTuple):
@@ -25,13 +26,15 @@ class Ring(NamedTuple):
 
 
 class Form(NamedTuple):
-    """One way to launch it: in one kernel or two, and how they divide the work."""
+    """One way to launch it: in one kernel or two, and how they divide the work; pdl: as a
+    programmatic launch, which may begin before the kernel ahead of it ends."""
 
     two: bool
     stages: int = 0
     programs: int = 0
     heads: int = 0
     split: int = 1
+    pdl: bool = False
 
 
 FORMS = [Form(False, split=split) for split in (1, 2)] + [
@@ -40,36 +43,49 @@ FORMS = [Form(False, split=split) for split in (1, 2)] + [
         (1, 2), (1, 2), (2, 4, 8, 16, 32), (4, 8, 16)
     )
 ]
+"""Each with a programmatic launch and without."""
 
 
 @functools.cache
-def flashinfer_side(state: str, tokens: int) -> type[FlashInfer] | None:
+def flashinfer_side(state: torch.dtype, tokens: int) -> type[FlashInfer] | None:
     """The class to time; None: there is no module for such states and tokens.
 
     Modules built beforehand are taken from the folder FLASHINFER_MODULES. Otherwise
-    flashinfer-python compiles its own, and chooses the form by itself.
+    flashinfer-python compiles them, which takes nvcc and a minute or two each.
     """
     folder = os.environ.get("FLASHINFER_MODULES")
+    kinds = (False, True)
     if folder is None:
-        ssu = importlib.import_module("flashinfer.mamba.checkpointing_ssu").checkpointing_ssu
-        return type("Installed", (FlashInfer,), {"module": None, "public": staticmethod(ssu)})
-    path = Path(folder) / f"{state}_T{tokens}_W{WINDOW}.so"
-    if not path.exists():
-        return None
-    sys.path.append(str(path.parents[1] / "site"))
-    loaded = importlib.import_module("tvm_ffi").load_module(str(path)).checkpointing_ssu
-    return type("Built", (FlashInfer,), {"module": staticmethod(loaded)})
+        made = importlib.import_module("flashinfer.jit.mamba.checkpointing_ssu")
+        modules = {
+            pdl: made.gen_checkpointing_ssu_module(
+                state_dtype=state, input_dtype=torch.bfloat16, dt_dtype=torch.bfloat16,
+                weight_dtype=torch.float32, matrixA_dtype=torch.float32,
+                stateIndex_dtype=torch.int32, state_scale_dtype=None, dim=64, dstate=128,
+                npredicted=tokens, max_window=WINDOW, heads_per_group=16, num_groups=8,
+                enable_pdl=pdl,
+            ).build_and_load()
+            for pdl in kinds
+        }  # fmt: skip
+    else:
+        name = f"{NAMES[state]}_T{tokens}_W{WINDOW}"
+        paths = {pdl: Path(folder) / f"{name}{'_pdl' if pdl else ''}.so" for pdl in kinds}
+        sys.path.append(str(Path(folder).parent / "site"))
+        found = {pdl: path for pdl, path in paths.items() if path.exists()}
+        load = importlib.import_module("tvm_ffi").load_module if found else None
+        modules = {pdl: load(str(path)) for pdl, path in found.items() if load}
+    calls = {pdl: module.checkpointing_ssu for pdl, module in modules.items()}
+    return type("Built", (FlashInfer,), {"calls": calls}) if calls else None
 
 
 class FlashInfer:
     """Its arguments, in the order of flashinfer/mamba/checkpointing_ssu.py (0.7.2)."""
 
     window, late = WINDOW, 0
-    module: Any
-    public: Any
+    calls: dict[bool, Any]
 
     def __init__(self, case: Any, form: Form | None = None) -> None:
-        self.case, self.form = case, form or Form(False)
+        self.case, self.form = case, form or Form(False, pdl=False not in self.calls)
         rows, tokens = case.rows, case.tokens
         heads, dim, state = case.A_log.shape[0], 64, 128
         self.A = (-torch.exp(case.A_log))[:, None, None].expand(heads, dim, state)
@@ -85,7 +101,8 @@ class FlashInfer:
         )
 
     def forms(self) -> list[FlashInfer]:
-        return [type(self)(self.case, form) for form in FORMS] if self.module else [self]
+        forms = [form._replace(pdl=pdl) for pdl in self.calls for form in FORMS]
+        return [type(self)(self.case, form) for form in forms]
 
     def cache(self) -> Ring:
         case = self.case
@@ -107,14 +124,7 @@ class FlashInfer:
             part.unflatten(0, (case.rows, case.tokens)) for part in case.inputs(mixed).values()
         )
         dt = dt[..., None].expand(*dt.shape, x.shape[-1])
-        if self.module is None:
-            self.public(
-                states, *cache, *at, x, dt, self.A, B, C, self.out, D=self.D, dt_bias=self.bias,
-                dt_softplus=True, state_batch_indices=case.slot, cb_scaled=self.scratch[0],
-                cumAdt_vec=self.scratch[1], cb_old=self.scratch[2],
-            )  # fmt: skip
-            return self.out
-        self.module(
+        self.calls[form.pdl](
             states, x, dt, self.A, B, C, self.out, *cache, *at, self.D, None, self.bias, True,
             case.slot, -1, None, None, form.split, None,
             *(self.scratch if form.two else (None, None, None)),

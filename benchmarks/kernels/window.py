@@ -7,8 +7,9 @@ a step on average; then consecutive steps are timed, each with the positions tha
 Launches rotate over at least 256 MiB of state, each with a window cache of its own.
 
 `--peer` times FlashInfer's `checkpointing_ssu` in the same call, at the best of its forms and with
-the steps of its own rule. It needs flashinfer-python (0.7.2), or modules that were built from it
-beforehand: FLASHINFER_MODULES is the folder of their `.so` files, named f32_T4_W16 and so on.
+the steps of its own rule, with programmatic launches (as ours) and without. It needs
+flashinfer-python (0.7.2), or modules that were built from it beforehand: FLASHINFER_MODULES is the
+folder of their `.so` files, named f32_T4_W16 and f32_T4_W16_pdl and so on.
 """
 
 from __future__ import annotations
@@ -40,7 +41,6 @@ INNER, OUTER = HEADS * DIM, GROUPS * STATE
 WIDTH = INNER + 2 * OUTER + HEADS
 ROTATE = 256 << 20  # bytes of state that the launches of one graph work on, at least
 DTYPES = {"float32": torch.float32, "float16": torch.float16}
-NAMES = {torch.float32: "f32", torch.float16: "f16"}
 
 
 class Places(NamedTuple):
@@ -182,8 +182,8 @@ class Ours:
         return [self]
 
 
-def times(side: Any, case: Case, mean: float, repeats: int) -> tuple[list[float], float]:
-    """Microseconds a launch, and the bytes that a launch has to move."""
+def times(side: Any, case: Case, mean: float, repeats: int) -> tuple[list[float], float, Any]:
+    """Microseconds a launch, the bytes that a launch has to move, and the side's best form."""
     states = case.states()
     caches = [side.cache() for _ in states]
     for cache in caches:
@@ -204,7 +204,8 @@ def times(side: Any, case: Case, mean: float, repeats: int) -> tuple[list[float]
     if len(forms) > 1:
         swept = {form: min(graph_us(calls(form), repeats=2, number=1)) for form in forms}
         best = min(swept, key=lambda form: swept[form])
-    return graph_us(calls(best), repeats=repeats, number=2), case.floor_bytes(path, side)
+    us = graph_us(calls(best), repeats=repeats, number=2)
+    return us, case.floor_bytes(path, side), best
 
 
 def errors(side: Any, case: Case, steps: int = 24) -> tuple[float, float]:
@@ -253,7 +254,7 @@ def measure(args: Any) -> list[dict[str, Any]]:
     for dtype in (DTYPES[name] for name in args.states.split(",")):
         for tokens in args.tokens:
             sides: dict[str, type[Any]] = {"ours": Ours}
-            if args.peer and (peer := flashinfer_side(NAMES[dtype], tokens)):
+            if args.peer and (peer := flashinfer_side(dtype, tokens)):
                 sides["flashinfer"] = peer
             precise = {}
             for name, side in sides.items():
@@ -266,13 +267,14 @@ def measure(args: Any) -> list[dict[str, Any]]:
                 }  # fmt: skip
                 for name, side in sides.items():
                     case = Case(rows, tokens, dtype)
-                    us, size = times(side(case), case, args.accept, args.repeats)
+                    us, size, best = times(side(case), case, args.accept, args.repeats)
                     row[name] = statistics.median(us)
                     row[f"{name} floor"] = size / bandwidth * 1e6
                     row[f"{name} repeats"] = us
                     row[f"{name} output error"], row[f"{name} state error"] = precise[name]
                     torch.cuda.empty_cache()
                 if "flashinfer" in row:
+                    row["flashinfer form"] = best.form._asdict()
                     row["ours ÷ flashinfer"] = row["ours"] / row["flashinfer"]
                 results.append(row)
                 save("window", result(args, results, bandwidth), args.out)

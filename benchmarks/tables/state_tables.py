@@ -115,7 +115,9 @@ def window() -> str:
         "errors of states", "of outputs",
     ]  # fmt: skip
     made = ", ".join(dict.fromkeys(commits[key] for key in shown))
-    return f"{markdown(header, lines)}\n\n{versions(result)}, commits {made}."
+    both = all("flashinfer form" in newest[key] for key in shown)
+    note = f"FlashInfer's forms: 62, {'and as many' if both else 'none of them'} with programmatic launches."
+    return f"{markdown(header, lines)}\n\n{note} {versions(result)}, commits {made}."
 
 
 def _both(row: dict[str, float], name: str) -> str:
