@@ -116,7 +116,8 @@ def window() -> str:
     ]  # fmt: skip
     made = ", ".join(dict.fromkeys(commits[key] for key in shown))
     both = all("flashinfer form" in newest[key] for key in shown)
-    note = f"FlashInfer's forms: 62, {'and as many' if both else 'none of them'} with programmatic launches."
+    pdl = "and as many" if both else "none of them"
+    note = f"FlashInfer's forms: 62, {pdl} with programmatic launches."
     return f"{markdown(header, lines)}\n\n{note} {versions(result)}, commits {made}."
 
 

@@ -123,6 +123,7 @@ def place_rows_reference(
     step.positions.offset[:rows] = ahead
     step.positions.pending[:rows] = ahead
     step.positions.cursor[:rows] = (counts.computed[at] - ahead) % ring
+    step.positions.certain[:rows] = counts.computed[at] + 1
     column = running_column_reference(counts.computed[at] + scheduled, block_size).long()
     row = at if tables.by_slot else torch.arange(rows, device=slot.device)
     for group, table in enumerate(tables.tables):
@@ -146,6 +147,7 @@ def _place_rows_kernel(
     row_offset,
     row_pending,
     row_cursor,
+    row_certain,
     tables,
     rows,
     slots,
@@ -167,6 +169,7 @@ def _place_rows_kernel(
     tl.store(row_offset + i_row, a - 1, mask=here)
     tl.store(row_pending + i_row, a - 1, mask=here)
     tl.store(row_cursor + i_row, (n - a + 1) % ring, mask=here)
+    tl.store(row_certain + i_row, n + 1, mask=here)
     column = running_column(n + scheduled, BLOCK_SIZE)
     table_row = (i_slot if BY_SLOT else i_row).to(tl.int64)
     for group in tl.static_range(GROUPS):
@@ -208,6 +211,7 @@ def place_rows(
         row_offset=step.positions.offset,
         row_pending=step.positions.pending,
         row_cursor=step.positions.cursor,
+        row_certain=step.positions.certain,
         tables=step.tables,
         rows=slot.shape[0],
         slots=slots,

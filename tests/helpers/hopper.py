@@ -18,8 +18,8 @@ POINTERS = {
     "placed", "read_column", "read_offset", "write_column", "moves", "blocks",
     "block_table", "slot", "cu_seqlens", "draft", "checkpoint_column",
     "checkpoint_after", "column", "computed", "arrived", "row_slot", "row_draft", "row_offset",
-    "row_pending", "row_cursor", "tables", "flush_slot", "flush_offset", "flush_pending",
-    "flush_cursor", "flush_column",
+    "row_pending", "row_cursor", "row_certain", "tables", "flush_slot", "flush_offset",
+    "flush_pending", "flush_cursor", "flush_column",
     "flush_certain", "cut", "cut_after", "cut_column",
 }  # fmt: skip
 TYPES = {

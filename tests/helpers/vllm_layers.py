@@ -75,6 +75,7 @@ class Layers:
         dtype: str,
         channels_first: bool,
         monkeypatch: pytest.MonkeyPatch,
+        stochastic: bool = False,
     ) -> None:
         from vllm.model_executor.layers.mamba import mamba_utils
         from vllm.model_executor.layers.mamba.ops import mamba_ssm
@@ -103,7 +104,7 @@ class Layers:
         self.layers = (theirs, ours)
         for layer in self.layers:
             layer.num_spec = drafts
-        self.shared = ReplayLayers([ours], slots, drafts, torch.float32, "cpu")
+        self.shared = ReplayLayers([ours], slots, drafts, torch.float32, "cpu", stochastic)
         self.shared.assign([["ours"]])
         self.certain = torch.ones(slots, dtype=torch.int32)  # tokens, without accepted drafts
         blocks = 1 + slots * (1 + drafts)

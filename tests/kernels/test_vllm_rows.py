@@ -63,8 +63,8 @@ def test_a_placed_row() -> None:
     assert rows.slot.tolist() == [2, -1, -1, -1]
     assert rows.tables[0, 2].tolist() == [12, 13]
     at = rows.positions
-    fields = (rows.draft, at.offset, at.pending, at.cursor, at.writes)
-    assert [int(v[0]) for v in fields] == [3, 2, 2, 15 % RING, 1]
+    fields = (rows.draft, at.offset, at.pending, at.cursor, at.writes, at.certain)
+    assert [int(v[0]) for v in fields] == [3, 2, 2, 15 % RING, 1, 18]
     assert rows.positions.read_column[0] == rows.positions.write_column[0] == RUNNING
 
 

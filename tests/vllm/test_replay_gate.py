@@ -53,12 +53,8 @@ def test_a_model_that_replays(mode: str, caplog: pytest.LogCaptureFixture) -> No
         ({"parallel_config__enable_dbo": True}, "overlap"),
         ({"speculative_config": SimpleNamespace(method="draft_model")}, "draft model"),
         (
-            {"mamba_config": SimpleNamespace(enable_stochastic_rounding=True)},
-            "without --enable-mamba-cache-stochastic",
-        ),
-        (
-            {"mamba_config": SimpleNamespace(backend=SimpleNamespace(name="FLASHINFER"))},
-            "FLASHINFER (--mamba-backend triton replays)",
+            {"mamba_config": SimpleNamespace(backend=SimpleNamespace(name="CPU"))},
+            "CPU (--mamba-backend triton replays)",
         ),
         ({"cache_config__use_replayssm": True}, "use-replayssm"),
     ],
@@ -75,6 +71,19 @@ def test_what_keeps_vllms_layout(
     (record,) = caplog.records
     assert why in record.getMessage()
     assert "does not replay" in record.getMessage()
+
+
+def test_the_flags_of_published_recipes_replay(caplog: pytest.LogCaptureFixture) -> None:
+    """FlashInfer's backend, which is asked for decode rows only, and stochastic rounding."""
+    flags = {"backend": SimpleNamespace(name="FLASHINFER"), "enable_stochastic_rounding": True}
+    with caplog.at_level("WARNING"):
+        model = build(mamba_config=SimpleNamespace(**flags))
+    assert spare_blocks(model) == [0, 0]
+    assert not caplog.records
+    layers = model.replay_layers
+    assert [layers.rounding(index).layer for index in (0, 1)] == [0, 1]
+    assert len(set(layers.rounding(0).seed.tolist())) == len(layers.rows.whole.slot)
+    assert build().replay_layers.rounding(0) is None
 
 
 def test_with_tensor_parallelism(caplog: pytest.LogCaptureFixture) -> None:

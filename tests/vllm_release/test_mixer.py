@@ -51,6 +51,23 @@ def test_decode_rows(
 
 @kernels
 @pytest.mark.skipif(CUDA, reason="vLLM's files alone have no CUDA libraries")
+def test_decode_rows_that_are_rounded_stochastically(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their states are a neighbour of those rounded to nearest, another one in each slot."""
+    states = []
+    for stochastic in (False, True):
+        pair = Layers(K, SLOTS, "float16", False, monkeypatch, stochastic)
+        pair.step([4, 1], [4, 4], [1] * SLOTS)
+        blocks = [pair.first_block(slot) for slot in (4, 1)]
+        states.append(pair.caches[1][1][blocks].float())
+    nearest, rounded = states
+    up = rounded != nearest
+    assert 0.2 < float(up.float().mean()) < 0.5
+    assert bool((up[0] != up[1]).any())
+    torch.testing.assert_close(rounded, nearest, rtol=2**-9, atol=2**-23)
+
+
+@kernels
+@pytest.mark.skipif(CUDA, reason="vLLM's files alone have no CUDA libraries")
 def test_check_mode_of_decode_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """It compares the watched slots, finds nothing, and finds a state that is spoiled."""
     pair = Layers(K, SLOTS, "float32", False, monkeypatch)

@@ -24,6 +24,7 @@ from hybrid_runtime.kernels.mamba2.records import Records
 from hybrid_runtime.kernels.mamba2.recurrence import mamba2
 from hybrid_runtime.kernels.mamba2.replay_update import replay_update
 from hybrid_runtime.kernels.replay.ring import ring_length
+from hybrid_runtime.kernels.replay.rounding import Rounding
 from hybrid_runtime.kernels.replay.rows import ReplayRows
 from hybrid_runtime.kernels.step.vllm_rows import StepRows
 
@@ -147,6 +148,7 @@ class ReplayMixer(Base):
                 positions=step.positions,
             ),
             max_scheduled=1 + self.num_spec,
+            rounding=replay.rounding(self.replay_index),
             out=output.unflatten(-1, (heads, self.head_dim)),
         )
         if checker is not None and expected is not None:
@@ -195,6 +197,7 @@ class ReplayLayers:
     slots: most requests at a time.
     drafts: most drafts of a step.
     dtype: of the records' vectors.
+    stochastic: states of 16 bits are rounded stochastically.
 
     rows: slots, positions and blocks of a step's rows, rewritten before each step.
     recurrence, params: as a flush takes them.
@@ -214,6 +217,7 @@ class ReplayLayers:
         drafts: int,
         dtype: torch.dtype,
         device: torch.device | str,
+        stochastic: bool = False,
     ) -> None:
         one = layers[0]
         heads, groups = one.num_heads // one.tp_size, one.n_groups // one.tp_size
@@ -224,12 +228,19 @@ class ReplayLayers:
         self.rings = self.recurrence.allocate_records(len(layers), slots, self.ring_length, device)
         self.A_log = torch.zeros((len(layers), heads), dtype=torch.float32, device=device)
         self.params = (self.A_log,)
+        # vLLM's own has no seed by request either.
+        ints: dict[str, Any] = {"dtype": torch.int32, "device": device}
+        self._seed = torch.arange(slots, **ints) if stochastic else None
         # No more cache groups than layers; how many is known when vLLM has made its cache.
         self.rows = _Rows(StepRows.allocate(slots, len(layers), device))
         self.records = [Records(*self.rings).layer(index) for index in range(len(layers))]
         self.tables = [self.rows.whole.tables[0]] * len(layers)
         for index, layer in enumerate(layers):
             layer.replay, layer.replay_index = self, index
+
+    def rounding(self, layer: int) -> Rounding | None:
+        """By what the states of this layer are rounded; of the first layer: those of all."""
+        return None if self._seed is None else Rounding(self._seed, layer)
 
     @property
     def bytes(self) -> int:
@@ -263,12 +274,14 @@ def unhandled(layers: list[Any]) -> str | None:
 
 def build(layers: list[Any], vllm_config: Any) -> ReplayLayers:
     """Have the layers of a model that has just been built replay."""
+    mamba = getattr(vllm_config, "mamba_config", None)
     shared = ReplayLayers(
         layers,
         slots=vllm_config.scheduler_config.max_num_seqs,
         drafts=vllm_config.num_speculative_tokens,
         dtype=vllm_config.model_config.dtype,
         device=vllm_config.device_config.device,
+        stochastic=getattr(mamba, "enable_stochastic_rounding", False),
     )
     say_once(
         "info",

@@ -74,7 +74,7 @@ class ReplayMover(Mover):
             self._listed[:count],
             flush.slot,
             flush.positions,
-            None,
+            layers.rounding(0),
         )
         if layers.checker is not None:
             layers.checker.compare_boundaries(flush, count)

@@ -98,13 +98,9 @@ def replay_unhandled(vllm_config: Any) -> str | None:
         return "a draft model may have Mamba layers of its own"
     mamba = getattr(vllm_config, "mamba_config", None)
     backend = getattr(getattr(mamba, "backend", None), "name", "TRITON")
-    if backend != "TRITON":
+    # vLLM asks it for decode rows only, which are ours.
+    if backend not in ("TRITON", "FLASHINFER"):
         return f"the Mamba backend is {backend} (--mamba-backend triton replays)"
-    if getattr(mamba, "enable_stochastic_rounding", False):
-        return (
-            "states are rounded stochastically (it replays without "
-            "--enable-mamba-cache-stochastic-rounding)"
-        )
     # From 0.27 on.
     if getattr(cache, "use_replayssm", False):
         return "vLLM's own --use-replayssm is on (without it the plug-in replays)"
