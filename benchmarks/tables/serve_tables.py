@@ -24,36 +24,54 @@ SERVED = (
     ("itl_ms_p50", "ITL p50, ms", ".1f"),
     ("itl_ms_p99", "p99", ".1f"),
 )
-OPEN = (
-    ("rate", "requests/s", ".1f"),
-    ("output_tok_s", "tokens/s", ".0f"),
-    ("goodput_s", "goodput, requests/s", ".1f"),
-    ("ttft_ms_mean", "TTFT, ms", ".0f"),
-    ("ttft_ms_p99", "TTFT p99, ms", ".0f"),
-    ("itl_ms_mean", "ITL, ms", ".2f"),
-    ("itl_ms_p99", "ITL p99, ms", ".1f"),
-)
 
 
-def served(device: str, name: str) -> str:
-    """So many places, always taken: every engine with every budget, and ours over each."""
-    result = load(device, name)
-    rows = [row for row in result["rows"] if row["places"] is not None]
+def headline() -> str:
+    """So many places, always taken: ours beside vLLM with its fastest budget."""
+    results = [load("h200", name) for name in ("serve-8b", "serve-nano-30b")]
+    lines, pairs = [], []
+    for result in results:
+        for places in sorted({row["places"] for row in result["rows"]}):
+            rows = [row for row in result["rows"] if row["places"] == places]
+            ours = next(row for row in rows if row["engine"] == "ours")
+            theirs = [row for row in rows if row["engine"] == "vllm"]
+            best = max(theirs, key=lambda row: row["output_tok_s"])
+            pairs.append((ours, best))
+            both = [f"{ours[name]:{form}} : {best[name]:{form}}" for name, _, form in SERVED]
+            ratio = f"{best['ours_to_this']['output_tok_s']:.2f}"
+            lines.append([result["name"], str(places), both[0], ratio, *both[1:]])
+    names = [name for _, name, _ in SERVED]
+    header = ["shapes", "places", f"{names[0]}, ours : vLLM", "÷", *names[1:]]
+    return f"{markdown(header, lines)}\n\n{_note(results[0], pairs)}"
+
+
+def served(name: str) -> str:
+    """Every engine with every setting, and the tokens/s of the first one over each."""
+    result = load("h200", name)
     lines = []
-    for row in sorted(rows, key=lambda row: row["places"]):
-        who = "this engine" if row["engine"] == "ours" else "vLLM"
-        line = [str(row["places"]), f"{who}, {row['budget']:,}"]
-        line += [f"{row[figure]:{form}}" for figure, _, form in SERVED]
-        ratio = row.get("ours_to_this")
-        lines.append([*line, f"{ratio['output_tok_s']:.2f}" if ratio else ""])
-    header = [
-        "places",
-        "engine, most tokens a step",
-        *(n for _, n, _ in SERVED),
-        "tokens/s, ours ÷",
-    ]
+    for row in result["rows"]:
+        if row["places"] is not None:
+            line = [str(row["places"]), *_who(row)]
+            line += [f"{row[figure]:{form}}" for figure, _, form in SERVED]
+            ratio = row.get("ours_to_this")
+            lines.append([*line, f"{ratio['output_tok_s']:.2f}" if ratio else ""])
+    header = ["places", *WHO, *(n for _, n, _ in SERVED), "tokens/s, the first's ÷"]
     pairs = [pair for pair in _pairs(result, "vllm") if pair[0]["places"] is not None]
     return f"{markdown(header, lines)}\n\n{_note(result, pairs)}"
+
+
+WHO = ("engine", "tokens a step", "next step is queued")
+
+
+def _who(row: Row) -> list[str]:
+    """Engine, its budget, when it queues steps. Older rows have their budget alone."""
+    setting = row.get("setting", {"budget": row.get("budget")})
+    if row["engine"] != "ours":
+        return ["vLLM", f"{setting['budget']:,}", ""]
+    when = "early" if "setting" not in row or setting.get("queue") == "early" else "late"
+    if setting.get("steps_ahead") == 0:
+        when = "after the results"
+    return ["ours", f"{setting['budget']:,}", when]
 
 
 def closed(device: str, *names: str, other: str = "vllm", titled: str = "ours : vLLM") -> str:
@@ -72,21 +90,21 @@ def closed(device: str, *names: str, other: str = "vllm", titled: str = "ours : 
 
 
 def arrivals() -> str:
-    """Poisson arrivals, as a share of what each engine serves at most."""
-    result = load("h200", "serve-8b")
-    pairs = [pair for pair in _pairs(result, "vllm") if pair[0]["places"] is None]
+    """Poisson arrivals, as many for every engine."""
+    result = load("h200", "serve-8b-queueing")
+    rows = [row for row in result["rows"] if row["places"] is None]
     lines = [
-        [name, row["load"], *(f"{row[figure]:{form}}" for figure, _, form in OPEN)]
-        for pair in pairs
-        for name, row in zip(("ours", "vLLM"), pair, strict=True)
+        [f"{row['rate']:.0f}", *_who(row), f"{row['good_share']:.0%}"]
+        + [f"{row[figure]:{form}}" for figure, _, form in SERVED]
+        for row in rows
     ]
-    header = ["engine", "load", *(name for _, name, _ in OPEN)]
+    header = ["requests/s", *WHO, "good", *(name for _, name, _ in SERVED)]
     limits = result["options"]["objective"]
     said = (
-        "Load: share of the requests/s that the engine itself served with the most places. "
-        f"Goodput: requests with TTFT up to {limits['ttft']:.0f} ms and ITL up to "
+        f"Good: requests with TTFT up to {limits['ttft']:.0f} ms and ITL up to "
         f"{limits['itl']:.0f} ms. "
     )
+    pairs = [pair for pair in _pairs(result, "vllm") if pair[0]["places"] is None]
     return f"{markdown(header, lines)}\n\n{said}{_note(result, pairs)}"
 
 
@@ -125,7 +143,9 @@ def _prompt_alone(products: Row) -> str:
 
 
 TABLES = {
-    "serving": partial(closed, "h200", "serve-8b"),
+    "serving": headline,
+    "serving-budgets": partial(served, "serve-8b-budgets"),
+    "serving-queueing": partial(served, "serve-8b-queueing"),
     "serving-smaller": partial(closed, "h100", "serve-8b", "serve-8b-few"),
     "serving-arrivals": arrivals,
     "capture": capture,
@@ -150,10 +170,10 @@ def _note(result: Row, pairs: list[tuple[Row, Row]]) -> str:
     repeats = [len(ours["repeats"]) for ours, _ in pairs]
     counts = str(min(repeats)) if min(repeats) == max(repeats) else f"{min(repeats)}-{max(repeats)}"
     made = "one run" if counts == "1" else f"medians of {counts} repeats"
-    if options.get("budgets"):
+    if options.get("budgets") or options.get("turns"):
         budget = (
-            "tokens a step: ours of prompts, vLLM's of all; times to first tokens without the "
-            "requests that open a run"
+            "at most 2560 prompt tokens a step in ours unless said, vLLM's budget is of all; times "
+            "to first tokens without the requests that open a run"
         )
     else:
         budget = f"at most {options['max_tokens_per_step']} tokens a step"

@@ -7,7 +7,10 @@ from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).parents[1] / "results"
-BESIDE_VLLM = ("lockstep", "serving", "serving-arrivals", "serving-smaller")
+BESIDE_VLLM = (
+    "lockstep", "serving", "serving-arrivals", "serving-budgets", "serving-queueing",
+    "serving-smaller",
+)  # fmt: skip
 """Tables beside those of the plug-in that have figures of vLLM."""
 LOADED: list[dict[str, Any]] = []
 """What the table that is being made has read."""

@@ -33,6 +33,8 @@ CODE: dict[str, tuple[str, ...]] = {
     "sampling": ("kernels/sampling",),
     "serving": DECODE,
     "serving-arrivals": DECODE,
+    "serving-budgets": DECODE,
+    "serving-queueing": DECODE,
     "serving-smaller": DECODE,
     "soak": DECODE,
     "soak-http": ("hybrid_runtime/server", "hybrid_runtime/engine"),
