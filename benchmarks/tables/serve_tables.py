@@ -31,7 +31,7 @@ def headline() -> str:
     results = [load("h200", name) for name in ("serve-8b", "serve-nano-30b")]
     lines, pairs = [], []
     for result in results:
-        for places in sorted({row["places"] for row in result["rows"]}):
+        for places in sorted({row["places"] for row in result["rows"]} - {None}):
             rows = [row for row in result["rows"] if row["places"] == places]
             ours = next(row for row in rows if row["engine"] == "ours")
             theirs = [row for row in rows if row["engine"] == "vllm"]

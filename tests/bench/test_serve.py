@@ -133,7 +133,9 @@ def test_two_engines_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     import serve_tables
 
     result["engines"]["vllm"]["vllm"] = "9.9"
-    serve.save("serve-8b", {"options": vars(args)} | result, tmp_path / "serve-8b.json")
+    serve.save(
+        "serve-8b", {"options": vars(args), "name": "tiny"} | result, tmp_path / "serve-8b.json"
+    )
     made = json.loads((tmp_path / "serve-8b.json").read_text())
     monkeypatch.setattr(serve_tables, "load", lambda device, name: made)
     made["rows"][0]["setting"] = {"budget": 64, "steps_ahead": 0}
@@ -143,9 +145,11 @@ def test_two_engines_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert found.count(f"| 2 | {rows[0]['output_tok_s']:.0f} : {best:.0f} |") == 2
     assert "medians of 2 repeats, vLLM 9.9" in found
     found = serve_tables.TABLES["serving-queueing"]()
-    assert "| 2 | ours | 64 | after the results |" in found and "| 2 | vLLM | 16 |" in found
+    assert "| 2 | ours | 64 | after the results |" in found
+    assert "| 2 | vLLM | 16 |" in found
     found = serve_tables.TABLES["serving-arrivals"]()
-    assert "| ours | 64 | late |" in found and "| vLLM | 32 |" in found
+    assert "| ours | 64 | late |" in found
+    assert "| vLLM | 32 |" in found
 
 
 @pytest.mark.parametrize(
