@@ -14,6 +14,7 @@ from hybrid_runtime.bench import checkpoint
 from hybrid_runtime.bench import options as bench_options
 from hybrid_runtime.engine import Engine, SamplingParams
 from hybrid_runtime.engine.checks import DTypeName
+from hybrid_runtime.engine.load import QuantizationName
 from hybrid_runtime.engine.threads import use_threads
 from hybrid_runtime.server.command import add_command as add_serve
 from hybrid_runtime.specdecode.drafter import DrafterName
@@ -38,6 +39,7 @@ def generate(args: argparse.Namespace) -> None:
         eagle_path=args.eagle,
         device=args.device,
         dtype=args.dtype,
+        quantization=args.quantization,
         strategy=args.strategy,
         max_requests=1,
         max_model_len=args.max_model_len,
@@ -152,6 +154,10 @@ def _add_common(command: argparse.ArgumentParser) -> None:
 def _add_model(command: argparse.ArgumentParser) -> None:
     add = command.add_argument
     add("--dtype", choices=get_args(DTypeName), help="auto on a GPU, float32 on a CPU")
+    add(
+        "--quantization", choices=get_args(QuantizationName),
+        help="round weights to 8 bits as they are loaded; as the checkpoint says without",
+    )  # fmt: skip
     add("--threads", type=int, help="of a CPU; 1 for a small model")
 
 

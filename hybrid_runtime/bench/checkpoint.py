@@ -19,7 +19,7 @@ def run(args: argparse.Namespace) -> None:
         check_writable(args.json)
     wanted = options.loads(args)
     config = EngineConfig(drafter="auto" if any(one.drafts for one in wanted) else None)
-    loaded = load(args.model, config, args.device, args.dtype, None)
+    loaded = load(args.model, config, args.device, args.dtype, None, args.quantization)
     model, where = loaded.model, machine()
     use_threads(args.threads, model)
     name, dtype = Path(args.model).resolve().name, str(model.dtype).removeprefix("torch.")
@@ -29,6 +29,7 @@ def run(args: argparse.Namespace) -> None:
         kept[:] = rows
         if args.json is not None:
             result = {"environment": where, "model": str(args.model), "dtype": dtype}
+            result["quantization"] = args.quantization
             write(args.json, result | {"drafter": loaded.config.drafter, "rows": rows})
 
     try:

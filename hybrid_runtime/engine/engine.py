@@ -23,7 +23,7 @@ from hybrid_runtime.engine.chat import ChatTemplate, Message, rendered
 from hybrid_runtime.engine.checks import DTypeName
 from hybrid_runtime.engine.config import EngineConfig, EngineOptions
 from hybrid_runtime.engine.core import EngineCore
-from hybrid_runtime.engine.load import load
+from hybrid_runtime.engine.load import QuantizationName, load
 from hybrid_runtime.engine.owner import Owner
 from hybrid_runtime.engine.pooler import Pooling, pooled_from, stacked
 from hybrid_runtime.engine.progress import progress_bar, timed
@@ -107,6 +107,7 @@ class Engine(OneProcess):
         device: torch.device | str | None = None,
         dtype: torch.dtype | DTypeName | None = None,
         eagle_path: str | Path | None = None,
+        quantization: QuantizationName | None = None,
         **options: Unpack[EngineOptions],
     ) -> Engine:
         """Engine for a checkpoint directory or hub id.
@@ -115,10 +116,12 @@ class Engine(OneProcess):
         dtype: of the weights, keys and values; "auto" = the checkpoint's own; None = that on a GPU,
             float32 on a CPU.
         eagle_path: the EAGLE head's own checkpoint; None = the sub-directory `eagle` of `path`.
+        quantization: "fp8" = plain weights are rounded to 8 bits as they are loaded; None = weights
+            are what the checkpoint's files say.
         options: the fields of `EngineConfig`. All of them are checked before weights are loaded.
         """
         enter_process()
-        loaded = load(path, EngineConfig(**options), device, dtype, eagle_path)
+        loaded = load(path, EngineConfig(**options), device, dtype, eagle_path, quantization)
         return cls(
             loaded.model, loaded.config, tokenizer=loaded.tokenizer, head=loaded.head,
             chat_template=loaded.chat_template, eos_token_ids=loaded.generation.eos_token_ids,

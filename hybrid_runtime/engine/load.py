@@ -7,7 +7,7 @@ import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from tokenizers import Tokenizer
@@ -27,8 +27,12 @@ from hybrid_runtime.models.checkpoint import (
     load_model,
 )
 from hybrid_runtime.models.model import HybridModel
+from hybrid_runtime.models.quantization import Quantization
 
 logger = logging.getLogger(__name__)
+_CAPABILITY = (8, 9)
+QuantizationName = Literal["fp8"]
+"""What weights may be rounded to as they are loaded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +56,7 @@ def load(
     device: torch.device | str | None,
     dtype: torch.dtype | str | None,
     eagle_path: str | Path | None,
+    quantization: QuantizationName | None = None,
 ) -> Loaded:
     """Load a checkpoint; arguments as of `Engine.from_pretrained`.
 
@@ -63,8 +68,9 @@ def load(
     _check_path("path", path)
     if eagle_path is not None:
         _check_path("eagle_path", eagle_path)
-    checkpoint = Checkpoint(path)
+    checkpoint = Checkpoint(path, quantization)
     directory = checkpoint.directory
+    _check_formats(checkpoint.quantization, where)
     weights = _weight_dtype(dtype, checkpoint.config.dtype, where)
     # The networks without storage: the files' shapes are checked, and their bytes known.
     shape = checkpoint.build("meta", weights)
@@ -89,13 +95,28 @@ def load(
     head = None if source is None else load_head(source, model)
     loaded = Loaded(model, config, tokenizer, head, chat_template, generation)
     took, size = time.perf_counter() - start, gib(count)
-    logger.info("loaded %s: %s of %s to %s in %.1f s", directory, size, weights, where, took)
+    formats = "" if checkpoint.quantization is None else " and FP8"
+    logger.info(
+        "loaded %s: %s of %s%s to %s in %.1f s", directory, size, weights, formats, where, took
+    )
     return loaded
 
 
 def _check_path(name: str, value: object) -> None:
     if not isinstance(value, str | Path) or not str(value):
         raise ValueError(f"{name} is {value!r}; it must be a directory or a hub id")
+
+
+def _check_formats(quantization: Quantization | None, device: torch.device) -> None:
+    """Refuse GPUs that cannot multiply numbers in 8 bits."""
+    if quantization is None or device.type != "cuda" or not torch.cuda.is_available():
+        return
+    found = torch.cuda.get_device_capability(device)
+    if found < _CAPABILITY or torch.version.hip is not None:
+        raise ValueError(
+            f"{quantization.source}: weights in FP8 need an NVIDIA GPU of compute capability "
+            f"{_CAPABILITY[0]}.{_CAPABILITY[1]} or more, device {device} has {found[0]}.{found[1]}"
+        )
 
 
 def _weight_dtype(

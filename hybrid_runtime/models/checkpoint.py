@@ -1,44 +1,28 @@
 """Load checkpoints in Hugging Face format: config.json plus safetensors."""
 
-import os
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
-from rich.console import Console
-from rich.progress import Progress
-from safetensors import SafetensorError, safe_open
-from torch import Tensor, nn
+from torch import nn
 
+from hybrid_runtime.kernels.linear.quantize import E4M3
 from hybrid_runtime.models.eagle import EagleConfig, EagleHead
 from hybrid_runtime.models.json_fields import (
     OBJECT,
-    Kind,
     check_unquantised,
     named,
-    one_line,
     read_json,
     read_optional,
 )
-from hybrid_runtime.models.linear import checkpoint_tensors
+from hybrid_runtime.models.linear import checkpoint_tensors, join, matrices, place
 from hybrid_runtime.models.model import HybridModel
+from hybrid_runtime.models.quantization import BESIDE, read_quantization
 from hybrid_runtime.models.registry import load_config
-
-_SINGLE = "model.safetensors"
-_INDEX = "model.safetensors.index.json"
-_QUANTISED = "hf_quant_config.json"
-"""ModelOpt's, which says what config.json need not."""
-_SHARDS = Kind(
-    "an object that maps tensor names to names of files beside it",
-    lambda value: isinstance(value, Mapping) and bool(value) and all(map(_is_name, value.values())),
-)
-_DTYPES = ("F32", "BF16", "F16")
-"""As safetensors calls them."""
+from hybrid_runtime.models.tensor_files import StoredTensors, TensorFiles
 
 
 def resolve(path_or_hub_id: str | Path) -> Path:
@@ -69,185 +53,77 @@ def resolve(path_or_hub_id: str | Path) -> Path:
     return Path(folder)
 
 
-class TensorFiles:
-    """Names, shapes and values of the tensors in a checkpoint directory.
-
-    Attributes:
-        files: tensor name to the file that holds it.
-
-    Raises:
-        ValueError: no weights, quantised ones or any of another dtype, a broken file, or an index
-            that contradicts the files.
-    """
-
-    def __init__(self, directory: Path):
-        self.directory = directory
-        weight_map: Mapping[str, str] = {}
-        index = directory / _INDEX
-        _check_not_quantised(directory)
-        if os.path.lexists(directory / _SINGLE):
-            files = [directory / _SINGLE]
-        elif os.path.lexists(index):
-            weight_map = read_json(directory, _INDEX, {"weight_map": _SHARDS}).get("weight_map", {})
-            if not weight_map:
-                raise ValueError(f"{index} has no weight_map, must be {_SHARDS.must}")
-            files = [directory / name for name in sorted(set(weight_map.values()))]
-            for file in files:
-                if not file.exists():
-                    raise ValueError(f"{file} does not exist, but {index} names it")
-        else:
-            raise ValueError(f"{directory} has no weights, must hold {_SINGLE} or {_INDEX}")
-        self.files: dict[str, Path] = {}
-        self.shapes: dict[str, tuple[int, ...]] = {}
-        for file in files:
-            self._read_header(file)
-        for name, listed in weight_map.items():
-            if self.files.get(name) != directory / listed:
-                raise ValueError(
-                    f"tensor {name} is missing in {directory / listed}, but {index} puts it there"
-                )
-
-    def _read_header(self, file: Path) -> None:
-        with _opened(file) as opened:
-            for name in opened.keys():  # noqa: SIM118 - not a dict
-                if name in self.files:
-                    raise ValueError(
-                        f"tensor {name} is in both {self.files[name]} and {file}, must be in "
-                        "one file"
-                    )
-                if not name.isprintable():
-                    raise ValueError(f"tensor {name!r} in {file} has no name that can be printed")
-                part = opened.get_slice(name)
-                if part.get_dtype() not in _DTYPES:
-                    raise ValueError(
-                        f"tensor {name} in {file} is {part.get_dtype()}, must be one of "
-                        f"{', '.join(_DTYPES)}"
-                    )
-                self.files[name] = file
-                self.shapes[name] = tuple(part.get_shape())
-
-    def check(self, wanted: Mapping[str, Tensor], present: Iterable[str]) -> None:
-        """Hold names and shapes against those wanted; arguments and errors as of `load`."""
-        names = set(present)
-        for name in sorted(wanted.keys() - names):
-            raise ValueError(f"tensor {name} is missing in {self.directory}")
-        for name in sorted(names - wanted.keys()):
-            raise ValueError(f"tensor {name} in {self.files[name]} is unexpected")
-        for name, destination in wanted.items():
-            if self.shapes[name] != tuple(destination.shape):
-                raise ValueError(
-                    f"tensor {name} in {self.files[name]} is {list(self.shapes[name])}, must be "
-                    f"{list(destination.shape)}"
-                )
-
-    def load(self, wanted: Mapping[str, Tensor], present: Iterable[str]) -> None:
-        """Copy tensors into place, converted to the destination's dtype and device.
-
-        Everything is checked by the headers first, so nothing has changed when this raises.
-
-        Args:
-            wanted: tensor name to destination.
-            present: the names in the files that belong to `wanted`; must be the same set.
-
-        Raises:
-            ValueError: a tensor is missing, unexpected, or has a wrong shape.
-        """
-        self.check(wanted, present)
-        by_file: dict[Path, list[str]] = {}
-        for name in wanted:
-            by_file.setdefault(self.files[name], []).append(name)
-        console = Console(stderr=True)
-        with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
-            task = bar.add_task("Loading weights", total=len(wanted))
-            for file, inside in by_file.items():
-                with _opened(file) as opened:
-                    for name in inside:
-                        wanted[name].copy_(opened.get_tensor(name))
-                        bar.advance(task)
-
-
-def _is_name(value: object) -> bool:
-    """Of a file in the same directory, not of one anywhere else."""
-    right = isinstance(value, str) and value.isprintable() and value not in ("", "..")
-    return right and Path(str(value)).name == value
-
-
-def _check_not_quantised(directory: Path) -> None:
-    given = read_optional(directory, _QUANTISED, {"quantization": OBJECT})
-    about = given.get("quantization")
-    if given and (about is None or about.get("quant_algo") is not None):
-        with named(directory / _QUANTISED):
-            check_unquantised({"quantization": about or given}, "quantization")
-
-
-@contextmanager
-def _opened(file: Path) -> Iterator[Any]:
-    """A safetensors file; `ValueError` names it if it is none, or cannot be read."""
-    try:
-        with safe_open(file, framework="pt") as opened:
-            yield opened
-    except (SafetensorError, OSError) as error:
-        raise ValueError(f"{file} is not a safetensors file: {one_line(error)}") from error
-
-
-class StoredTensors(NamedTuple):
-    """Tensors of a network that a checkpoint holds.
-
-    wanted: by name, where they go.
-    present: the names in the files that are the network's; must be the same.
-    """
-
-    files: TensorFiles
-    wanted: Mapping[str, Tensor]
-    present: set[str]
-
-    def check(self) -> None:
-        """As of `TensorFiles.check`."""
-        self.files.check(self.wanted, self.present)
-
-    def load(self) -> None:
-        """As of `TensorFiles.load`."""
-        self.files.load(self.wanted, self.present)
-
-    @property
-    def nbytes(self) -> int:
-        """In the dtypes in which they are wanted."""
-        return sum(tensor.nbytes for tensor in self.wanted.values())
-
-
 class Checkpoint:
     """A model's checkpoint, which may hold a draft head too. config.json is read at once, weights
     when their tensors are asked for.
 
     Args:
         path: directory or hub id.
+        quantization: what plain weights are to be rounded to, as of `read_quantization`.
 
     Attributes:
         directory: where the files are.
         family, config: by config.json.
+        quantization: formats of the model's matrices; None: all are plain.
 
     Raises:
-        ValueError: as of `resolve` and `load_config`.
+        ValueError: as of `resolve`, `load_config` and `read_quantization`.
     """
 
-    def __init__(self, path: str | Path):
+    def __init__(self, path: str | Path, quantization: str | None = None):
         self.directory = resolve(path)
         self.family, self.config = load_config(self.directory)
+        self.quantization = read_quantization(self.directory, quantization)
+        if self.quantization is not None and not self.family.formats:
+            raise ValueError(
+                f"{self.quantization.source}: models of this family have plain weights only"
+            )
 
     @cached_property
     def files(self) -> TensorFiles:
         return TensorFiles(self.directory)
 
     def build(self, device: torch.device | str, dtype: torch.dtype) -> HybridModel:
-        """The model without values."""
-        return self.family.build(self.config, device, dtype)
+        """The model without values; `ValueError` as of `Quantization.store`."""
+        if self.quantization is None:
+            return self.family.build(self.config, device, dtype)
+        # Formats are given by name, so before that there is no memory to take.
+        model: Any = self.family.build(self.config, "meta", dtype)
+        self.quantization.store(model, self.family.head_prefix)
+        place(model, device)
+        built: HybridModel = model
+        return built
 
     def tensors(self, model: HybridModel) -> StoredTensors:
         """Those that fill the model; a draft head's are not its."""
         present = set(self.files.files)
         if self.config.has_draft_head:
             present -= self._of_head()
-        return StoredTensors(self.files, self.family.tensors(model), present)
+        wanted, rounded = self.family.tensors(model), frozenset[str]()
+        if self.quantization is not None:
+            present -= self._kv_scales(model)
+            if self.quantization.rounded:
+                rounded = frozenset(name for name, t in wanted.items() if t.dtype == E4M3)
+        return StoredTensors(self.files, wanted, present, rounded)
+
+    def _kv_scales(self, model: Any) -> set[str]:
+        """Scales of keys and values, which are checked and not used: ours are kept as they are."""
+        if self.quantization is None or not self.quantization.kv_scales:
+            return set()
+        layers = [n.removesuffix("k_proj") for n in matrices(model) if n.endswith("k_proj")]
+        found = set()
+        for names in ((f"{one}k_proj.k_scale", f"{one}v_proj.v_scale") for one in layers):
+            there = [name for name in names if name in self.files.files]
+            if len(there) == 1:
+                (missing,) = set(names) - set(there)
+                raise ValueError(
+                    f"tensor {missing} is missing in {self.directory}, but {there[0]} is in "
+                    f"{self.files.files[there[0]]}"
+                )
+            found |= {*there}
+        for name in sorted(found):
+            self.files.check_scale(name, ())
+        return found
 
     def build_head(self, target: HybridModel) -> nn.Module:
         """The draft head without values, on the target's device; `ValueError` if the config names
@@ -281,7 +157,12 @@ class EagleCheckpoint:
     """
 
     def __init__(self, path: str | Path):
-        self.files = TensorFiles(resolve(path))
+        directory = resolve(path)
+        about = read_optional(directory, BESIDE, {"quantization": OBJECT}).get("quantization")
+        if about is not None and about.get("quant_algo") is not None:
+            with named(directory / BESIDE):
+                check_unquantised({"quantization": about}, "quantization")
+        self.files = TensorFiles(directory)
 
     def build_head(self, target: HybridModel) -> EagleHead:
         """The head without values, on the target's device; `ValueError` names the config field that
@@ -313,14 +194,17 @@ def load_model(
     Args:
         checkpoint: of the model.
         device: where the parameters go.
-        dtype: dtype of the matrices; whatever the file holds is converted. What enters exponentials
-            or routes tokens stays at least fp32.
+        dtype: dtype of activations, and of matrices that are plain; whatever the file holds is
+            converted. What enters exponentials or routes tokens stays at least fp32.
 
     Raises:
         ValueError: naming the tensor and its file that is wrong.
     """
     model = checkpoint.build(device, dtype)
     checkpoint.tensors(model).load()
+    if checkpoint.quantization is not None:
+        loaded: Any = model
+        join(loaded)
     return model
 
 

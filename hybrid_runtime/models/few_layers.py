@@ -34,7 +34,7 @@ def layer_kind(layer: nn.Module) -> Hashable:
     """Equal for layers that launch the same kernels: of the same modules, over tensors that agree
     in all that products and kernels are chosen by. A layer whose tensors hide what they are made of
     (quantised ones) is a kind of its own."""
-    modules = tuple((name, type(module)) for name, module in layer.named_modules())
+    modules = tuple((name, type(m), m.extra_repr()) for name, m in layer.named_modules())
     tensors = []
     for name, tensor in chain(layer.named_parameters(), layer.named_buffers()):
         if hasattr(tensor, "__tensor_flatten__"):

@@ -1,29 +1,30 @@
-"""Weight matrices: the only code of the models that creates, multiplies or names them. A number
-format is added here and in the loader (`checkpoint.py`)."""
+"""Weight matrices: the only code of the models that creates, multiplies or names them. What of them
+is stored, and what a product is, is their format's, see `formats.py`."""
 
 from collections.abc import Mapping
+from itertools import combinations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hybrid_runtime.kernels.layers.embedding import embedding
 from hybrid_runtime.kernels.moe.fused_moe import fused_moe
-
-MAX_TOKENS = 256
-"""Up to so many, halves were the faster ones on an H200; more have not been tried."""
+from hybrid_runtime.models.formats import PLAIN, Format
 
 
 class Linear(nn.Module):
     """`x @ weight.T + bias`, without values until a checkpoint is loaded.
 
-    weight: `[outputs, inputs]`. bias: `[outputs]` or None.
+    weight: `[outputs, inputs]`; its format may have further tensors. bias: `[outputs]` or None.
 
     Args:
-        halves: the product may be left as a sum of two, for whoever adds it to something anyway.
-        weight: `[outputs, inputs]` to be used; None: memory of its own.
+        halves: the product may be left as a sum, for whoever adds it to something anyway.
     """
+
+    weight: Tensor
+    weight_scale: Tensor
+    input_scale: Tensor
 
     def __init__(
         self,
@@ -33,30 +34,36 @@ class Linear(nn.Module):
         dtype: torch.dtype,
         bias: bool = False,
         halves: bool = False,
-        weight: Tensor | None = None,
     ):
         super().__init__()
-        if weight is None:
-            weight = torch.empty(outputs, inputs, device=device, dtype=dtype)
-        self.weight = nn.Parameter(weight)
+        self.inputs, self.outputs, self.dtype, self.halves = inputs, outputs, dtype, halves
+        self.format: Format = PLAIN
+        self.store_as(PLAIN, device)
         self.bias = nn.Parameter(torch.empty(outputs, device=device, dtype=dtype)) if bias else None
-        self.halves = halves
 
     def forward(self, x: Tensor) -> Tensor:
-        """`[T, inputs]` to `[T, outputs]`, or with `halves`, for a few tokens on a GPU, to
-        `[2, T, outputs]`, whose sum it is.
+        """`[T, inputs]` to `[T, outputs]`, or with `halves` perhaps to `[parts, T, outputs]`, whose
+        sum it is."""
+        return self.format.product(self, x)
 
-        The output is too small then to occupy the GPU by tiles. cuBLAS may divide the inner
-        dimension by itself, and needs a second kernel to add up; a batch of two products is the
-        same division, and the next norm adds up (`add_rms_norm`). Each half is rounded to x's
-        dtype, which together is about as much as rounding their sum.
-        """
-        if not self.halves or not x.is_cuda or len(x) > MAX_TOKENS:
-            return F.linear(x, self.weight, self.bias)
-        if self.bias is not None or x.shape[1] % 32:
-            return F.linear(x, self.weight, self.bias)
-        weight = self.weight.unflatten(1, (2, -1)).permute(1, 2, 0)
-        return torch.bmm(x.unflatten(1, (2, -1)).transpose(0, 1), weight)
+    def stored(self) -> Mapping[str, Tensor]:
+        """Names and shapes of the format's tensors, on the meta device."""
+        return self.format.tensors(self.outputs, self.inputs, self.dtype)
+
+    def store_as(self, format: Format, device: torch.device | str) -> None:
+        """Be a matrix of that format, without values."""
+        for name in self.stored():
+            self._parameters.pop(name, None)
+        self.format = format
+        for name, like in self.stored().items():
+            self.put(name, torch.empty_like(like, device=device))
+
+    def put(self, name: str, tensor: Tensor) -> None:
+        """Have a tensor of the format at another place."""
+        setattr(self, name, nn.Parameter(tensor, requires_grad=False))
+
+    def extra_repr(self) -> str:
+        return f"{self.inputs} to {self.outputs}, {self.format.algorithm}"
 
 
 class Embedding(Linear):
@@ -68,11 +75,11 @@ class Embedding(Linear):
         return embedding(tokens, self.weight)
 
 
-class MergedLinear:
-    """Projections of one input as parts of one matrix: one product computes neighbours among them.
+class MergedLinear(nn.Module):
+    """Projections of one input whose values lie side by side: one product computes neighbours among
+    them, where their formats and scalars are equal. Each of the others is a product of its own.
 
-    parts: by name; each is a `Linear` that a module registers under the name of the checkpoint, and
-        its weight is a part of the matrix.
+    parts: by name; each is a `Linear` that a module registers under the name of the checkpoint.
     """
 
     def __init__(
@@ -82,27 +89,76 @@ class MergedLinear:
         device: torch.device | str,
         dtype: torch.dtype,
     ):
-        self._matrix = torch.empty(sum(outputs.values()), inputs, device=device, dtype=dtype)
-        self._sizes = dict(outputs)
-        weights = zip(outputs.items(), self._matrix.split(list(outputs.values())), strict=True)
-        self.parts = {
-            name: Linear(inputs, size, device, dtype, weight=weight)
-            for (name, size), weight in weights
-        }
+        super().__init__()
+        # No submodules: their names in a checkpoint are not below this one's.
+        self.parts = {name: Linear(inputs, n, "meta", dtype) for name, n in outputs.items()}
+        self._joined: dict[tuple[str, ...], Linear] = {}
+        self.place(device)
 
-    def __call__(self, x: Tensor, *names: str) -> tuple[Tensor, ...]:
-        """Products of `[T, inputs]` with some parts, `[T, outputs]` each, by one product.
+    def place(self, device: torch.device | str) -> None:
+        """Take memory on the device: of what has a line per output for all parts together."""
+        self._joined, parts = {}, list(self.parts.values())
+        sizes = [part.outputs for part in parts]
+        if all(part.format is parts[0].format for part in parts):
+            for name, like in parts[0].stored().items():
+                if like.dim():
+                    whole = like.new_empty((sum(sizes), *like.shape[1:]), device=device)
+                    for part, lines in zip(parts, whole.split(sizes), strict=True):
+                        part.put(name, lines)
+        else:
+            for part in parts:
+                part.store_as(part.format, device)
+        if not any(like.dim() == 0 for part in parts for like in part.stored().values()):
+            self.join()
+
+    def join(self) -> None:
+        """See which neighbours can share a product: once scalars have their values."""
+        self._joined, order = {}, list(self.parts)
+        if len({part.format for part in self.parts.values()}) > 1:
+            return
+        for first, end in combinations(range(len(order) + 1), 2):
+            names = tuple(order[first:end])
+            if _same_scalars([self.parts[name] for name in names]):
+                self._joined[names] = self._over(names)
+
+    def _over(self, names: tuple[str, ...]) -> Linear:
+        """Neighbours as one matrix."""
+        parts = [self.parts[name] for name in names]
+        first, outputs = parts[0], sum(part.outputs for part in parts)
+        whole = Linear(first.inputs, outputs, "meta", first.dtype)
+        whole.format = first.format
+        for name, like in first.stored().items():
+            part = getattr(first, name).data
+            if like.dim():  # as its neighbours lie behind it
+                part = part.as_strided((outputs, *part.shape[1:]), part.stride())
+            whole.put(name, part)
+        return whole
+
+    def forward(self, x: Tensor, *names: str) -> tuple[Tensor, ...]:
+        """Products of `[T, inputs]` with some parts, `[T, outputs]` each.
 
         names: the parts, side by side in this order; none = all.
         """
-        order = list(self._sizes)
-        first = order.index(names[0]) if names else 0
-        names = names or tuple(order)
-        if tuple(order[first : first + len(names)]) != names:
-            raise ValueError(f"names is {names}; they must be side by side in {order}")
-        sizes = [self._sizes[name] for name in names]
-        start = sum(self._sizes[name] for name in order[:first])
-        return F.linear(x, self._matrix[start : start + sum(sizes)]).split(sizes, -1)
+        order = tuple(self.parts)
+        names = names or order
+        whole = self._joined.get(names)
+        if whole is not None:
+            return whole(x).split([self.parts[name].outputs for name in names], -1)
+        first = order.index(names[0])
+        if order[first : first + len(names)] != names:
+            raise ValueError(f"names is {names}; they must be side by side in {list(order)}")
+        return tuple(self.parts[name](x) for name in names)
+
+    def extra_repr(self) -> str:
+        return ", ".join("+".join(names) for names in self._joined)
+
+
+def _same_scalars(parts: list[Linear]) -> bool:
+    first = parts[0]
+    scalars = [name for name, like in first.stored().items() if not like.dim()]
+    return all(
+        bool(getattr(part, name) == getattr(first, name)) for name in scalars for part in parts[1:]
+    )
 
 
 class Experts(nn.Module):
@@ -157,3 +213,28 @@ def checkpoint_tensors(module: Any) -> dict[str, Tensor]:
         else:
             tensors[name] = parameter.data
     return tensors
+
+
+def matrices(module: nn.Module) -> dict[str, Linear]:
+    """The matrices that may be of any format, by their names in a checkpoint: neither embedding nor
+    output head, nor what routes tokens, nor routed experts."""
+    return {name: part for name, part in module.named_modules() if type(part) is Linear}
+
+
+def place(module: nn.Module, device: torch.device | str) -> None:
+    """Take memory on the device for a module that was built on the meta device."""
+    for part in module.modules():
+        if isinstance(part, MergedLinear):
+            part.place(device)
+    for part in module.modules():
+        for name, parameter in part.named_parameters(recurse=False):
+            if parameter.is_meta:
+                empty = torch.empty_like(parameter, device=device)
+                setattr(part, name, nn.Parameter(empty, requires_grad=False))
+
+
+def join(module: nn.Module) -> None:
+    """What is to be done once values are loaded, see `MergedLinear.join`."""
+    for part in module.modules():
+        if isinstance(part, MergedLinear):
+            part.join()

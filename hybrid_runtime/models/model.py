@@ -154,6 +154,8 @@ class Family(NamedTuple):
     build_head: target to the draft head that is in its checkpoint, without values; `ValueError` if
         the config names none. None: the family has none.
     head_prefix: what the names of the head's tensors begin with.
+    formats: whether matrices may be of other formats than plain numbers; then modules are called in
+        checkpoints as in the model.
     """
 
     read_config: Callable[[Mapping[str, Any]], ModelConfig]
@@ -161,3 +163,4 @@ class Family(NamedTuple):
     tensors: Callable[[Any], dict[str, Tensor]]
     build_head: Callable[[Any], nn.Module] | None = None
     head_prefix: str = ""
+    formats: bool = False

@@ -144,9 +144,9 @@ class NemotronH(nn.Module):
         self.state_layers = tuple(i for i, kind in enumerate(config.pattern) if kind == "M")
         self._running: list[nn.Module] | None = None
         self.backbone = Backbone(config, device, dtype)
-        self.lm_head: Linear | None = None
+        self.lm_head: Embedding | None = None
         if not config.tie_word_embeddings:
-            self.lm_head = Linear(config.hidden_size, config.vocab_size, device, dtype)
+            self.lm_head = Embedding(config.hidden_size, config.vocab_size, device, dtype)
         self.requires_grad_(False).eval()
 
     @property
@@ -173,7 +173,7 @@ class NemotronH(nn.Module):
         return self.backbone.norm_f.weight.dtype
 
     @property
-    def _output(self) -> Linear:
+    def _output(self) -> Embedding:
         return self.backbone.embeddings if self.lm_head is None else self.lm_head
 
     @property
@@ -318,4 +318,5 @@ FAMILY = Family(
     tensors=checkpoint_tensors,
     build_head=MTPHead,
     head_prefix="mtp.",
+    formats=True,
 )

@@ -22,6 +22,7 @@ def load_config(path: str | Path) -> tuple[Family, ModelConfig]:
             the file and the field as it stands there are named.
     """
     decoded = read_json(path, "config.json")
+    decoded.pop("quantization_config", None)  # is no family's, see `read_quantization`
     with named(Path(path) / "config.json" if Path(path).is_dir() else Path(path)):
         name = decoded.get("model_type")
         known = FAMILIES.get(name if isinstance(name, str) else _UNNAMED if name is None else "")

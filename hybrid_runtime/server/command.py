@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
 from hybrid_runtime.engine import Engine, EngineConfig
+from hybrid_runtime.engine.load import QuantizationName
 from hybrid_runtime.engine.threads import use_threads
 from hybrid_runtime.server.options import ServerOptions
 
@@ -114,6 +115,10 @@ def add_command(commands: Any) -> None:
     serve.add_argument("--access-log", action="store_true", help="log a line per request")
     serve.add_argument("--device", help="a GPU where there is one")
     serve.add_argument("--dtype", help="of the weights; auto on a GPU, else float32")
+    serve.add_argument(
+        "--quantization", choices=get_args(QuantizationName),
+        help="round weights to 8 bits as they are loaded (as the checkpoint says)",
+    )  # fmt: skip
     serve.add_argument("--threads", type=int, help="of a CPU; 1 for a small model")
     serve.add_argument("--eagle-path", metavar="DIR", help="EAGLE head; sub-directory eagle of DIR")
     _add_engine_options(
@@ -137,7 +142,7 @@ def serve_checkpoint(args: argparse.Namespace) -> None:
     with run.bind(args.host, args.port) as bound:
         engine = Engine.from_pretrained(
             args.model, device=args.device, dtype=args.dtype, eagle_path=args.eagle_path,
-            **engine_options(args),
+            quantization=args.quantization, **engine_options(args),
         )  # fmt: skip
         use_threads(args.threads, engine.model)
         engine.capture(progress=sys.stderr.isatty())

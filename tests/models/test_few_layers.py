@@ -20,10 +20,14 @@ from hybrid_runtime.kernels.common.varlen import Cuts
 from hybrid_runtime.kernels.mamba2.records import Records
 from hybrid_runtime.kernels.replay.rounding import Rounding
 from hybrid_runtime.kernels.step.advance_replay import ReplayPositions
+from hybrid_runtime.models import linear
 from hybrid_runtime.models.few_layers import few_layers
+from hybrid_runtime.models.formats import FORMATS, Format
 from hybrid_runtime.models.forward_batch import Caches, RowBatch, StatePositions
+from hybrid_runtime.models.linear import join, place
 from hybrid_runtime.models.nemotron_h import NemotronH
 from hybrid_runtime.models.nemotron_h_config import NemotronHConfig
+from hybrid_runtime.models.quantization import Quantization
 
 PATTERNS = [
     "M-M-M-M*-M-M-M-M-M*-M-M-",
@@ -159,6 +163,29 @@ def test_few_layers_launch_what_all_do(
         whole = launched(model, step, monkeypatch)
         with model.few_layers():
             assert launched(model, step, monkeypatch) == whole
+
+
+@pytest.mark.parametrize("pattern", ["MM*M*M-M", "MEM*ME*M"])
+@pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS)
+def test_few_layers_in_8_bits(
+    gpu: torch.device, pattern: str, format: Format, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first layer is plain, and the scales of all attention layers but the first agree."""
+    model = model_of(pattern, gpu)
+    Quantization("this", format, ("*layers.0.*", "*.experts")).store(model, "")
+    place(model, gpu)
+    with monkeypatch.context() as patch:
+        patch.setattr(linear, "_same_scalars", lambda parts: True)
+        for layer in model.kv_layers[1:]:
+            join(model.backbone.layers[layer])
+    products = set()
+    for rows in ROWS:
+        step = step_of(model, rows, True)
+        whole = launched(model, step, monkeypatch)
+        products |= {entry[0] for entry in whole}
+        with model.few_layers():
+            assert launched(model, step, monkeypatch) == whole
+    assert products >= {"_product_kernel", "aten._scaled_mm.default"}
 
 
 @given(st.lists(st.sampled_from([2, 3, 4]), min_size=1, max_size=12))

@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from hybrid_runtime.models.formats import MAX_TOKENS
 from hybrid_runtime.models.linear import (
-    MAX_TOKENS,
     Embedding,
     Experts,
     Linear,

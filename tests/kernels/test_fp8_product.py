@@ -1,0 +1,261 @@
+"""Products in 8 bits and what quantises their operands, against their specifications."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.hopper import compiled, spilled
+from helpers.interpreter import INTERPRETED, kernels, plain
+from helpers.interpreter_changes import round_to_nearest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from hybrid_runtime.kernels.linear import fp8_product as product
+from hybrid_runtime.kernels.linear import quantize
+from hybrid_runtime.kernels.linear.fp8_product import (
+    FEW_TOKENS,
+    ProductTiling,
+    Scaled,
+    fp8_product,
+    fp8_product_reference,
+    product_tiling,
+    scaled_mm,
+    stream_product,
+)
+from hybrid_runtime.kernels.linear.quantize import (
+    E4M3,
+    LARGEST,
+    quantize_lines,
+    quantize_lines_reference,
+    quantize_reference,
+)
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+NAN, INF = float("nan"), float("inf")
+if INTERPRETED:
+    round_to_nearest()
+
+
+def normal(*sizes: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(sizes, generator=generator).to(DEVICE, dtype)
+
+
+def bits(values: Tensor) -> Tensor:
+    """Of e4m3 numbers, with one NaN and one zero."""
+    return torch.where(values.float() == 0, 0, values.view(torch.uint8)).int() & torch.where(
+        values.float().isnan(), 0x7F, 0xFF
+    )
+
+
+def scaled(lines: int, size: int, each: bool, seed: int) -> Scaled:
+    x = normal(lines, size, seed=seed) * torch.logspace(-2, 1, lines, device=DEVICE)[:, None]
+    if each:
+        return Scaled(*quantize_lines_reference(x))
+    scale = x.abs().sum() / max(x.numel(), 1) / 50  # some of them are cut off
+    return Scaled(quantize_reference(x, scale), scale)
+
+
+def close(found: Tensor, x: Scaled, weight: Scaled, bias: Tensor | None = None) -> None:
+    """To the exact product: fp32 sums in any order, on a GPU with the 14 bits that Hopper's tensor
+    cores add numbers of 8 bits in, and one rounding of each part to its dtype."""
+    a, b = x.values.double(), weight.values.double()
+    scale = x.scale.double().reshape(-1, 1) * weight.scale.double()
+    want, size = a @ b.T * scale, a.shape[1]
+    if bias is not None:
+        want = want + bias.double()
+    sums = a.abs() @ b.abs().T * scale + (0 if bias is None else bias.double().abs())
+    parts = found.double() if found.dim() == 3 else found.double()[None]
+    bound = (size + 4) * torch.finfo(torch.float32).eps * sums
+    if found.is_cuda:
+        bound += 2.0**-12 * sums
+    bound += torch.finfo(found.dtype).eps / 2 * parts.abs().sum(0) * 1.01
+    assert ((parts.sum(0) - want).abs() <= bound).all()
+
+
+@kernels
+@settings(max_examples=30)
+@given(
+    tokens=st.integers(1, 70),
+    outputs=st.integers(1, 150),
+    size=st.integers(1, 300),
+    each=st.tuples(st.booleans(), st.booleans()),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    biased=st.booleans(),
+    parts=st.integers(1, 3),
+)
+def test_a_streamed_product_is_the_product(
+    tokens: int, outputs: int, size: int, each: Any, dtype: torch.dtype, biased: bool, parts: int
+) -> None:
+    x, weight = scaled(tokens, size, each[0], 1), scaled(outputs, size, each[1], 2)
+    bias = normal(outputs, dtype=dtype) if biased and parts == 1 else None
+    tiling = ProductTiling(16, block_n=64, block_k=64)
+    found = stream_product(x, weight, dtype, bias, parts, tiling)
+    assert found.dtype == dtype
+    assert found.shape == ((parts, tokens, outputs) if parts > 1 else (tokens, outputs))
+    close(found, x, weight, bias)
+    close(fp8_product_reference(x, weight, dtype, bias), x, weight, bias)
+
+
+@kernels
+@pytest.mark.parametrize("tokens", [0, 1, FEW_TOKENS, FEW_TOKENS + 1, 200])
+@pytest.mark.parametrize("outputs", [48, 100])
+@pytest.mark.parametrize("each", [False, True], ids=["tensor", "lines"])
+def test_any_number_of_tokens(tokens: int, outputs: int, each: bool) -> None:
+    x, weight = scaled(tokens, 512, each, 1), scaled(outputs, 512, each, 2)
+    found = fp8_product(x, weight, torch.bfloat16, may_part=True)
+    if tokens > FEW_TOKENS:
+        assert found.shape == (tokens, outputs)
+    else:
+        assert found.shape == (2, tokens, outputs)
+    # cuBLASLt's own sums have 14 bits.
+    exact = fp8_product_reference(x, weight, torch.float32)
+    total = found.float().sum(0) if found.dim() == 3 else found.float()
+    if tokens:
+        assert (total - exact).norm() <= 5e-3 * exact.norm()
+    whole = fp8_product(x, weight, torch.bfloat16, normal(outputs).bfloat16(), may_part=True)
+    assert whole.shape == (tokens, outputs)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [17, 65, 512])
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("each", [False, True], ids=["tensor", "lines"])
+def test_the_library_s_product(tokens: int, biased: bool, each: bool) -> None:
+    x, weight = scaled(tokens, 4096, each, 1), scaled(6144, 4096, each, 2)
+    bias = normal(6144).bfloat16() if biased else None
+    found = scaled_mm(x, weight, torch.bfloat16, bias)
+    assert found is not None
+    want = fp8_product_reference(x, weight, torch.float32, bias)
+    assert (found.float() - want).norm() <= 5e-3 * want.norm()
+
+
+@plain
+def test_what_the_library_does_not_take() -> None:
+    def taken(outputs: int, size: int, dtype: torch.dtype, *each: bool) -> bool:
+        x, weight = scaled(16, size, each[0], 1), scaled(outputs, size, each[1], 2)
+        return scaled_mm(x, weight, dtype) is not None
+
+    half = torch.bfloat16
+    assert not taken(100, 32, half, False, False)
+    assert not taken(96, 40, half, False, False)
+    assert not taken(96, 32, half, True, False)
+    assert not taken(96, 32, half, False, True)
+    assert not taken(96, 32, torch.float32, False, False)
+    assert not taken(96, 32, torch.float16, True, True)
+
+
+@kernels
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("lines", "size"), [(1, 32), (5, 100), (3, 5000), (0, 16)])
+def test_quantised_as_specified(lines: int, size: int, dtype: torch.dtype) -> None:
+    wide = normal(lines, size + 3, dtype=dtype)
+    for x in (wide[:, :size], wide.T.contiguous().T[:, :size]):
+        scale = torch.tensor(0.003, device=DEVICE)  # numbers above 1.3 are cut off
+        found = quantize.quantize(x, scale)
+        assert torch.equal(bits(found), bits(quantize_reference(x, scale)))
+        found, scales = quantize_lines(x)
+        want, wanted_scales = quantize_lines_reference(x)
+        assert torch.equal(bits(found), bits(want))
+        assert torch.equal(scales, wanted_scales)
+
+
+@kernels
+def test_numbers_that_are_none_and_lines_of_nothing() -> None:
+    x = normal(5, 64)
+    x[0] = 0
+    x[1, 3], x[2, 3] = NAN, INF
+    x[3], x[4] = 1e-38, 1e38
+    one = torch.ones((), device=DEVICE)
+    for values in (quantize.quantize(x, one), quantize_reference(x, one)):
+        values = values.float()
+        assert values.isnan().nonzero().tolist() == [[1, 3]]
+        assert values[2, 3] == values[4].amax() == LARGEST
+    for values, scale in (quantize_lines(x), quantize_lines_reference(x)):
+        assert not values[0].float().any()
+        assert scale[0] > 0
+        assert [bool((values[i].float() * scale[i]).isnan().any()) for i in (1, 2)] == [True, True]
+        assert values[3:].float().abs().amax() <= LARGEST
+        torch.testing.assert_close(values[4].float() * scale[4], x[4])
+
+
+@plain
+def test_lines_are_quantised_to_half_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = normal(300, 64) * torch.logspace(-6, 3, 300, device=DEVICE)[:, None]
+    values, scale = quantize_lines_reference(x)
+    assert values.dtype == E4M3
+    assert (values.float().abs().amax(-1) == LARGEST).all()
+    error = (values.float() * scale[:, None] - x).abs()
+    allowed = torch.maximum(x.abs() / 16, x.abs().amax(-1, keepdim=True) / LARGEST * 2**-10)
+    assert (error <= allowed * 1.001).all()
+    monkeypatch.setattr(quantize, "_AT_ONCE", 128)
+    pieces = quantize_lines_reference(x)
+    assert torch.equal(bits(pieces[0]), bits(values))
+    assert torch.equal(pieces[1], scale)
+
+
+@plain
+@pytest.mark.parametrize(
+    ("x", "weight", "message"),
+    [
+        ((2, 16, 2), (8, 32, 0), r"x is \[2, 16\]; it must be \[T, 32\]"),
+        ((2, 32, 3), (8, 32, 0), r"x's values are \[2, 32\] and its scale is \[3\]"),
+        ((2, 32, 0), (8, 32, 32), r"weight's values are \[8, 32\] and its scale is \[32\]"),
+    ],
+)
+def test_operands_that_do_not_go_together(x: Any, weight: Any, message: str) -> None:
+    def of(lines: int, size: int, scales: int) -> Scaled:
+        return Scaled(torch.zeros(lines, size).to(E4M3), torch.ones([scales] if scales else []))
+
+    for function in (fp8_product_reference, stream_product):
+        with pytest.raises(ValueError, match=message):
+            function(of(*x), of(*weight), torch.float32)
+
+
+TYPES = {
+    "x": "*fp8e4nv", "weight": "*fp8e4nv", "x_scale": "*fp32", "weight_scale": "*fp32",
+    "scale": "*fp32", "values": "*fp8e4nv", "out": "*bf16", "tokens": "i32", "tiles": "i32",
+}  # fmt: skip
+
+
+@plain
+@pytest.mark.parametrize("tokens", [1, 16, 64])
+@pytest.mark.parametrize(("outputs", "size"), [(18560, 4096), (4096, 8192), (4096, 21504)])
+def test_the_product_streams_8_bits(tokens: int, outputs: int, size: int, tmp_path: Path) -> None:
+    shape = product_tiling(tokens, outputs)
+    constants = {
+        "N": outputs, "K": size, "PARTS": shape.parts, "X_LINES": True, "W_LINES": True,
+        "BLOCK_M": shape.block_m, "BLOCK_N": shape.block_n, "BLOCK_K": shape.block_k, "bias": None,
+    }  # fmt: skip
+    options = {"num_warps": shape.warps, "num_stages": shape.stages}
+    aligned = ("x", "weight", "x_scale", "weight_scale", "out")
+    code = compiled(product._product_kernel, constants, aligned, options, **TYPES)
+    text = code.asm["ptx"]
+    assert spilled(code, tmp_path) == 0
+    assert "wgmma.mma_async.sync.aligned.m64" in text
+    assert "f32.e4m3.e4m3" in text
+    assert "cp.async.cg.shared.global" in text
+    assert "cp.async.ca" not in text
+    assert code.metadata.shared <= 113 * 1024  # two programs on a multiprocessor
+
+
+@plain
+@pytest.mark.parametrize("size", [4096, 21504])
+def test_what_quantises_moves_16_bytes_at_once(size: int, tmp_path: Path) -> None:
+    types = TYPES | {"x": "*bf16"}
+    for kernel, block, multiples in (
+        (quantize._quantize_kernel, 4096, ("x", "values", "size", "x_line")),
+        (
+            quantize._quantize_lines_kernel,
+            4096 if size == 4096 else 32768,
+            ("x", "values", "x_line"),
+        ),
+    ):
+        constants = {"BLOCK": block} | ({"SIZE": size} if "SIZE" in kernel.arg_names else {})
+        options = {"num_warps": min(block // 512, 16)}
+        code = compiled(kernel, constants, multiples, options, **types)
+        assert spilled(code, tmp_path) == 0
+        assert "ld.global.v4" in code.asm["ptx"]
+        assert "cvt.rn.satfinite.e4m3x2.f32" in code.asm["ptx"]
