@@ -9,8 +9,12 @@ import torch
 from weights import randomize
 
 from hybrid_runtime.engine.threads import use_threads
+from hybrid_runtime.kernels.linear.quantize import quantize_lines_reference
+from hybrid_runtime.models.formats import ROUNDED_TO
+from hybrid_runtime.models.linear import join, matrices, place
 from hybrid_runtime.models.nemotron_h import MTPHead, NemotronH
 from hybrid_runtime.models.nemotron_h_config import NemotronHConfig
+from hybrid_runtime.models.quantization import Quantization
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,13 +113,32 @@ def config(shape: Shape, layers: int | None = None) -> Any:
 
 
 def build(
-    shape: NemotronHConfig, device: torch.device | str, dtype: torch.dtype, seed: int = 0
+    shape: NemotronHConfig,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    seed: int = 0,
+    quantization: str | None = None,
 ) -> tuple[NemotronH, MTPHead]:
-    """Model and MTP head with random weights."""
+    """Model and MTP head with random weights. quantization: as of `Engine.from_pretrained`."""
     model = NemotronH(shape, device, dtype)
     head = MTPHead(model)
     generator = torch.Generator(device).manual_seed(seed)
     for part in (model, head):
         randomize(part, shape.num_hidden_layers, generator)
+    if quantization is not None:
+        _round(model, quantization)
     use_threads(None, model)
     return model.eval(), head.eval()
+
+
+def _round(model: NemotronH, quantization: str) -> None:
+    """What a loader does with plain weights, to those that are there already."""
+    weights = {name: matrix.weight.data for name, matrix in matrices(model).items()}
+    device = model.device
+    Quantization(quantization, ROUNDED_TO[quantization], rounded=True).store(model, "")
+    place(model, device)
+    for name, matrix in matrices(model).items():
+        values, scale = quantize_lines_reference(weights.pop(name))
+        matrix.weight.data.copy_(values)
+        matrix.weight_scale.data.copy_(scale)
+    join(model)

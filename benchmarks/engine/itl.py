@@ -35,6 +35,7 @@ from shapes import SHAPES, build, config
 from hybrid_runtime.bench import options
 from hybrid_runtime.bench.measure import measure_all
 from hybrid_runtime.bench.report import table
+from hybrid_runtime.models.formats import ROUNDED_TO
 
 Row = dict[str, Any]
 
@@ -50,7 +51,8 @@ def run(argv: Sequence[str]) -> None:
     on_gpu = torch.cuda.is_available()
     dtype = args.dtype or ("bfloat16" if on_gpu else "float32")
     wanted = options.loads(args)
-    model, head = build(sizes, "cuda" if on_gpu else "cpu", getattr(torch, dtype))
+    device = "cuda" if on_gpu else "cpu"
+    model, head = build(sizes, device, getattr(torch, dtype), quantization=args.quantization)
     env = environment()
     result: Row = {
         "environment": env,
@@ -58,6 +60,7 @@ def run(argv: Sequence[str]) -> None:
         "name": shape.name,
         "layers": [sizes.num_hidden_layers, len(shape.pattern)],
         "dtype": dtype,
+        "quantization": args.quantization,
         # JSON has no infinity, which that limit holds.
         "config": {k: v for k, v in asdict(sizes).items() if k != "time_step_limit"},
         "runs": [env | {"arguments": list(argv)}],
@@ -102,6 +105,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--shape", choices=SHAPES, default="8b")
     parser.add_argument("--layers", type=int, help="the first so many only")
     parser.add_argument("--dtype", help="of weights; bfloat16, float32 on a CPU")
+    parser.add_argument("--quantization", choices=ROUNDED_TO, help="of the weights; none")
     parser.add_argument(
         "--before", help="how itl.py of an older checkout is started, to run beside"
     )

@@ -25,7 +25,7 @@ from shapes import SHAPES
 from torch import Tensor
 
 from hybrid_runtime.kernels.linear.fp8_product import (
-    FEW_TOKENS,
+    FEW_TOKENS_OF_LINES,
     Scaled,
     product_tiling,
     scaled_mm,
@@ -40,7 +40,7 @@ from hybrid_runtime.models.formats import FORMATS, PLAIN
 from hybrid_runtime.models.linear import Linear
 
 Row = dict[str, Any]
-TOKENS = (1, 16, 64, 512, 2560)
+TOKENS = (1, 16, 32, 64, 128, 256, 512, 2560)
 ROTATED = 200 * 2**20
 """Bytes of FP8 weights, of each product."""
 IN_HALVES = {"out_proj", "down_proj", "o_proj"}
@@ -70,8 +70,7 @@ def calls(copies: list[dict[str, Linear]], x: Tensor) -> dict[str, list[Callable
     one = torch.tensor(0.01, device=x.device)
     per_tensor, per_line = Scaled(quantize(x, one), one), Scaled(*quantize_lines(x))
     tokens, outputs = len(x), copies[0]["bf16"].outputs
-    tiling = product_tiling(tokens, outputs)
-    parts = tiling.parts if copies[0]["bf16"].halves else 1
+    tiling = product_tiling(tokens, outputs, copies[0]["bf16"].halves)
 
     def of(which: str, x: Tensor) -> list[Callable[[], object]]:
         return [lambda m=m[which]: m(x) for m in copies]
@@ -81,10 +80,9 @@ def calls(copies: list[dict[str, Linear]], x: Tensor) -> dict[str, list[Callable
     found["quantize_lines"] = [lambda: quantize_lines(x)] * len(copies)
     for name, format, given in (("tensor", tensor, per_tensor), ("channel", lines, per_line)):
         weights = [Scaled(m[format].weight.data, m[format].weight_scale.data) for m in copies]
-        if x.is_cuda and tokens <= 4 * FEW_TOKENS:
+        if x.is_cuda and tokens <= 2 * FEW_TOKENS_OF_LINES:
             found[f"stream_{name}"] = [
-                lambda w=w, g=given: stream_product(g, w, x.dtype, None, parts, tiling)
-                for w in weights
+                lambda w=w, g=given: stream_product(g, w, x.dtype, None, tiling) for w in weights
             ]
         if x.is_cuda and scaled_mm(given, weights[0], x.dtype) is not None:
             found[f"library_{name}"] = [

@@ -47,6 +47,34 @@ def lockstep() -> str:
     return f"{markdown(header, lines)}\n\n{note}"
 
 
+def fp8_steps() -> str:
+    """Weights rounded to 8 bits at load beside bfloat16, by the same call."""
+    rounded, plain = load("h200", "itl-8b-fp8"), load("h200", "itl-8b-beside-fp8")
+    lines = []
+    for ours, other in zip(rounded["rows"], plain["rows"], strict=True):
+        steps = [other["step_ms"], ours["step_ms"]]
+        lines.append(
+            [
+                str(ours["batch"]),
+                *(f"{step:.2f}" for step in steps),
+                f"{steps[1] / steps[0]:.3f}",
+                f"{other['ttft_ms']:.0f}",
+                f"{ours['ttft_ms']:.0f}",
+                f"{ours['decode_tok_s']:.0f}",
+            ]
+        )
+    header = [
+        "requests", "bfloat16, ms", "FP8, ms", "÷", "TTFT, bfloat16, ms", "FP8, ms",
+        "FP8, tokens/s",
+    ]  # fmt: skip
+    row = rounded["rows"][0]
+    note = (
+        f"{rounded['name']} shapes, {row['drafts']} drafts, {row['acceptance']} tokens accepted "
+        f"per step, {row['isl']} in / {row['osl']} out. {environment(rounded)}"
+    )
+    return f"{markdown(header, lines)}\n\n{note}"
+
+
 def plain_decode() -> str:
     """Without drafts: `replay` beside `columns`, which an older commit had."""
     result = load("h200", "itl-8b-plain")
@@ -91,6 +119,7 @@ def _commits(result: Row) -> str:
 
 TABLES = {
     "lockstep": lockstep,
+    "fp8-steps": fp8_steps,
     "plain-decode": plain_decode,
     "itl-strategies": strategies,
 }

@@ -128,6 +128,28 @@ def products() -> str:
     return f"{markdown(header, lines)}\n\n{about}"
 
 
+def fp8_products() -> str:
+    """The same in 8 bits, with what quantises the inputs."""
+    result = load("h200", "fp8_products")
+    lines = [
+        [
+            str(row["tokens"]),
+            f"{row['bf16']:.2f}",
+            *(
+                f"{row[of]:.2f} ({row[of] / row['bf16']:.2f})"
+                for of in ("per_tensor", "per_channel")
+            ),
+            f"{row['floor']:.2f}",
+        ]
+        for row in result["rows"]
+    ]
+    header = [
+        "tokens", "bfloat16, ms", "`FP8`, ms (÷)", "`FP8_PER_CHANNEL_PER_TOKEN`, ms (÷)",
+        "weights read as fast as copied, ms",
+    ]  # fmt: skip
+    return f"{markdown(header, lines)}\n\n{result['name']} shapes. {environment(result)}"
+
+
 def _prompt_alone(products: Row) -> str:
     """A prompt that nobody shares the GPU with, over its products; its chunks have two blocks."""
     chunk = next(row for row in products["rows"] if row["tokens"] == 2048)
@@ -150,6 +172,7 @@ TABLES = {
     "serving-arrivals": arrivals,
     "capture": capture,
     "products": products,
+    "fp8-products": fp8_products,
 }
 
 

@@ -20,6 +20,8 @@ CODE: dict[str, tuple[str, ...]] = {
     "capacity": DECODE,
     "capture": DECODE,
     "draft-head": ("kernels/sampling/narrow_head.py",),
+    "fp8-products": ("kernels/linear",),
+    "fp8-steps": DECODE,
     "guidellm": ("hybrid_runtime/server", "hybrid_runtime/engine"),
     "host": ("hybrid_runtime/state", "kernels/step"),
     "itl-strategies": DECODE,

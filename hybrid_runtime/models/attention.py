@@ -38,7 +38,7 @@ class Attention(nn.Module):
 
     Args:
         layer: key of ``Caches.kv``.
-        halves: the result may be left as a sum of two.
+        halves: the result may be left as a sum.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class Attention(nn.Module):
             rotate: position embedding; None = none.
 
         Returns:
-            [T, hidden_size], with `halves` perhaps [2, T, hidden_size] whose sum it is; with
+            [T, hidden_size], with `halves` perhaps [parts, T, hidden_size] whose sum it is; with
             `wanted` as many tokens as those.
         """
         q, k, v = self._heads(x, rotate, wanted)

@@ -12,7 +12,7 @@ from hybrid_runtime.models.linear import Experts, Linear
 
 
 class MLP(nn.Module):
-    """down(relu2(up(x))), not gated. halves: the result may be left as a sum of two."""
+    """down(relu2(up(x))), not gated. halves: the result may be left as a sum."""
 
     def __init__(
         self,
@@ -28,7 +28,7 @@ class MLP(nn.Module):
         self.down_proj = Linear(inner, size, device, dtype, bias, halves)
 
     def forward(self, x: Tensor, step: Pass | None = None) -> Tensor:
-        """[T, size] to [T, size], with `halves` perhaps [2, T, size] whose sum it is. step: what a
+        """[T, size] to [T, size], with `halves` perhaps [parts, T, size] whose sum it is. step: what a
         layer gives any mixer; not used."""
         y: Tensor = self.down_proj(relu2(self.up_proj(x)))
         return y

@@ -96,7 +96,7 @@ class Layer(nn.Module):
         self, x: Tensor, delta: Tensor | None, step: Pass, wanted: WantedTokens | None = None
     ) -> tuple[Tensor, Tensor]:
         """[T, hidden_size] to the residual stream and what this layer adds to it: of the same
-        shape, or parts [2, T, hidden_size] of it.
+        shape, or parts [parts, T, hidden_size] of it.
 
         The addition is left to whoever norms the sum next, in one pass over both.
 

@@ -14,11 +14,12 @@ from torch import Tensor
 from hybrid_runtime.kernels.common.backend import runs_triton
 from hybrid_runtime.kernels.common.pdl import pdl, pdl_wait
 
-FEW_TOKENS = 64
-"""Up to so many the weight is streamed. Not measured yet."""
+FEW_TOKENS, FEW_TOKENS_OF_LINES = 16, 128
+"""Up to so many the weight is streamed: with a scale per matrix and with a scale per line, for which
+the library is slower. Measured on an H200."""
 _ALIGNED = 16
 """What `torch._scaled_mm` needs both sizes to be multiples of."""
-_PARTS_BELOW = 16384
+_NARROW = 16384
 """Outputs; matrices with fewer have too few tiles to occupy a GPU, and are divided along their
 inputs where the caller adds up anyway."""
 
@@ -127,21 +128,27 @@ def _product_kernel(
 
 class ProductTiling(NamedTuple):
     """Launch shape: tokens, outputs and inputs of a tile, warps, pipeline stages, and in how many
-    parts the inputs are divided if the caller adds up. Not measured yet."""
+    parts the inputs are divided if the caller adds up."""
 
     block_m: int
-    block_n: int = 64
-    block_k: int = 256
+    block_n: int
+    block_k: int
     warps: int = 4
     stages: int = 4
     parts: int = 1
 
 
-def product_tiling(tokens: int, outputs: int) -> ProductTiling:
-    """The launch shape for so many tokens and outputs."""
+def product_tiling(tokens: int, outputs: int, may_part: bool) -> ProductTiling:
+    """The launch shape for so many tokens and outputs, the fastest found on an H200: at up to 32
+    tokens by reading the weight, at more by two operands that a wide tile reads less often. A
+    program that has a multiprocessor alone, as in narrow matrices, needs more stages."""
     block_m = min(max(triton.next_power_of_2(tokens), 16), 64)
-    stages = 4 if block_m < 64 else 3
-    return ProductTiling(block_m, stages=stages, parts=2 if outputs < _PARTS_BELOW else 1)
+    narrow = outputs < _NARROW
+    if block_m <= 32 and (may_part or not narrow):
+        return ProductTiling(block_m, 64, 256, stages=3, parts=4 if narrow else 1)
+    if narrow:
+        return ProductTiling(block_m, 64, 128, stages=8, parts=2 if may_part else 1)
+    return ProductTiling(block_m, 128, 128, stages=4)
 
 
 def stream_product(
@@ -149,20 +156,21 @@ def stream_product(
     weight: Scaled,
     dtype: torch.dtype,
     bias: Tensor | None = None,
-    parts: int = 1,
     tiling: ProductTiling | None = None,
 ) -> Tensor:
     """`fp8_product_reference` by one Triton launch, for any sizes.
 
     Args:
-        parts: leave the result as a sum of so many, each rounded; not with a bias.
+        tiling: with parts, the result is left as a sum of so many, each rounded; not with a bias.
+            None: the fastest of one part.
 
     Returns:
         `[T, outputs]`, with parts `[parts, T, outputs]`.
     """
     _check(x, weight)
     (tokens, size), outputs = x.values.shape, weight.values.shape[0]
-    tiling = tiling or product_tiling(tokens, outputs)
+    tiling = tiling or product_tiling(tokens, outputs, may_part=False)
+    parts = tiling.parts
     if parts > 1 and bias is not None:
         raise ValueError(f"parts is {parts} with a bias; it must be 1")
     out = torch.empty((parts, tokens, outputs), dtype=dtype, device=x.values.device)
@@ -227,10 +235,10 @@ def fp8_product(
     if not runs_triton(x.values):
         return fp8_product_reference(x, weight, dtype, bias)
     tokens, outputs = x.values.shape[0], weight.values.shape[0]
-    if tokens > FEW_TOKENS and x.values.is_cuda:
+    few = tokens <= (FEW_TOKENS_OF_LINES if x.scale.dim() else FEW_TOKENS)
+    if not few and x.values.is_cuda:
         y = scaled_mm(x, weight, dtype, bias)
         if y is not None:
             return y
-    tiling = product_tiling(tokens, outputs)
-    parts = tiling.parts if may_part and bias is None and tokens <= FEW_TOKENS else 1
-    return stream_product(x, weight, dtype, bias, parts, tiling)
+    tiling = product_tiling(tokens, outputs, may_part and few and bias is None)
+    return stream_product(x, weight, dtype, bias, tiling)
