@@ -28,8 +28,8 @@ class MLP(nn.Module):
         self.down_proj = Linear(inner, size, device, dtype, bias, halves)
 
     def forward(self, x: Tensor, step: Pass | None = None) -> Tensor:
-        """[T, size] to [T, size], with `halves` perhaps [parts, T, size] whose sum it is. step: what a
-        layer gives any mixer; not used."""
+        """`[T, size]` to `[T, size]`, with `halves` perhaps to `[parts, T, size]`, whose sum it is.
+        step: what a layer gives any mixer; not used."""
         y: Tensor = self.down_proj(relu2(self.up_proj(x)))
         return y
 

@@ -15,8 +15,8 @@ from hybrid_runtime.kernels.common.backend import runs_triton
 from hybrid_runtime.kernels.common.pdl import pdl, pdl_wait
 
 FEW_TOKENS, FEW_TOKENS_OF_LINES = 16, 128
-"""Up to so many the weight is streamed: with a scale per matrix and with a scale per line, for which
-the library is slower. Measured on an H200."""
+"""Up to so many the weight is streamed: with a scale per matrix, and with a scale per line, for
+which the library is slower. Measured on an H200."""
 _ALIGNED = 16
 """What `torch._scaled_mm` needs both sizes to be multiples of."""
 _NARROW = 16384
