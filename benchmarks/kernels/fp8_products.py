@@ -26,14 +26,14 @@ from torch import Tensor
 
 from hybrid_runtime.kernels.linear.fp8_product import (
     FEW_TOKENS_OF_LINES,
-    Scaled,
     product_tiling,
     scaled_mm,
     stream_product,
 )
 from hybrid_runtime.kernels.linear.quantize import (
+    Quantizer,
+    Scaled,
     quantize,
-    quantize_lines,
     quantize_lines_reference,
 )
 from hybrid_runtime.models.formats import FORMATS, PLAIN
@@ -67,8 +67,8 @@ def made(outputs: int, inputs: int, device: torch.device, halves: bool) -> dict[
 def calls(copies: list[dict[str, Linear]], x: Tensor) -> dict[str, list[Callable[[], object]]]:
     """What is timed, once per copy."""
     tensor, lines = FORMATS
-    one = torch.tensor(0.01, device=x.device)
-    per_tensor, per_line = Scaled(quantize(x, one), one), Scaled(*quantize_lines(x))
+    one, each = Quantizer(torch.tensor(0.01, device=x.device)), Quantizer()
+    per_tensor, per_line = quantize(x, one), quantize(x, each)
     tokens, outputs = len(x), copies[0]["bf16"].outputs
     tiling = product_tiling(tokens, outputs, copies[0]["bf16"].halves)
 
@@ -77,7 +77,7 @@ def calls(copies: list[dict[str, Linear]], x: Tensor) -> dict[str, list[Callable
 
     found = {"bf16": of("bf16", x), "per_tensor": of(tensor, x), "per_channel": of(lines, x)}
     found["quantize"] = [lambda: quantize(x, one)] * len(copies)
-    found["quantize_lines"] = [lambda: quantize_lines(x)] * len(copies)
+    found["quantize_lines"] = [lambda: quantize(x, each)] * len(copies)
     for name, format, given in (("tensor", tensor, per_tensor), ("channel", lines, per_line)):
         weights = [Scaled(m[format].weight.data, m[format].weight_scale.data) for m in copies]
         if x.is_cuda and tokens <= 2 * FEW_TOKENS_OF_LINES:

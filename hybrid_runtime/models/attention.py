@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from hybrid_runtime.kernels.attention.launch import AttentionRows, KVCache
 from hybrid_runtime.kernels.attention.paged import paged_attention
 from hybrid_runtime.kernels.attention.store_kv import store_kv
+from hybrid_runtime.kernels.linear.quantize import Quantizer, Scaled
 from hybrid_runtime.models.forward_batch import Pass, RowBatch, WantedTokens
 from hybrid_runtime.models.linear import Linear, MergedLinear
 
@@ -61,9 +62,14 @@ class Attention(nn.Module):
             self.add_module(name, part)
         self.o_proj = Linear(inner, hidden_size, device, dtype, halves=halves)
 
+    @property
+    def quantizer(self) -> Quantizer | None:
+        """As of `Linear`."""
+        return self._qkv.quantizer
+
     def forward(
         self,
-        x: Tensor,
+        x: Tensor | Scaled,
         step: Pass,
         wanted: WantedTokens | None = None,
         rotate: Rotation | None = None,
@@ -71,7 +77,7 @@ class Attention(nn.Module):
         """Attend from each token to its row's cached context and itself.
 
         Args:
-            x: [T, hidden_size].
+            x: [T, hidden_size]; with `wanted` not quantised.
             step: with the rows, and the caches to which the tokens' keys and values are added.
             wanted: only these tokens attend, the others leave keys and values; None = all attend.
             rotate: position embedding; None = none.
@@ -108,10 +114,10 @@ class Attention(nn.Module):
         return y
 
     def _heads(
-        self, x: Tensor, rotate: Rotation | None, wanted: WantedTokens | None
+        self, x: Tensor | Scaled, rotate: Rotation | None, wanted: WantedTokens | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """q of the wanted tokens, k and v of all, each [tokens, heads, head_dim]."""
-        if wanted is None or len(x) <= FEW_TOKENS:
+        if wanted is None or isinstance(x, Scaled) or len(x) <= FEW_TOKENS:
             q, k, v = self._project(x, "q_proj", "k_proj", "v_proj")
             if rotate is not None:
                 q, k = rotate.turn(q), rotate.turn(k)
@@ -122,6 +128,6 @@ class Attention(nn.Module):
             q, k = rotate.of(wanted).turn(q), rotate.turn(k)
         return q, k, v
 
-    def _project(self, x: Tensor, *names: str) -> list[Tensor]:
+    def _project(self, x: Tensor | Scaled, *names: str) -> list[Tensor]:
         """Products with some projections, each [tokens, heads, head_dim]."""
         return [y.unflatten(-1, (-1, self.head_dim)) for y in self._qkv(x, *names)]

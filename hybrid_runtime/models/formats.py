@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hybrid_runtime.kernels.linear.fp8_product import Scaled, fp8_product
-from hybrid_runtime.kernels.linear.quantize import E4M3, quantize, quantize_lines
+from hybrid_runtime.kernels.linear.fp8_product import fp8_product
+from hybrid_runtime.kernels.linear.quantize import E4M3, Quantizer, Scaled, quantize
 
 SCALE = "_scale"
 """What names of scales end in."""
@@ -21,6 +21,7 @@ class Stored(Protocol):
     """What products read: `weight` and the format's other tensors, by the names that they have in a
     checkpoint.
 
+    dtype: of results.
     bias: `[outputs]` or None.
     halves: the product may be left as a sum, for whoever adds it to something anyway.
     """
@@ -28,6 +29,7 @@ class Stored(Protocol):
     weight: Tensor
     weight_scale: Tensor
     input_scale: Tensor
+    dtype: torch.dtype
     halves: bool
 
     @property
@@ -44,8 +46,11 @@ class Format(Protocol):
         checkpoint: `weight` first. Each has a line per output or is a scalar. Scales are float32,
         called `*_scale`, and above 0. dtype: of activations."""
 
-    def product(self, matrix: Stored, x: Tensor) -> Tensor:
-        """`[T, inputs]` to `[T, outputs]` in x's dtype, or with `halves` perhaps to
+    def quantizer(self, matrix: Stored) -> Quantizer | None:
+        """How products take their inputs, for whoever makes them; None: as they are."""
+
+    def product(self, matrix: Stored, x: Tensor | Scaled) -> Tensor:
+        """`[T, inputs]`, perhaps quantised already, to `[T, outputs]`, or with `halves` perhaps to
         `[parts, T, outputs]`, whose sum it is."""
 
 
@@ -57,7 +62,10 @@ class Plain:
     def tensors(self, outputs: int, inputs: int, dtype: torch.dtype) -> Mapping[str, Tensor]:
         return {"weight": torch.empty(outputs, inputs, dtype=dtype, device="meta")}
 
-    def product(self, matrix: Stored, x: Tensor) -> Tensor:
+    def quantizer(self, matrix: Stored) -> Quantizer | None:
+        return None
+
+    def product(self, matrix: Stored, x: Tensor | Scaled) -> Tensor:
         """With `halves`, for a few tokens on a GPU, `[2, T, outputs]`.
 
         The output is too small then to occupy the GPU by tiles. cuBLAS may divide the inner
@@ -65,6 +73,7 @@ class Plain:
         same division, and the next norm adds up (`add_rms_norm`). Each half is rounded to x's
         dtype, which together is about as much as rounding their sum.
         """
+        assert isinstance(x, Tensor)
         if not matrix.halves or not x.is_cuda or len(x) > MAX_TOKENS:
             return F.linear(x, matrix.weight, matrix.bias)
         if matrix.bias is not None or x.shape[1] % 32:
@@ -83,10 +92,11 @@ class FP8PerTensor:
         weight = torch.empty(outputs, inputs, dtype=E4M3, device="meta")
         return {"weight": weight, "weight_scale": scale, "input_scale": scale}
 
-    def product(self, matrix: Stored, x: Tensor) -> Tensor:
-        given = Scaled(quantize(x, matrix.input_scale), matrix.input_scale)
-        weight = Scaled(matrix.weight, matrix.weight_scale)
-        return fp8_product(given, weight, x.dtype, matrix.bias, matrix.halves)
+    def quantizer(self, matrix: Stored) -> Quantizer:
+        return Quantizer(matrix.input_scale)
+
+    def product(self, matrix: Stored, x: Tensor | Scaled) -> Tensor:
+        return _fp8_product(matrix, x, self.quantizer(matrix))
 
 
 class FP8PerChannel:
@@ -102,9 +112,17 @@ class FP8PerChannel:
             "weight_scale": scale,
         }
 
-    def product(self, matrix: Stored, x: Tensor) -> Tensor:
-        weight = Scaled(matrix.weight, matrix.weight_scale)
-        return fp8_product(Scaled(*quantize_lines(x)), weight, x.dtype, matrix.bias, matrix.halves)
+    def quantizer(self, matrix: Stored) -> Quantizer:
+        return Quantizer()
+
+    def product(self, matrix: Stored, x: Tensor | Scaled) -> Tensor:
+        return _fp8_product(matrix, x, self.quantizer(matrix))
+
+
+def _fp8_product(matrix: Stored, x: Tensor | Scaled, quantizer: Quantizer) -> Tensor:
+    given = quantize(x, quantizer) if isinstance(x, Tensor) else x
+    weight = Scaled(matrix.weight, matrix.weight_scale)
+    return fp8_product(given, weight, matrix.dtype, matrix.bias, matrix.halves)
 
 
 PLAIN = Plain()

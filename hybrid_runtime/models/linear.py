@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from hybrid_runtime.kernels.layers.embedding import embedding
+from hybrid_runtime.kernels.linear.quantize import Quantizer, Scaled
 from hybrid_runtime.kernels.moe.fused_moe import fused_moe
 from hybrid_runtime.models.formats import PLAIN, Format
 
@@ -41,9 +42,14 @@ class Linear(nn.Module):
         self.store_as(PLAIN, device)
         self.bias = nn.Parameter(torch.empty(outputs, device=device, dtype=dtype)) if bias else None
 
-    def forward(self, x: Tensor) -> Tensor:
+    @property
+    def quantizer(self) -> Quantizer | None:
+        """How `forward` takes its input in 8 bits, for whoever makes it; None: not."""
+        return self.format.quantizer(self)
+
+    def forward(self, x: Tensor | Scaled) -> Tensor:
         """`[T, inputs]` to `[T, outputs]`, or with `halves` perhaps to `[parts, T, outputs]`, whose
-        sum it is."""
+        sum it is. x: quantised, if at all, as `quantizer` says."""
         return self.format.product(self, x)
 
     def stored(self) -> Mapping[str, Tensor]:
@@ -134,7 +140,13 @@ class MergedLinear(nn.Module):
             whole.put(name, part)
         return whole
 
-    def forward(self, x: Tensor, *names: str) -> tuple[Tensor, ...]:
+    @property
+    def quantizer(self) -> Quantizer | None:
+        """As of `Linear`; None too where parts would have to be quantised differently."""
+        whole = self._joined.get(tuple(self.parts))
+        return None if whole is None else whole.quantizer
+
+    def forward(self, x: Tensor | Scaled, *names: str) -> tuple[Tensor, ...]:
         """Products of `[T, inputs]` with some parts, `[T, outputs]` each.
 
         names: the parts, side by side in this order; none = all.

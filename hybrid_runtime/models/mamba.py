@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor, nn
 
+from hybrid_runtime.kernels.linear.quantize import Quantizer, Scaled
 from hybrid_runtime.kernels.mamba2.records import Records
 from hybrid_runtime.models.forward_batch import Pass
 from hybrid_runtime.models.linear import Linear
@@ -65,7 +66,12 @@ class Mamba2Mixer(nn.Module):
         self.norm = GatedRMSNorm(inner, shape.groups, eps, device, dtype)
         self.out_proj = Linear(inner, hidden_size, device, dtype, bias, halves=True)
 
-    def forward(self, x: Tensor, step: Pass) -> Tensor:
+    @property
+    def quantizer(self) -> Quantizer | None:
+        """As of `Linear`."""
+        return self.in_proj.quantizer
+
+    def forward(self, x: Tensor | Scaled, step: Pass) -> Tensor:
         """Mix the tokens of each row through its state.
 
         Args:
@@ -75,7 +81,8 @@ class Mamba2Mixer(nn.Module):
         Returns:
             [T, hidden_size], or [2, T, hidden_size] whose sum it is.
         """
-        gate, xBC, dt = self.in_proj(x).split(self._projected, dim=-1)
+        projected: Tensor = self.in_proj(x)
+        gate, xBC, dt = projected.split(self._projected, dim=-1)
         caches, layer = step.caches, self.layer
         records = caches.records.get(layer)
         state = LayerState(
@@ -84,11 +91,11 @@ class Mamba2Mixer(nn.Module):
             None if records is None else Records(*records),
         )
         if not step.state_parts:
-            return torch.zeros_like(x)
+            return projected.new_zeros(len(projected), self.out_proj.outputs)
         y = torch.empty_like(gate, memory_format=torch.contiguous_format)
         for part in step.state_parts:
             self._mix(part, xBC, dt, state, y)
-        out: Tensor = self.out_proj(self.norm(y, gate))
+        out: Tensor = self.out_proj(self.norm(y, gate, self.out_proj.quantizer))
         return out
 
     def _mix(self, part: MambaPart, xBC: Tensor, dt: Tensor, state: LayerState, y: Tensor) -> None:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from hybrid_runtime.kernels.layers.activation import relu2
+from hybrid_runtime.kernels.linear.quantize import Quantizer, Scaled
 from hybrid_runtime.kernels.moe.topk import topk
 from hybrid_runtime.models.forward_batch import Pass
 from hybrid_runtime.models.linear import Experts, Linear
@@ -27,10 +28,15 @@ class MLP(nn.Module):
         self.up_proj = Linear(size, inner, device, dtype, bias)
         self.down_proj = Linear(inner, size, device, dtype, bias, halves)
 
-    def forward(self, x: Tensor, step: Pass | None = None) -> Tensor:
+    @property
+    def quantizer(self) -> Quantizer | None:
+        """As of `Linear`."""
+        return self.up_proj.quantizer
+
+    def forward(self, x: Tensor | Scaled, step: Pass | None = None) -> Tensor:
         """`[T, size]` to `[T, size]`, with `halves` perhaps to `[parts, T, size]`, whose sum it is.
         step: what a layer gives any mixer; not used."""
-        y: Tensor = self.down_proj(relu2(self.up_proj(x)))
+        y: Tensor = self.down_proj(relu2(self.up_proj(x), self.down_proj.quantizer))
         return y
 
 
@@ -101,6 +107,10 @@ class MoE(nn.Module):
         self.fc2_latent_proj: Linear | None = None
         if latent is not None:
             self.fc1_latent_proj, self.fc2_latent_proj = latent
+
+    @property
+    def quantizer(self) -> None:
+        """The router takes its input as it is."""
 
     def forward(self, x: Tensor, step: Pass | None = None) -> Tensor:
         """[T, hidden_size] to [T, hidden_size]. step: what a layer gives any mixer; not used."""

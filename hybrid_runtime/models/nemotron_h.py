@@ -18,6 +18,7 @@ from hybrid_runtime.models.nemotron_h_config import NemotronHConfig
 from hybrid_runtime.models.norm import RMSNorm
 
 Device = torch.device | str
+Mixer = Mamba2Mixer | Attention | MLP | MoE
 
 
 def mamba(c: NemotronHConfig, index: int, device: Device, dtype: torch.dtype) -> Mamba2Mixer:
@@ -71,7 +72,7 @@ def moe(c: NemotronHConfig, index: int, device: Device, dtype: torch.dtype) -> M
     )
 
 
-_MIXERS: dict[str, Callable[[NemotronHConfig, int, Device, torch.dtype], nn.Module]] = {
+_MIXERS: dict[str, Callable[[NemotronHConfig, int, Device, torch.dtype], Mixer]] = {
     "M": mamba,
     "*": attention,
     "-": mlp,
@@ -107,7 +108,7 @@ class Layer(nn.Module):
             wanted: both results are those of these tokens, [rows, hidden_size]; None = all tokens.
                 Only for attention layers.
         """
-        normed, x = self.norm.add(x, delta)
+        normed, x = self.norm.add(x, delta, self.mixer.quantizer)
         if wanted is None:
             return x, self.mixer(normed, step)
         return wanted.of(x), self.mixer(normed, step, wanted)

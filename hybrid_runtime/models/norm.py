@@ -1,9 +1,12 @@
 """Root-mean-square norms."""
 
+from typing import overload
+
 import torch
 from torch import Tensor, nn
 
 from hybrid_runtime.kernels.layers.norm import add_rms_norm, gated_rms_norm, rms_norm
+from hybrid_runtime.kernels.linear.quantize import Quantizer, Scaled
 
 
 class RMSNorm(nn.Module):
@@ -17,14 +20,22 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """[..., size] to the same shape, in the weight's dtype; it goes to `out`, if given, as
         `rms_norm_reference` says."""
-        return rms_norm(x, self.weight, self.eps, out)
+        return rms_norm(x, self.weight, self.eps, out=out)
 
-    def add(self, x: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The norm of ``x + delta`` (None: nothing to add), and that sum in x's dtype or wider;
-        delta may be parts `[parts, *x.shape]`."""
+    @overload
+    def add(self, x: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]: ...
+    @overload
+    def add(
+        self, x: Tensor, delta: Tensor | None, quantizer: Quantizer | None
+    ) -> tuple[Tensor | Scaled, Tensor]: ...
+    def add(
+        self, x: Tensor, delta: Tensor | None, quantizer: Quantizer | None = None
+    ) -> tuple[Tensor | Scaled, Tensor]:
+        """The norm of ``x + delta`` (None: nothing to add), in 8 bits with a quantizer, and that
+        sum in x's dtype or wider; delta may be parts `[parts, *x.shape]`."""
         if delta is None:
-            return self(x), x
-        return add_rms_norm(delta, x, self.weight, self.eps)
+            return rms_norm(x, self.weight, self.eps, quantizer), x
+        return add_rms_norm(delta, x, self.weight, self.eps, quantizer)
 
 
 class GatedRMSNorm(nn.Module):
@@ -38,6 +49,9 @@ class GatedRMSNorm(nn.Module):
         self.groups = groups
         self.eps = eps
 
-    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
-        """[..., size] and a gate of that shape to the same shape, in the weight's dtype."""
-        return gated_rms_norm(x, gate, self.weight, self.groups, self.eps)
+    def forward(
+        self, x: Tensor, gate: Tensor, quantizer: Quantizer | None = None
+    ) -> Tensor | Scaled:
+        """[..., size] and a gate of that shape to the same shape, in the weight's dtype; in 8 bits
+        with a quantizer."""
+        return gated_rms_norm(x, gate, self.weight, self.groups, self.eps, quantizer)

@@ -1,5 +1,7 @@
 """Squared ReLU."""
 
+from typing import overload
+
 import torch
 import torch.nn.functional as F
 import triton
@@ -8,6 +10,7 @@ from torch import Tensor
 
 from hybrid_runtime.kernels.common.backend import runs_triton
 from hybrid_runtime.kernels.common.pdl import pdl, pdl_wait
+from hybrid_runtime.kernels.linear.quantize import Quantizer, Scaled, quantize
 
 
 def relu2_reference(x: Tensor) -> Tensor:
@@ -27,15 +30,22 @@ def _relu2_kernel(x, out, size, tiles, x_line, x_dim, BLOCK: tl.constexpr, PDL: 
     tl.store(out + i_line * size + o_d, (b_x * b_x).to(out.dtype.element_ty), mask=m_d)
 
 
-def relu2(x: Tensor) -> Tensor:
+@overload
+def relu2(x: Tensor, quantizer: None = None) -> Tensor: ...
+@overload
+def relu2(x: Tensor, quantizer: Quantizer | None) -> Tensor | Scaled: ...
+def relu2(x: Tensor, quantizer: Quantizer | None = None) -> Tensor | Scaled:
     """`relu2_reference` by one launch where Triton runs (and not in fp64).
 
     Args:
         x: [..., size] with any strides; copied first unless one stride leads from line to line.
+        quantizer: the result in 8 bits, as `quantize_reference` of it; None = as it is.
 
     Returns:
-        x's shape and dtype, dense.
+        x's shape and dtype, dense; or as of `quantize_reference`.
     """
+    if quantizer is not None:
+        return quantize(x, quantizer, relu2=True)
     if not runs_triton(x) or x.dtype == torch.float64:
         return relu2_reference(x)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)

@@ -1,4 +1,10 @@
-"""Root-mean-square norms: plain, after adding to a residual, and gated by groups (Mamba-2)."""
+"""Root-mean-square norms: plain, after adding to a residual, and gated by groups (Mamba-2).
+
+With a `Quantizer` the norm comes in 8 bits, as its product takes it: `quantize_reference` of what
+the reference here gives.
+"""
+
+from typing import overload
 
 import torch
 import torch.nn.functional as F
@@ -9,6 +15,14 @@ from torch import Tensor
 
 from hybrid_runtime.kernels.common.backend import runs_triton
 from hybrid_runtime.kernels.common.pdl import CACHE_LINE, pdl, pdl_wait, prefetch
+from hybrid_runtime.kernels.linear.quantize import (
+    E4M3,
+    Quantizer,
+    Scaled,
+    cut_off,
+    line_factor,
+    quantize_reference,
+)
 
 
 def rms_norm_reference(x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
@@ -84,6 +98,7 @@ def _norm_kernel(
     weight,
     out,
     total,
+    scale,
     eps,
     part_stride,
     x_stride,
@@ -92,25 +107,32 @@ def _norm_kernel(
     PARTS: tl.constexpr,
     RESIDUAL: tl.constexpr,
     GATED: tl.constexpr,
+    LINES: tl.constexpr,
     SIZE: tl.constexpr,
     GROUPS: tl.constexpr,
+    HELD: tl.constexpr,
+    BLOCK_G: tl.constexpr,
     BLOCK: tl.constexpr,
     LINE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program per token and group. `other` is the residual or the gate; `total`, the sum with
-    the residual, is written only if there is one."""
+    """One program per token and HELD groups. `other` is the residual or the gate; `total`, the sum
+    with the residual, is written only if there is one. With `scale` the norm is quantised: by the
+    number there, or, with LINES, each token by a number of its own, which goes there."""
     i_token = tl.program_id(0).to(tl.int64)
-    i_group = tl.program_id(1)
-    o_i = tl.arange(0, BLOCK)
+    first = tl.program_id(1) * (HELD * SIZE)
+    o_g = tl.arange(0, BLOCK_G)[:, None]
+    o_i = tl.arange(0, BLOCK)[None, :]
     m_i = o_i < SIZE
+    if BLOCK_G > HELD:
+        m_i = m_i & (o_g < HELD)
     # Weights come from memory each step, everything else from the L2 cache. One program asks: many
     # that ask for the same lines hold each other up.
     if i_token == 0:
-        o_line = tl.minimum(tl.arange(0, (BLOCK + LINE - 1) // LINE) * LINE, SIZE - 1)
-        prefetch(weight + i_group * SIZE + o_line, PDL)
+        o_line = tl.arange(0, (BLOCK_G * BLOCK + LINE - 1) // LINE) * LINE
+        prefetch(weight + first + tl.minimum(o_line, HELD * SIZE - 1), PDL)
     pdl_wait(PDL)
-    o_d = o_i + i_group * SIZE
+    o_d = first + o_g * SIZE + o_i
     b_weight = tl.load(weight + o_d, mask=m_i, other=0.0)
     b_y = tl.load(x + i_token * x_stride + o_d, mask=m_i, other=0.0).to(tl.float32)
     for i_part in tl.static_range(1, PARTS):
@@ -125,8 +147,16 @@ def _norm_kernel(
     if GATED:
         b_gate = tl.load(p_other, mask=m_i, other=0.0).to(tl.float32)
         b_y = b_y * (b_gate / (1 + tl.exp(-b_gate)))
-    b_y = b_y * (1 / tl.sqrt(tl.sum(b_y * b_y, axis=0) / SIZE + eps))
+    b_y = b_y * (1 / tl.sqrt(tl.sum(b_y * b_y, axis=1) / SIZE + eps))[:, None]
     b_y = b_weight.to(tl.float32) * b_y
+    if scale is not None:
+        b_y = b_y.to(weight.dtype.element_ty).to(tl.float32)
+        if LINES:
+            factor = line_factor(tl.max(tl.max(tl.abs(b_y), axis=1), axis=0))
+            tl.store(scale + i_token, tl.div_rn(1.0, factor))
+            b_y *= factor
+        else:
+            b_y = cut_off(b_y * tl.div_rn(1.0, tl.load(scale)))
     tl.store(out + i_token * out_stride + o_d, b_y.to(out.dtype.element_ty), mask=m_i)
 
 
@@ -137,14 +167,21 @@ def _launch(
     weight: Tensor,
     groups: int,
     eps: float,
+    quantizer: Quantizer | None = None,
     out: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor | Scaled, Tensor]:
     """The norm, and the sum with the residual (the norm again where there is none)."""
     parts = x if residual is not None and x.dim() > residual.dim() else x[None]
     _check(parts.shape[1:], residual, gate, weight, groups)
     shape, size = parts.shape[1:], x.shape[-1]
     flat = _lines(parts)
-    if out is None:
+    tokens, scale, lines = flat.shape[1], None, False
+    if quantizer is not None:
+        scale, lines = quantizer.scale, quantizer.scale is None
+        if scale is None:
+            scale = torch.empty(tokens, dtype=torch.float32, device=x.device)
+        out = torch.empty((tokens, size), dtype=E4M3, device=x.device)
+    elif out is None:
         out = torch.empty(shape, dtype=weight.dtype, device=x.device)
     total = out
     other = flat
@@ -154,14 +191,16 @@ def _launch(
         other = _lines(residual[None])
     elif gate is not None:
         other = _lines(gate[None])
-    block = triton.next_power_of_2(size // groups)
+    held = groups if lines else 1  # what its own scale needs, a program sees whole
+    block, block_g = triton.next_power_of_2(size // groups), triton.next_power_of_2(held)
     if x.numel():
-        _norm_kernel[(flat.shape[1], groups)](
+        _norm_kernel[(tokens, groups // held)](
             x=flat,
             other=other,
             weight=weight.contiguous(),
             out=out,
             total=total,
+            scale=scale,
             eps=eps,
             part_stride=flat.stride(0),
             x_stride=flat.stride(1),
@@ -170,14 +209,17 @@ def _launch(
             PARTS=len(parts),
             RESIDUAL=residual is not None,
             GATED=gate is not None,
+            LINES=lines,
             SIZE=size // groups,
             GROUPS=groups,
+            HELD=held,
+            BLOCK_G=block_g,
             BLOCK=block,
             LINE=CACHE_LINE // weight.element_size(),
-            num_warps=min(max(block // 512, 1), 16),
+            num_warps=min(max(block_g * block // 512, 1), 16),
             **pdl(x),
         )
-    return out, total
+    return out if scale is None else Scaled(out, scale), total
 
 
 def _check(
@@ -209,26 +251,70 @@ def _lines(parts: Tensor) -> Tensor:
     return lines if lines.stride(2) == 1 else lines.contiguous()
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
+@overload
+def rms_norm(
+    x: Tensor, weight: Tensor, eps: float, quantizer: None = None, out: Tensor | None = None
+) -> Tensor: ...
+@overload
+def rms_norm(
+    x: Tensor, weight: Tensor, eps: float, quantizer: Quantizer | None
+) -> Tensor | Scaled: ...
+def rms_norm(
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    quantizer: Quantizer | None = None,
+    out: Tensor | None = None,
+) -> Tensor | Scaled:
     """`rms_norm_reference` by one launch where Triton runs (and not in fp64)."""
     if _runs_triton(x, weight):
         _check_out(out, x, weight)
-        return _launch(x, None, None, weight, 1, eps, out)[0]
-    return rms_norm_reference(x, weight, eps, out)
+        return _launch(x, None, None, weight, 1, eps, quantizer, out)[0]
+    return _quantized(rms_norm_reference(x, weight, eps, out), quantizer)
 
 
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+@overload
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, quantizer: None = None
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, quantizer: Quantizer | None
+) -> tuple[Tensor | Scaled, Tensor]: ...
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, quantizer: Quantizer | None = None
+) -> tuple[Tensor | Scaled, Tensor]:
     """`add_rms_norm_reference` by one launch where Triton runs (and not in fp64)."""
     if _runs_triton(x, residual, weight):
-        return _launch(x, residual, None, weight, 1, eps)
-    return add_rms_norm_reference(x, residual, weight, eps)
+        return _launch(x, residual, None, weight, 1, eps, quantizer)
+    y, total = add_rms_norm_reference(x, residual, weight, eps)
+    return _quantized(y, quantizer), total
 
 
-def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, groups: int, eps: float) -> Tensor:
+@overload
+def gated_rms_norm(
+    x: Tensor, gate: Tensor, weight: Tensor, groups: int, eps: float, quantizer: None = None
+) -> Tensor: ...
+@overload
+def gated_rms_norm(
+    x: Tensor, gate: Tensor, weight: Tensor, groups: int, eps: float, quantizer: Quantizer | None
+) -> Tensor | Scaled: ...
+def gated_rms_norm(
+    x: Tensor,
+    gate: Tensor,
+    weight: Tensor,
+    groups: int,
+    eps: float,
+    quantizer: Quantizer | None = None,
+) -> Tensor | Scaled:
     """`gated_rms_norm_reference` by one launch where Triton runs (and not in fp64)."""
     if _runs_triton(x, gate, weight):
-        return _launch(x, None, gate, weight, groups, eps)[0]
-    return gated_rms_norm_reference(x, gate, weight, groups, eps)
+        return _launch(x, None, gate, weight, groups, eps, quantizer)[0]
+    return _quantized(gated_rms_norm_reference(x, gate, weight, groups, eps), quantizer)
+
+
+def _quantized(y: Tensor, quantizer: Quantizer | None) -> Tensor | Scaled:
+    return y if quantizer is None else quantize_reference(y, quantizer)
 
 
 def _runs_triton(*tensors: Tensor) -> bool:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from hybrid_runtime.kernels.common.backend import runs_triton
 from hybrid_runtime.kernels.common.pdl import pdl, pdl_wait
+from hybrid_runtime.kernels.linear.quantize import Scaled
 
 FEW_TOKENS, FEW_TOKENS_OF_LINES = 16, 128
 """Up to so many the weight is streamed: with a scale per matrix, and with a scale per line, for
@@ -22,17 +23,6 @@ _ALIGNED = 16
 _NARROW = 16384
 """Outputs; matrices with fewer have too few tiles to occupy a GPU, and are divided along their
 inputs where the caller adds up anyway."""
-
-
-class Scaled(NamedTuple):
-    """Numbers in 8 bits.
-
-    values: e4m3 `[lines, size]`, contiguous.
-    scale: float32 `[]` or `[lines]`; the numbers are the values times this.
-    """
-
-    values: Tensor
-    scale: Tensor
 
 
 def fp8_product_reference(

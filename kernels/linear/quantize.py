@@ -1,10 +1,13 @@
 """Activations and weights in 8 bits (e4m3), with the scales that give them back.
 
-A launch of its own for now. Its place is in the epilogue of what makes a product's input: the norm,
-the gated norm, squared ReLU.
+What makes a product's input quantises it on the way, where it can: norms and squared ReLU take a
+`Quantizer`. The launch here is for inputs that something else makes.
 """
 
+from typing import NamedTuple
+
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -24,17 +27,41 @@ _LARGEST = tl.constexpr(LARGEST)
 _SMALLEST = tl.constexpr(SMALLEST)
 
 
-def quantize_reference(x: Tensor, scale: Tensor) -> Tensor:
-    """x / scale in e4m3: multiplied in fp32 by 1 / scale, cut off at ±448, rounded once.
+class Scaled(NamedTuple):
+    """Numbers in 8 bits.
+
+    values: e4m3 `[lines, size]`, contiguous.
+    scale: float32 `[]` or `[lines]`; the numbers are the values times this.
+    """
+
+    values: Tensor
+    scale: Tensor
+
+
+class Quantizer(NamedTuple):
+    """How numbers become `Scaled`.
+
+    scale: float32 `[]`, above 0, of all lines; None: each line has its own, by its largest number.
+    """
+
+    scale: Tensor | None = None
+
+
+def quantize_reference(x: Tensor, quantizer: Quantizer) -> Scaled:
+    """x in e4m3. With a scale: multiplied in fp32 by 1 / scale, cut off at ±448, rounded once. With
+    a scale for each line: `quantize_lines_reference`.
 
     Args:
         x: float `[..., size]`.
-        scale: float32 `[]`, above 0.
 
     Returns:
-        x's shape; NaN stays NaN.
+        Values `[lines, size]` and their scale; NaN stays NaN.
     """
-    return (x.float() * scale.reciprocal()).clamp(-LARGEST, LARGEST).to(E4M3)
+    lines = x.reshape(-1, x.shape[-1])
+    if quantizer.scale is None:
+        return Scaled(*quantize_lines_reference(lines))
+    values = (lines.float() * quantizer.scale.reciprocal()).clamp(-LARGEST, LARGEST).to(E4M3)
+    return Scaled(values, quantizer.scale)
 
 
 def quantize_lines_reference(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -57,41 +84,62 @@ def quantize_lines_reference(x: Tensor) -> tuple[Tensor, Tensor]:
     return values, scale
 
 
+@triton.jit
+def line_factor(largest):
+    """What a line whose largest number this is gets multiplied by; 1 / it is the line's scale."""
+    return _LARGEST * tl.div_rn(1.0, tl.maximum(largest, _SMALLEST))
+
+
+@triton.jit
+def cut_off(b_x):
+    """Numbers that e4m3 has, but for rounding; NaN stays NaN."""
+    return tl.clamp(b_x, -_LARGEST, _LARGEST, propagate_nan=tl.PropagateNan.ALL)
+
+
 @triton.jit(do_not_specialize=["tiles"])
-def _quantize_kernel(x, scale, values, size, tiles, x_line, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """One program per line and BLOCK of its `size` elements, `tiles` of which a line has."""
+def _quantize_kernel(
+    x,
+    scale,
+    values,
+    size,
+    tiles,
+    x_line,
+    LINES: tl.constexpr,
+    RELU2: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One program per line and BLOCK of its `size` elements, `tiles` of which a line has. LINES:
+    `scale` is written, one of each line, which is a tile."""
     pdl_wait(PDL)
     i_line = (tl.program_id(0) // tiles).to(tl.int64)
     o_k = tl.program_id(0) % tiles * BLOCK + tl.arange(0, BLOCK)
     m_k = o_k < size
     b_x = tl.load(x + i_line * x_line + o_k, mask=m_k, other=0.0).to(tl.float32)
-    b_x *= tl.div_rn(1.0, tl.load(scale))
-    b_x = tl.clamp(b_x, -_LARGEST, _LARGEST, propagate_nan=tl.PropagateNan.ALL)
+    if RELU2:  # rounded as `relu2` rounds
+        b_x = tl.where(b_x < 0, 0.0, b_x)
+        b_x = (b_x * b_x).to(x.dtype.element_ty).to(tl.float32)
+    if LINES:
+        factor = line_factor(tl.max(tl.abs(b_x), axis=0))
+        tl.store(scale + i_line, tl.div_rn(1.0, factor))
+        b_x *= factor
+    else:
+        b_x = cut_off(b_x * tl.div_rn(1.0, tl.load(scale)))
     tl.store(values + i_line * size + o_k, b_x.to(values.dtype.element_ty), mask=m_k)
 
 
-@triton.jit
-def _quantize_lines_kernel(
-    x, values, scale, x_line, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
-):
-    """One program per line."""
-    pdl_wait(PDL)
-    i_line = tl.program_id(0).to(tl.int64)
-    o_k = tl.arange(0, BLOCK)
-    m_k = o_k < SIZE
-    b_x = tl.load(x + i_line * x_line + o_k, mask=m_k, other=0.0).to(tl.float32)
-    factor = _LARGEST * tl.div_rn(1.0, tl.maximum(tl.max(tl.abs(b_x), axis=0), _SMALLEST))
-    tl.store(values + i_line * SIZE + o_k, (b_x * factor).to(values.dtype.element_ty), mask=m_k)
-    tl.store(scale + i_line, tl.div_rn(1.0, factor))
-
-
-def quantize(x: Tensor, scale: Tensor) -> Tensor:
-    """`quantize_reference` of `[lines, size]` by one launch where Triton runs."""
-    if not runs_triton(x):
-        return quantize_reference(x, scale)
-    x, (lines, size) = _dense_lines(x), x.shape
+def quantize(x: Tensor, quantizer: Quantizer, relu2: bool = False) -> Scaled:
+    """`quantize_reference` by one launch where Triton runs. relu2: of max(x, 0)^2 in x's dtype."""
+    if not runs_triton(x) or x.dtype == torch.float64:
+        return quantize_reference(F.relu(x).square() if relu2 else x, quantizer)
+    x = x.reshape(-1, x.shape[-1])
+    x, (lines, size) = x if x.stride(1) == 1 else x.contiguous(), x.shape
     values = torch.empty((lines, size), dtype=E4M3, device=x.device)
-    block = min(triton.next_power_of_2(size), 4096)
+    scale, each, block = quantizer.scale, False, triton.next_power_of_2(size)
+    if scale is None:
+        scale, each = torch.empty(lines, dtype=torch.float32, device=x.device), True
+    else:
+        block = min(block, 4096)
     tiles = triton.cdiv(size, block)
     if lines:
         _quantize_kernel[(lines * tiles,)](
@@ -101,34 +149,10 @@ def quantize(x: Tensor, scale: Tensor) -> Tensor:
             size=size,
             tiles=tiles,
             x_line=x.stride(0),
-            BLOCK=block,
-            num_warps=max(block // 512, 1),
-            **pdl(x),
-        )
-    return values
-
-
-def quantize_lines(x: Tensor) -> tuple[Tensor, Tensor]:
-    """`quantize_lines_reference` by one launch where Triton runs."""
-    if not runs_triton(x):
-        return quantize_lines_reference(x)
-    x, (lines, size) = _dense_lines(x), x.shape
-    values = torch.empty((lines, size), dtype=E4M3, device=x.device)
-    scale = torch.empty(lines, dtype=torch.float32, device=x.device)
-    block = triton.next_power_of_2(size)
-    if lines:
-        _quantize_lines_kernel[(lines,)](
-            x=x,
-            values=values,
-            scale=scale,
-            x_line=x.stride(0),
-            SIZE=size,
+            LINES=each,
+            RELU2=relu2,
             BLOCK=block,
             num_warps=min(max(block // 512, 1), 16),
             **pdl(x),
         )
-    return values, scale
-
-
-def _dense_lines(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()
+    return Scaled(values, scale)

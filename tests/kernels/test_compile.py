@@ -128,9 +128,13 @@ STORE_KV: dict[str, Any] = {
     "KV_HEADS": 8, "D": 128, "BLOCK_SIZE": 1056, "ROWS": 128, "BLOCK_H": 8, "BLOCK_D": 128,
 }  # fmt: skip
 NORM: dict[str, Any] = {
-    "RESIDUAL": True, "GATED": False, "SIZE": 4096, "GROUPS": 1, "BLOCK": 4096,
+    "RESIDUAL": True, "GATED": False, "LINES": False, "scale": None,
+    "SIZE": 4096, "GROUPS": 1, "HELD": 1, "BLOCK_G": 1, "BLOCK": 4096,
 }  # fmt: skip
 GATED_NORM = {"RESIDUAL": False, "GATED": True, "SIZE": 1280, "GROUPS": 8, "BLOCK": 2048}
+QUANTISED = {name: value for name, value in NORM.items() if name != "scale"}
+EIGHT_BITS = {"scale": "*fp32", "out": "*fp8e4nv"}
+OF_LINES = {"LINES": True, "HELD": 8, "BLOCK_G": 8, "SIZE": 1024, "BLOCK": 1024}
 ROWS = dict.fromkeys(("block_table", "slot", "cu_seqlens", "computed"), "*i32")
 SCALARS = {"scale": "fp32", "eps": "fp32"} | dict.fromkeys(("tokens", "limit", "least"), "i32")
 PARTIAL = {"partial": "*fp32", "partial_lse": "*fp32"}
@@ -167,6 +171,8 @@ VALUES = ("q", "k", "v", "k_cache", "v_cache", "out", "x", "other", "weight", "t
         (store_kv._store_kv_kernel, STORE_KV, STORE_STRIDES, "*bf16", "ld.global.v4"),
         (norm._norm_kernel, NORM, {}, "*bf16", "ld.global.v4"),
         (norm._norm_kernel, NORM | GATED_NORM, {}, "*fp32", "ld.global.v4"),
+        (norm._norm_kernel, QUANTISED, EIGHT_BITS, "*bf16", "ld.global.v4"),
+        (norm._norm_kernel, QUANTISED | OF_LINES, EIGHT_BITS, "*bf16", "ld.global.v4"),
     ],
 )  # fmt: skip
 def test_attention_and_norms_move_16_bytes_at_once(

@@ -12,13 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from hybrid_runtime.kernels.layers.activation import relu2, relu2_reference
+from hybrid_runtime.kernels.layers.norm import add_rms_norm, gated_rms_norm, rms_norm
 from hybrid_runtime.kernels.linear import fp8_product as product
 from hybrid_runtime.kernels.linear import quantize
 from hybrid_runtime.kernels.linear.fp8_product import (
     FEW_TOKENS,
     FEW_TOKENS_OF_LINES,
     ProductTiling,
-    Scaled,
     fp8_product,
     fp8_product_reference,
     product_tiling,
@@ -28,7 +29,8 @@ from hybrid_runtime.kernels.linear.fp8_product import (
 from hybrid_runtime.kernels.linear.quantize import (
     E4M3,
     LARGEST,
-    quantize_lines,
+    Quantizer,
+    Scaled,
     quantize_lines_reference,
     quantize_reference,
 )
@@ -51,12 +53,22 @@ def bits(values: Tensor) -> Tensor:
     )
 
 
+QUANTIZERS = (Quantizer(), Quantizer(torch.tensor(0.003, device=DEVICE)))
+"""The second one cuts numbers above 1.3 off."""
+
+
+def same(found: Tensor | Scaled, want: Scaled) -> None:
+    assert isinstance(found, Scaled)
+    assert torch.equal(bits(found.values), bits(want.values))
+    assert torch.equal(found.scale, want.scale)
+
+
 def scaled(lines: int, size: int, each: bool, seed: int) -> Scaled:
     x = normal(lines, size, seed=seed) * torch.logspace(-2, 1, lines, device=DEVICE)[:, None]
     if each:
         return Scaled(*quantize_lines_reference(x))
     scale = x.abs().sum() / max(x.numel(), 1) / 50  # some of them are cut off
-    return Scaled(quantize_reference(x, scale), scale)
+    return quantize_reference(x, Quantizer(scale))
 
 
 def close(found: Tensor, x: Scaled, weight: Scaled, bias: Tensor | None = None) -> None:
@@ -158,13 +170,30 @@ def test_what_the_library_does_not_take() -> None:
 def test_quantised_as_specified(lines: int, size: int, dtype: torch.dtype) -> None:
     wide = normal(lines, size + 3, dtype=dtype)
     for x in (wide[:, :size], wide.T.contiguous().T[:, :size]):
-        scale = torch.tensor(0.003, device=DEVICE)  # numbers above 1.3 are cut off
-        found = quantize.quantize(x, scale)
-        assert torch.equal(bits(found), bits(quantize_reference(x, scale)))
-        found, scales = quantize_lines(x)
-        want, wanted_scales = quantize_lines_reference(x)
-        assert torch.equal(bits(found), bits(want))
-        assert torch.equal(scales, wanted_scales)
+        for quantizer in QUANTIZERS:
+            same(quantize.quantize(x, quantizer), quantize_reference(x, quantizer))
+            same(relu2(x, quantizer), quantize_reference(relu2_reference(x), quantizer))
+
+
+@kernels
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize(("groups", "size"), [(1, 96), (8, 128), (3, 96), (5, 60)])
+def test_norms_quantise_what_they_would_give(groups: int, size: int, dtype: torch.dtype) -> None:
+    """Byte for byte."""
+    x, other = normal(7, size, dtype=dtype), normal(7, size, dtype=dtype, seed=1)
+    weight = normal(size, dtype=dtype, seed=2)
+    parts = torch.stack([x, other])
+    for quantizer in QUANTIZERS:
+        want = quantize_reference(rms_norm(x, weight, 1e-5), quantizer)
+        same(rms_norm(x, weight, 1e-5, quantizer), want)
+        for delta in (x, parts):
+            y, total = add_rms_norm(delta, other, weight, 1e-5)
+            found, again = add_rms_norm(delta, other, weight, 1e-5, quantizer)
+            same(found, quantize_reference(y, quantizer))
+            assert torch.equal(total, again)
+        y = gated_rms_norm(x, other, weight, groups, 1e-5)
+        found = gated_rms_norm(x, other, weight, groups, 1e-5, quantizer)
+        same(found, quantize_reference(y, quantizer))
 
 
 @kernels
@@ -173,12 +202,12 @@ def test_numbers_that_are_none_and_lines_of_nothing() -> None:
     x[0] = 0
     x[1, 3], x[2, 3] = NAN, INF
     x[3], x[4] = 1e-38, 1e38
-    one = torch.ones((), device=DEVICE)
-    for values in (quantize.quantize(x, one), quantize_reference(x, one)):
+    one = Quantizer(torch.ones((), device=DEVICE))
+    for values, _ in (quantize.quantize(x, one), quantize_reference(x, one)):
         values = values.float()
         assert values.isnan().nonzero().tolist() == [[1, 3]]
         assert values[2, 3] == values[4].amax() == LARGEST
-    for values, scale in (quantize_lines(x), quantize_lines_reference(x)):
+    for values, scale in (quantize.quantize(x, Quantizer()), quantize_reference(x, Quantizer())):
         assert not values[0].float().any()
         assert scale[0] > 0
         assert [bool((values[i].float() * scale[i]).isnan().any()) for i in (1, 2)] == [True, True]
@@ -257,17 +286,11 @@ def test_the_product_streams_8_bits(
 @pytest.mark.parametrize("size", [4096, 21504])
 def test_what_quantises_moves_16_bytes_at_once(size: int, tmp_path: Path) -> None:
     types = TYPES | {"x": "*bf16"}
-    for kernel, block, multiples in (
-        (quantize._quantize_kernel, 4096, ("x", "values", "size", "x_line")),
-        (
-            quantize._quantize_lines_kernel,
-            4096 if size == 4096 else 32768,
-            ("x", "values", "x_line"),
-        ),
-    ):
-        constants = {"BLOCK": block} | ({"SIZE": size} if "SIZE" in kernel.arg_names else {})
+    for lines, block in ((False, 4096), (True, 4096 if size == 4096 else 32768)):
+        constants = {"BLOCK": block, "LINES": lines, "RELU2": size > 4096}
         options = {"num_warps": min(block // 512, 16)}
-        code = compiled(kernel, constants, multiples, options, **types)
+        multiples = ("x", "values", "size", "x_line")
+        code = compiled(quantize._quantize_kernel, constants, multiples, options, **types)
         assert spilled(code, tmp_path) == 0
         assert "ld.global.v4" in code.asm["ptx"]
         assert "cvt.rn.satfinite.e4m3x2.f32" in code.asm["ptx"]
