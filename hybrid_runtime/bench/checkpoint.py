@@ -19,7 +19,7 @@ def run(args: argparse.Namespace) -> None:
     if args.json is not None:
         check_writable(args.json)
     if args.perplexity is not None:
-        perplexity.run(args, lambda result: args.json and write(args.json, result))
+        perplexity.run(args, lambda one: None if args.json is None else write(args.json, one))
         return
     if args.window is not None:
         raise ValueError(f"window is {args.window}; it must be None without a perplexity")

@@ -61,6 +61,13 @@ def test_the_likelihood_is_that_of_transformers(
     nothing_leaked(runs)
 
 
+def test_broken_logits_are_an_error(hf: NemotronHForCausalLM) -> None:
+    runs = engine(hf, None, max_model_len=32)
+    runs.model.backbone.norm_f.weight.fill_(float("nan"))
+    with pytest.raises(ArithmeticError, match="nan"):
+        perplexity.negative_log_likelihood(runs, tokens_of(40), 32)
+
+
 @given(count=st.integers(1, 200), window=st.integers(2, 60))
 def test_windows_hold_each_token_once(count: int, window: int) -> None:
     tokens = np.arange(count, dtype=np.int32)
