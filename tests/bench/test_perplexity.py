@@ -19,6 +19,7 @@ from transformers import NemotronHForCausalLM
 from hybrid_runtime import demo
 from hybrid_runtime.bench import perplexity
 from hybrid_runtime.cli import main
+from hybrid_runtime.engine.request import BrokenLogits
 from hybrid_runtime.engine.tokenize import Tokens
 
 MODEL = str(demo.SHIPPED)
@@ -64,7 +65,7 @@ def test_the_likelihood_is_that_of_transformers(
 def test_broken_logits_are_an_error(hf: NemotronHForCausalLM) -> None:
     runs = engine(hf, None, max_model_len=32)
     runs.model.backbone.norm_f.weight.fill_(float("nan"))
-    with pytest.raises(ArithmeticError, match="nan"):
+    with pytest.raises(BrokenLogits, match="NaN or infinite"):
         perplexity.negative_log_likelihood(runs, tokens_of(40), 32)
 
 
