@@ -88,6 +88,27 @@ def test_inputs_are_watched(model: NemotronH) -> None:
     assert largest == before
 
 
+def test_inputs_of_each_expert_are_watched(model: NemotronH) -> None:
+    experts = f"backbone.layers.{SIZES.pattern.index('E')}.mixer.experts"
+    found: dict[str, float] = {}
+    tensors = checkpoint_tensors(model)
+
+    def see(_: Any, given: tuple[torch.Tensor, ...]) -> None:
+        for x, chosen in zip(given[0], given[2].tolist(), strict=True):
+            for i in chosen:
+                inner = (tensors[f"{experts}.{i}.up_proj.weight"] @ x).clamp(min=0) ** 2
+                for name, value in {"up": x, "down": inner}.items():
+                    name = f"{experts}.{i}.{name}_proj"
+                    found[name] = max(found.get(name, 0.0), value.abs().amax().item())
+
+    hook = model.get_submodule(experts).register_forward_pre_hook(see)
+    with watched(model) as largest:
+        logits_of(model, tokens(40), 32)
+    hook.remove()
+    assert {n: v for n, v in largest.items() if ".experts." in n} == pytest.approx(found)
+    assert len(set(found.values())) > 4
+
+
 def test_static_scales_are_those_of_what_was_seen(model: NemotronH) -> None:
     given = tokens(40)
     with watched(model) as largest:
