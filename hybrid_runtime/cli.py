@@ -130,13 +130,19 @@ def parser() -> argparse.ArgumentParser:
 
     b = commands.add_parser(
         "bench",
-        help="measure inter-token latency",
+        help="measure inter-token latency, or the perplexity of a text",
         description="Measure inter-token latency with random prompts. Lists are separated by "
-        "commas; every combination is run. Interrupted, it shows what it has.",
+        "commas; every combination is run. Interrupted, it shows what it has. With --perplexity: "
+        "how well the checkpoint predicts a text, with --quantization rounded too.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     b.add_argument("model", metavar="DIR", help="checkpoint directory or hub id")
     bench_options.add_options(b)
+    b.add_argument(
+        "--perplexity", type=Path, metavar="FILE",
+        help="a text in UTF-8 to predict, in windows side by side, instead of measuring time",
+    )  # fmt: skip
+    b.add_argument("--window", type=int, help="tokens of a window; default: --max-model-len")
     b.add_argument("--json", type=Path, metavar="FILE", help="all figures, of every repeat too")
     _add_common(b)
     _add_model(b)

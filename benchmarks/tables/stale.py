@@ -15,13 +15,20 @@ DECODE = ("hybrid_runtime/engine", "hybrid_runtime/models", "hybrid_runtime/stat
 """The engine's steps, from the scheduler to the kernels."""
 PLUGIN = ("hybrid_runtime/integrations/vllm", *STATE_UPDATE)
 COPIES = ("hybrid_runtime/integrations/vllm", "kernels/step")
+FP8 = (
+    "hybrid_runtime/models/formats.py", "hybrid_runtime/models/linear.py", "kernels/linear",
+    "kernels/moe",
+)  # fmt: skip
+"""What rounds weights and multiplies with them."""
 CODE: dict[str, tuple[str, ...]] = {
     "acceptance": ("hybrid_runtime/checkpoints/python-small/model.safetensors", "specdecode"),
     "capacity": DECODE,
     "capture": DECODE,
     "draft-head": ("kernels/sampling/narrow_head.py",),
+    "fp8-accuracy": FP8,
     "fp8-products": ("kernels/linear",),
     "fp8-steps": DECODE,
+    "fp8-texts": (*FP8, "hybrid_runtime/checkpoints/python-small/model.safetensors"),
     "guidellm": ("hybrid_runtime/server", "hybrid_runtime/engine"),
     "host": ("hybrid_runtime/state", "kernels/step"),
     "itl-strategies": DECODE,

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import checkpoint_tables
+import fp8_tables
 import lockstep_tables
 import memory_tables
 import sampling_tables
@@ -36,6 +37,7 @@ PAGES = (
 )
 TABLES: dict[str, Callable[[], str]] = {
     **checkpoint_tables.TABLES,
+    **fp8_tables.TABLES,
     **lockstep_tables.TABLES,
     **memory_tables.TABLES,
     **sampling_tables.TABLES,
@@ -79,7 +81,7 @@ def filled(page: str, made: dict[str, Table]) -> str:
         gap = "\n\n" if text.endswith("|") else " "
         return f"<!-- {name} -->\n{text}{gap + note if note else ''}\n<!-- /{name} -->"
 
-    marked = r"<!-- (?P<name>[a-z-]+) -->\n(?P<text>.*?)\n?<!-- /(?P=name) -->"
+    marked = r"<!-- (?P<name>[a-z0-9-]+) -->\n(?P<text>.*?)\n?<!-- /(?P=name) -->"
     return re.sub(marked, table, page, flags=re.DOTALL)
 
 

@@ -1,10 +1,11 @@
-"""`hybrid-runtime bench DIR`: inter-token latency of a checkpoint with its own drafter."""
+"""`hybrid-runtime bench DIR`: inter-token latency of a checkpoint with its own drafter, or the
+perplexity of a text."""
 
 import argparse
 import os
 from pathlib import Path
 
-from hybrid_runtime.bench import options, report
+from hybrid_runtime.bench import options, perplexity, report
 from hybrid_runtime.bench.machine import machine
 from hybrid_runtime.bench.measure import Row, measure_all
 from hybrid_runtime.engine.config import EngineConfig
@@ -17,6 +18,11 @@ def run(args: argparse.Namespace) -> None:
     whatever ends the rest early."""
     if args.json is not None:
         check_writable(args.json)
+    if args.perplexity is not None:
+        perplexity.run(args, lambda one: None if args.json is None else write(args.json, one))
+        return
+    if args.window is not None:
+        raise ValueError(f"window is {args.window}; it must be None without a perplexity")
     wanted = options.loads(args)
     config = EngineConfig(drafter="auto" if any(one.drafts for one in wanted) else None)
     loaded = load(args.model, config, args.device, args.dtype, None, args.quantization)

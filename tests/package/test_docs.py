@@ -132,7 +132,7 @@ def test_tables_are_those_of_the_results() -> None:
 @pytest.mark.parametrize("page", PAGES)
 def test_no_figure_stands_outside_a_table(page: str) -> None:
     """What was measured comes from JSON: prose names no time, rate or percentage of its own."""
-    prose = re.sub(r"<!-- ([a-z-]+) -->\n.*?<!-- /\1 -->", "", PAGES[page], flags=re.DOTALL)
+    prose = re.sub(r"<!-- ([a-z0-9-]+) -->\n.*?<!-- /\1 -->", "", PAGES[page], flags=re.DOTALL)
     prose = re.sub(r"^```.*?^```|`[^`]*`", "", prose, flags=re.MULTILINE | re.DOTALL)
     measured = r"(?<!more than )\b\d[\d.,]*\s?(?:ns|µs|us|ms|%|[GT]B/s|tokens/s|times)(?!\w)"
     assert re.findall(measured, prose) == []
