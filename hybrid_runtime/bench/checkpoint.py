@@ -18,7 +18,10 @@ def run(args: argparse.Namespace) -> None:
     if args.json is not None:
         check_writable(args.json)
     wanted = options.loads(args)
-    config = EngineConfig(drafter="auto" if any(one.drafts for one in wanted) else None)
+    config = EngineConfig(
+        drafter="auto" if any(one.drafts for one in wanted) else None,
+        kv_cache_dtype=args.kv_cache_dtype,
+    )
     loaded = load(args.model, config, args.device, args.dtype, None, args.quantization)
     model, where = loaded.model, machine()
     use_threads(args.threads, model)
