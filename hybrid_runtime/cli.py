@@ -13,7 +13,7 @@ from hybrid_runtime import __version__, demo
 from hybrid_runtime.bench import checkpoint
 from hybrid_runtime.bench import options as bench_options
 from hybrid_runtime.engine import Engine, SamplingParams
-from hybrid_runtime.engine.checks import DTypeName
+from hybrid_runtime.engine.checks import DTypeName, KVDTypeName
 from hybrid_runtime.engine.load import QuantizationName
 from hybrid_runtime.engine.threads import use_threads
 from hybrid_runtime.server.command import add_command as add_serve
@@ -44,6 +44,7 @@ def generate(args: argparse.Namespace) -> None:
         max_requests=1,
         max_model_len=args.max_model_len,
         block_size=args.block_size,
+        kv_cache_dtype=args.kv_cache_dtype,
     )
     _check_fits(engine, prompt, params)
     use_threads(args.threads, engine.model)
@@ -123,6 +124,10 @@ def parser() -> argparse.ArgumentParser:
     )
     g.add_argument("--max-model-len", type=int, default=2048, help="tokens, prompt and output")
     g.add_argument("--block-size", type=int, help="tokens per block; derived from the layout")
+    g.add_argument(
+        "--kv-cache-dtype", choices=get_args(KVDTypeName), default="auto",
+        help="of keys and values; auto: as the checkpoint says",
+    )  # fmt: skip
     g.add_argument("--stats", action="store_true", help="counters on standard error at the end")
     _add_common(g)
     _add_model(g)

@@ -1,6 +1,7 @@
 """What does the size of KV blocks cost paged attention?
 
     python benchmarks/kernels/kv_blocks.py
+    python benchmarks/kernels/kv_blocks.py --kv-cache-dtype fp8
     python benchmarks/kernels/kv_blocks.py --device cpu --shape tiny --contexts 40 --chunk 9
 
 One attention layer of a model, bf16: rows that decode (1 token, or 1 and 3 drafts) behind contexts
@@ -29,6 +30,7 @@ from torch import Tensor
 from hybrid_runtime.device.compile import compiling
 from hybrid_runtime.kernels.attention.launch import AttentionRows, KVCache
 from hybrid_runtime.kernels.attention.paged import paged_attention
+from hybrid_runtime.kernels.linear.quantize import E4M3
 
 Row = dict[str, Any]
 POOL = 256 << 20
@@ -50,12 +52,13 @@ class Pool:
     """Keys and values of all rows of all launches of a case; what each position holds does not
     depend on the size of the blocks."""
 
-    def __init__(self, case: Case, shape: Any, device: torch.device) -> None:
+    def __init__(self, case: Case, shape: Any, device: torch.device, narrow: bool) -> None:
         self.case, self.device, self.size = case, device, shape.head_dim
         self.length = case.context + case.tokens
         heads, kv_heads = shape.num_attention_heads, shape.num_key_value_heads
         self.dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-        each = 2 * self.length * kv_heads * self.size * self.dtype.itemsize
+        kept = E4M3 if narrow else self.dtype
+        each = 2 * self.length * kv_heads * self.size * kept.itemsize
         pool = 1
         if device.type == "cuda":
             pool = max(POOL, 4 * torch.cuda.get_device_properties(device).L2_cache_size)
@@ -66,7 +69,8 @@ class Pool:
             made = torch.empty(size, device=device, dtype=self.dtype)
             return made.normal_(generator=generator)
 
-        self.kv = normal(2, self.launches * case.rows, self.length, kv_heads, self.size)
+        lines = self.launches * case.rows, self.length, kv_heads, self.size
+        self.kv = [normal(*lines).to(kept) for _ in range(2)]
         self.q = normal(case.rows * case.tokens, heads, self.size)
         slot = torch.arange(case.rows, dtype=torch.int32, device=device)
         starts = torch.arange(case.rows + 1, dtype=torch.int32, device=device) * case.tokens
@@ -74,7 +78,7 @@ class Pool:
 
     def blocks(self, size: int) -> list[KVCache]:
         """The same keys and values in scattered blocks, a cache per launch over the same memory."""
-        slots, columns = self.kv.shape[1], -(-self.length // size)
+        slots, columns = len(self.kv[0]), -(-self.length // size)
         order = torch.randperm(slots * columns, generator=torch.Generator().manual_seed(1))
         table = order.view(slots, columns).to(self.device, torch.int32)
         caches = []
@@ -105,7 +109,7 @@ def cases(args: Any) -> list[Case]:
 
 def measure(case: Case, shape: Any, args: Any) -> Row:
     """Of one case, all sizes by turns, forwards and backwards."""
-    pool = Pool(case, shape, torch.device(args.device))
+    pool = Pool(case, shape, torch.device(args.device), args.kv_cache_dtype == "fp8")
     caches = {size: pool.blocks(size) for size in args.blocks}
     if args.device == "cuda":
         with compiling():
@@ -136,6 +140,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--shape", default="8b", choices=SHAPES)
     add("--device", default="cuda")
     add("--blocks", type=numbers, default=[16, 32, 64, 1056])
+    add("--kv-cache-dtype", choices=("auto", "fp8"), default="auto")
     add("--rows", type=numbers, default=[1, 16, 64])
     add("--tokens", type=numbers, default=[1, 4])
     add("--contexts", type=numbers, default=[8192, 65536])
@@ -147,6 +152,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     shape = config(SHAPES[args.shape])
     rows = [measure(case, shape, args) for case in cases(args)]
     result = {"shape": args.shape, "unit": "us", "blocks": args.blocks, "rows": rows}
+    result["kv_cache_dtype"] = args.kv_cache_dtype
     path = save("kv_blocks", result, args.out)
     last = str(args.blocks[-1])
     table = [

@@ -24,7 +24,10 @@ def run(args: argparse.Namespace) -> None:
     if args.window is not None:
         raise ValueError(f"window is {args.window}; it must be None without a perplexity")
     wanted = options.loads(args)
-    config = EngineConfig(drafter="auto" if any(one.drafts for one in wanted) else None)
+    config = EngineConfig(
+        drafter="auto" if any(one.drafts for one in wanted) else None,
+        kv_cache_dtype=args.kv_cache_dtype,
+    )
     loaded = load(args.model, config, args.device, args.dtype, None, args.quantization)
     model, where = loaded.model, machine()
     use_threads(args.threads, model)

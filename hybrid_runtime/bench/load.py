@@ -7,6 +7,7 @@ from typing import Any, Literal
 import torch
 
 from hybrid_runtime.engine import EngineConfig
+from hybrid_runtime.engine.checks import KVDTypeName
 from hybrid_runtime.state.checks import Strategy
 from hybrid_runtime.state.layout import LayoutKind
 
@@ -26,7 +27,7 @@ class Load:
     spread evenly over one block, as those of unrelated users would be. repeats: how often it is
     timed. block_size: in tokens; None = derived from the layout. max_model_len: what the engine is
     made for, in tokens (more where the load needs it). strategy, state_layout, ring_tokens,
-    max_tokens_per_step, graphs: as of `EngineConfig`.
+    max_tokens_per_step, graphs, kv_cache_dtype: as of `EngineConfig`.
     """
 
     batch: int = 1
@@ -34,6 +35,7 @@ class Load:
     isl: int = 1024
     osl: int = 256
     ssm_dtype: str = "float32"
+    kv_cache_dtype: KVDTypeName = "auto"
     acceptance: float | None = None
     lengths: Lengths = "equal"
     strategy: Strategy = "auto"
@@ -72,6 +74,7 @@ class Load:
             stochastic_rounding=self.ssm_dtype.endswith(STOCHASTIC),
             synthetic_acceptance=self.pretended,
             graphs=self.graphs,
+            kv_cache_dtype=self.kv_cache_dtype,
             state_layout=self.state_layout,
             ring_tokens=self.ring_tokens,
         )
@@ -87,6 +90,7 @@ class Load:
             "isl": self.isl,
             "osl": self.osl,
             "ssm_dtype": self.ssm_dtype,
+            "kv_cache_dtype": self.kv_cache_dtype,
             "state_layout": self.state_layout,
             "acceptance": "real" if self.pretended is None else self.pretended,
         }

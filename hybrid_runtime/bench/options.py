@@ -6,6 +6,7 @@ from itertools import product
 from typing import get_args
 
 from hybrid_runtime.bench.load import SSM_DTYPES, Lengths, Load
+from hybrid_runtime.engine.checks import KVDTypeName
 from hybrid_runtime.state.checks import Strategy
 from hybrid_runtime.state.layout import LayoutKind
 
@@ -27,6 +28,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     known = ", ".join(SSM_DTYPES)
     add("--ssm-dtype", type=_words(SSM_DTYPES), default=["float32"], help=known)
+    dtypes = get_args(KVDTypeName)
+    add("--kv-cache-dtype", choices=dtypes, default="auto", help="of keys and values")
     add(
         "--acceptance",
         type=_acceptance,
@@ -55,6 +58,7 @@ def loads(args: argparse.Namespace) -> list[Load]:
             isl=isl,
             osl=osl,
             ssm_dtype=ssm_dtype,
+            kv_cache_dtype=args.kv_cache_dtype,
             acceptance=args.acceptance,
             lengths=lengths,
             strategy=strategy,

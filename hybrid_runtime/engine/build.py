@@ -87,6 +87,7 @@ def cache_memory(
         longest(config, model.device),
         num_blocks,
         config.kv_block(layout.block_size),
+        config.kv_dtype(model),
         config.steps_ahead_on(model.device) + 2,
         waits,
     )

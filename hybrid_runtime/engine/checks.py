@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from typing import Literal, get_args
 
 import torch
 
+from hybrid_runtime.kernels.linear.quantize import E4M3
+
 DTypeName = Literal["auto", "float32", "bfloat16", "float16"]
 """A dtype by name; "auto" is the checkpoint's own."""
 DTYPES = {name: getattr(torch, name) for name in get_args(DTypeName) if name != "auto"}
+KVDTypeName = Literal[DTypeName, "fp8"]
+"""A dtype of keys and values: "fp8" is e4m3."""
+KV_DTYPES = DTYPES | {"fp8": E4M3}
+_CAPABILITY = (8, 9)
 
 
 def check_names(what: str, given: Iterable[str], known: Iterable[str]) -> None:
@@ -58,10 +64,10 @@ def check_blocks(name: str, value: object) -> None:
         check_integer(f"a size in {name}", size, 1)
 
 
-def check_dtype(name: str, value: object) -> None:
-    """Refuse what is neither "auto" nor a dtype of `DTYPES` or its name."""
-    if not (isinstance(value, torch.dtype) and value in DTYPES.values()):
-        known = tuple(get_args(DTypeName))
+def check_dtype(name: str, value: object, dtypes: Mapping[str, torch.dtype] = DTYPES) -> None:
+    """Refuse what is neither "auto" nor a dtype of `dtypes` or its name."""
+    if not (isinstance(value, torch.dtype) and value in dtypes.values()):
+        known = ("auto", *dtypes)
         if not isinstance(value, str) or value not in known:
             raise ValueError(
                 f"{name} is {value!r}; it must be one of {', '.join(map(repr, known))}, or such a "
@@ -69,9 +75,26 @@ def check_dtype(name: str, value: object) -> None:
             )
 
 
-def resolve_dtype(name: str, value: torch.dtype | str, own: torch.dtype) -> torch.dtype:
+def resolve_dtype(
+    name: str,
+    value: torch.dtype | str,
+    own: torch.dtype,
+    dtypes: Mapping[str, torch.dtype] = DTYPES,
+) -> torch.dtype:
     """The dtype that `value` means where "auto" is `own`."""
-    check_dtype(name, value)
+    check_dtype(name, value, dtypes)
     if isinstance(value, torch.dtype):
         return value
-    return own if value == "auto" else DTYPES[value]
+    return own if value == "auto" else dtypes[value]
+
+
+def check_fp8(what: str, device: torch.device) -> None:
+    """Refuse GPUs without numbers in 8 bits. what: needs them."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return
+    found = torch.cuda.get_device_capability(device)
+    if found < _CAPABILITY or torch.version.hip is not None:
+        raise ValueError(
+            f"{what} in FP8 need an NVIDIA GPU of compute capability {_CAPABILITY[0]}."
+            f"{_CAPABILITY[1]} or more, device {device} has {found[0]}.{found[1]}"
+        )

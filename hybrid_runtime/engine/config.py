@@ -9,7 +9,9 @@ from typing import Any, Literal, Self, TypedDict, get_args
 import torch
 
 from hybrid_runtime.engine.checks import (
+    KV_DTYPES,
     DTypeName,
+    KVDTypeName,
     check_blocks,
     check_choice,
     check_dtype,
@@ -60,6 +62,7 @@ class EngineOptions(TypedDict, total=False):
     strategy: Strategy
     state_layout: LayoutKind
     ring_tokens: int | None
+    kv_cache_dtype: torch.dtype | KVDTypeName
     ssm_dtype: torch.dtype | DTypeName
     stochastic_rounding: bool
     conv_layout: ConvLayout
@@ -127,6 +130,11 @@ class EngineConfig:
     """Replay layout: tokens whose records are kept before a state is written, K + 1 to 15, or 31;
     0: every step writes the states. A longer ring saves memory traffic and costs memory. None: 15
     with up to 7 drafts, 31 with more."""
+
+    kv_cache_dtype: torch.dtype | KVDTypeName = "auto"
+    """Of keys and values, the draft head's too: float32, bfloat16, float16, or "fp8" (e4m3, with
+    the checkpoint's scales where it has them, else 1). "auto": what the checkpoint says, else the
+    dtype of the weights. `Engine.kv_cache_dtype` is what it has become."""
 
     ssm_dtype: torch.dtype | DTypeName = "auto"
     """Of the SSM states: float32, bfloat16 or float16, or such a name. "auto": the checkpoint's own
@@ -209,6 +217,11 @@ class EngineConfig:
             return self.kv_block_size
         return next((size for size in KV_BLOCK_SIZES if block_size % size == 0), block_size)
 
+    def kv_dtype(self, model: HybridModel) -> torch.dtype:
+        """`kv_cache_dtype`, whatever was left to the checkpoint."""
+        own = model.kv_dtype or model.dtype
+        return resolve_dtype("kv_cache_dtype", self.kv_cache_dtype, own, KV_DTYPES)
+
     def graphs_on(self, device: torch.device) -> bool:
         """`graphs`, whatever was left to the default."""
         return device.type == "cuda" if self.graphs is None else self.graphs
@@ -225,7 +238,8 @@ class EngineConfig:
         )
         block_size = self.block_size
         if block_size is None:
-            block_size = smallest_block(recurrence, self.num_draft, model.kv_shape, model.dtype)
+            kv_dtype = self.kv_dtype(model)
+            block_size = smallest_block(recurrence, self.num_draft, model.kv_shape, kv_dtype)
         layout = StateLayout(
             recurrence,
             self.num_draft,
@@ -260,6 +274,7 @@ class EngineConfig:
         check_choice("conv_layout", self.conv_layout, get_args(ConvLayout))
         check_choice("steps_ahead", self.steps_ahead, (None, 0, 1))
         check_choice("graphs", self.graphs, (None, False, True))
+        check_dtype("kv_cache_dtype", self.kv_cache_dtype, KV_DTYPES)
         check_dtype("ssm_dtype", self.ssm_dtype)
         for name in ("sampled_drafts", "stochastic_rounding", "prefix_caching"):
             check_flag(name, getattr(self, name))

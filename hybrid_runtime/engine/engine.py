@@ -113,8 +113,8 @@ class Engine(OneProcess):
         """Engine for a checkpoint directory or hub id.
 
         device: None = a GPU where there is one.
-        dtype: of the weights, keys and values; "auto" = the checkpoint's own; None = that on a GPU,
-            float32 on a CPU.
+        dtype: of the weights, and of keys and values unless `kv_cache_dtype` or the checkpoint
+            says otherwise; "auto" = the checkpoint's own; None = that on a GPU, float32 on a CPU.
         eagle_path: the EAGLE head's own checkpoint; None = the sub-directory `eagle` of `path`.
         quantization: "fp8" = plain weights are rounded to 8 bits as they are loaded; None = weights
             are what the checkpoint's files say.
@@ -398,6 +398,11 @@ class Engine(OneProcess):
         finally:
             self.abort(request)
         raise_first([request])
+
+    @property
+    def kv_cache_dtype(self) -> torch.dtype:
+        """Of keys and values in memory, whatever was left to the checkpoint."""
+        return self.config.kv_dtype(self.model)
 
     def stats(self) -> EngineStats:
         done = self.core.counts

@@ -14,11 +14,13 @@ from tokenizers import Tokenizer
 
 from hybrid_runtime.device.select import select_device
 from hybrid_runtime.engine.chat import ChatTemplate
-from hybrid_runtime.engine.checks import DTYPES, resolve_dtype
+from hybrid_runtime.engine.checks import DTYPES, check_fp8, resolve_dtype
 from hybrid_runtime.engine.config import EngineConfig
 from hybrid_runtime.engine.generation import Generation
 from hybrid_runtime.engine.memory_plan import Planner, gib
 from hybrid_runtime.engine.tokenizer_files import load_tokenizer
+from hybrid_runtime.kernels.linear.quantize import E4M3
+from hybrid_runtime.models.attention import KV_SCALES
 from hybrid_runtime.models.checkpoint import (
     Checkpoint,
     DraftCheckpoint,
@@ -28,9 +30,9 @@ from hybrid_runtime.models.checkpoint import (
 )
 from hybrid_runtime.models.model import HybridModel
 from hybrid_runtime.models.quantization import Quantization
+from hybrid_runtime.models.tensor_files import StoredTensors
 
 logger = logging.getLogger(__name__)
-_CAPABILITY = (8, 9)
 QuantizationName = Literal["fp8"]
 """What weights may be rounded to as they are loaded."""
 
@@ -70,7 +72,8 @@ def load(
         _check_path("eagle_path", eagle_path)
     checkpoint = Checkpoint(path, quantization)
     directory = checkpoint.directory
-    _check_formats(checkpoint.quantization, where)
+    if checkpoint.quantization is not None:
+        check_fp8(f"{checkpoint.quantization.source}: weights", where)
     weights = _weight_dtype(dtype, checkpoint.config.dtype, where)
     # The networks without storage: the files' shapes are checked, and their bytes known.
     shape = checkpoint.build("meta", weights)
@@ -81,6 +84,7 @@ def load(
     source = _draft_head(config, checkpoint, eagle_path)
     tensors = checkpoint.tensors(shape)
     tensors.check()
+    _log_kv_dtype(config, shape, checkpoint.quantization, tensors)
     head, count = None, tensors.nbytes
     if source is not None:
         head = source.build_head(shape)
@@ -107,15 +111,32 @@ def _check_path(name: str, value: object) -> None:
         raise ValueError(f"{name} is {value!r}; it must be a directory or a hub id")
 
 
-def _check_formats(quantization: Quantization | None, device: torch.device) -> None:
-    """Refuse GPUs that cannot multiply numbers in 8 bits."""
-    if quantization is None or device.type != "cuda" or not torch.cuda.is_available():
-        return
-    found = torch.cuda.get_device_capability(device)
-    if found < _CAPABILITY or torch.version.hip is not None:
-        raise ValueError(
-            f"{quantization.source}: weights in FP8 need an NVIDIA GPU of compute capability "
-            f"{_CAPABILITY[0]}.{_CAPABILITY[1]} or more, device {device} has {found[0]}.{found[1]}"
+def _log_kv_dtype(
+    config: EngineConfig, model: HybridModel, said: Quantization | None, tensors: StoredTensors
+) -> None:
+    """Say where keys and values are not kept as exactly as they could be, or as the checkpoint
+    says."""
+    chosen = config.kv_dtype(model)
+    ends = tuple(f"{name}.{scale}" for name, scale in KV_SCALES.items())
+    layers = len(model.kv_layers)
+    without = layers - sum(name.endswith(ends) for name in tensors.wanted) // len(ends)
+    if chosen == E4M3 and without:
+        because = f"kv_cache_dtype={config.kv_cache_dtype!r}"
+        if config.kv_cache_dtype == "auto" and said is not None:
+            because = said.source
+        logger.warning(
+            "keys and values of %d of %d layers are in FP8 with 1 for scales: %s asks for FP8, and "
+            "the checkpoint has no scales of them; kv_cache_dtype=%r would keep them as they are",
+            without,
+            layers,
+            because,
+            str(model.dtype).removeprefix("torch."),
+        )
+    elif chosen != E4M3 and model.kv_dtype == E4M3 and said is not None:
+        logger.info(
+            "keys and values are in %s, as kv_cache_dtype says; %s asks for FP8",
+            chosen,
+            said.source,
         )
 
 

@@ -46,6 +46,7 @@ class Memory:
         max_length: int,
         num_blocks: tuple[int, int],
         kv_block: int,
+        kv_dtype: torch.dtype,
         depth: int,
         waits: Waits,
     ) -> Memory:
@@ -54,10 +55,11 @@ class Memory:
         head: the draft head, whose keys and values need room too, or None.
         num_blocks: KV blocks and state blocks.
         kv_block: tokens of a KV block.
+        kv_dtype: of keys and values.
         depth: steps that may be queued, and two.
         waits: where waits for block tables on their way are counted.
         """
-        device, dtype = model.device, model.dtype
+        device = model.device
         group = state_group(model)
         columns = -(-max_length // kv_block), layout.table_columns(max_length)
         tables = DeviceTables(slots, columns, device, depth, waits)
@@ -70,7 +72,7 @@ class Memory:
             state = ColumnBlocks(BlockTable(pool, tables, 1), layout.block_size)
 
         def cache(shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
-            one = torch.zeros((kv.pool.size, kv_block, *shape), dtype=dtype, device=device)
+            one = torch.zeros((kv.pool.size, kv_block, *shape), dtype=kv_dtype, device=device)
             return one, torch.zeros_like(one)
 
         keys = {layer: cache(model.kv_shape) for layer in model.kv_layers}

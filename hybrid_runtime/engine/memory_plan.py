@@ -8,8 +8,10 @@ from typing import Any, NamedTuple
 import torch
 
 from hybrid_runtime.device.free_memory import DeviceMemory, device_memory, host_memory
+from hybrid_runtime.engine.checks import check_fp8
 from hybrid_runtime.engine.config import EngineConfig, state_group
 from hybrid_runtime.engine.scheduler import overshoot
+from hybrid_runtime.kernels.linear.quantize import E4M3
 from hybrid_runtime.kernels.sampling.narrow_head import narrow_bytes
 from hybrid_runtime.models.model import HybridModel
 from hybrid_runtime.specdecode.drafter import narrowed_weight
@@ -85,7 +87,7 @@ def units(
     words = length + -(-length // kv_block) + layout.table_columns(length)
     drawn = model.vocab_size if config.sampled_drafts and head is not None else 0
     return Units(
-        kv_block=elements * model.dtype.itemsize * kv_block,
+        kv_block=elements * config.kv_dtype(model).itemsize * kv_block,
         state_block=layout.page_bytes * states,
         slot=layout.record_bytes * states + 4 * words + 4 * config.num_draft * drawn,
     )
@@ -116,8 +118,12 @@ class Planner:
         """The plan for this device, of which so much is free (None: as it is now).
 
         Raises:
-            ValueError: it does not fit.
+            ValueError: it does not fit, or keys and values are of a dtype that the device lacks.
         """
+        if self.config.kv_dtype(self._model) == E4M3:
+            check_fp8(
+                f"kv_cache_dtype is {self.config.kv_cache_dtype!r}: keys and values", self._device
+            )
         self._check_blocks()
         memory = memory or device_memory(self._device)
         room = self._room(memory)

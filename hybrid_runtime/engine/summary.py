@@ -40,7 +40,7 @@ def _chosen(
         f"at most {most} blocks of {gib(layers * layout.page_bytes)} each",
         f"memory: {config.max_requests} slots for requests of up to {config.max_model_len} tokens, "
         f"{blocks[0]} KV blocks of {config.kv_block(layout.block_size)} tokens, "
-        f"{blocks[1]} state blocks ({plan})",
+        f"{blocks[1]} state blocks ({plan}), keys and values in {config.kv_dtype(model)}",
         f"steps: drafts {drafts}, strategy {config.strategy}, {ahead} ahead, "
         f"{'CUDA' if graphs else 'no'} graphs, retention "
         f"{config.retention if config.prefix_caching else 'of nothing (no prefix cache)'}",

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from hybrid_runtime.kernels.attention.launch import AttentionRows, KVCache
 from hybrid_runtime.kernels.attention.paged import paged_attention
 from hybrid_runtime.kernels.attention.store_kv import store_kv
-from hybrid_runtime.kernels.linear.quantize import Quantizer, Scaled
-from hybrid_runtime.models.forward_batch import Pass, RowBatch, WantedTokens
+from hybrid_runtime.kernels.linear.quantize import E4M3, Quantizer, Scaled
+from hybrid_runtime.models.forward_batch import Caches, Pass, RowBatch, WantedTokens
 from hybrid_runtime.models.linear import Linear, MergedLinear
 
 FEW_TOKENS = 256
@@ -32,6 +32,10 @@ class Rotation(NamedTuple):
         low, high = heads.chunk(2, dim=-1)
         cos, sin = self
         return torch.cat([low * cos - high * sin, high * cos + low * sin], dim=-1)
+
+
+KV_SCALES = {"k_proj": "k_scale", "v_proj": "v_scale"}
+"""Scales of keys and values in 8 bits, by the projection that has them in a checkpoint."""
 
 
 class Attention(nn.Module):
@@ -60,12 +64,20 @@ class Attention(nn.Module):
         self._qkv = MergedLinear(hidden_size, outputs, device, dtype)
         for name, part in self._qkv.parts.items():
             self.add_module(name, part)
+        for name, scale in KV_SCALES.items():
+            self.get_submodule(name).register_parameter(scale, None)
         self.o_proj = Linear(inner, hidden_size, device, dtype, halves=halves)
 
     @property
     def quantizer(self) -> Quantizer | None:
         """As of `Linear`."""
         return self._qkv.quantizer
+
+    def add_kv_scales(self) -> None:
+        """Have float32 [] scales of keys and values, without values."""
+        for name, scale in KV_SCALES.items():
+            part = self._qkv.parts[name]
+            part.put(scale, part.weight.new_empty((), dtype=torch.float32))
 
     def forward(
         self,
@@ -87,12 +99,19 @@ class Attention(nn.Module):
             `wanted` as many tokens as those.
         """
         q, k, v = self._heads(x, rotate, wanted)
-        batch, caches = step.batch, step.caches
-        cache = KVCache(*caches.kv[self.layer], caches.kv_block_table)
+        batch, cache = step.batch, self._cache(step.caches)
         store_kv(k, v, cache, AttentionRows(batch.slot, batch.cu_seqlens, batch.computed))
         y = self._attend(q, cache, batch if wanted is None else wanted.batch).flatten(-2)
         out: Tensor = self.o_proj(y)
         return out
+
+    def _cache(self, caches: Caches) -> KVCache:
+        """The layer's; it has scales only in 8 bits."""
+        cache = KVCache(*caches.kv[self.layer], caches.kv_block_table)
+        if cache.k.dtype != E4M3:
+            return cache
+        k_scale, v_scale = (getattr(self._qkv.parts[name], s) for name, s in KV_SCALES.items())
+        return cache._replace(k_scale=k_scale, v_scale=v_scale)
 
     def _attend(self, q: Tensor, cache: KVCache, batch: RowBatch) -> Tensor:
         parts = batch.parts(q.shape[0])

@@ -10,6 +10,7 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from torch import nn
 
 from hybrid_runtime.kernels.linear.quantize import E4M3
+from hybrid_runtime.models.attention import KV_SCALES, Attention
 from hybrid_runtime.models.eagle import EagleConfig, EagleHead
 from hybrid_runtime.models.json_fields import (
     OBJECT,
@@ -18,7 +19,7 @@ from hybrid_runtime.models.json_fields import (
     read_json,
     read_optional,
 )
-from hybrid_runtime.models.linear import checkpoint_tensors, join, matrices, place
+from hybrid_runtime.models.linear import checkpoint_tensors, join, place
 from hybrid_runtime.models.model import HybridModel
 from hybrid_runtime.models.quantization import BESIDE, read_quantization
 from hybrid_runtime.models.registry import load_config
@@ -90,6 +91,9 @@ class Checkpoint:
         # Formats are given by name, so before that there is no memory to take.
         model: Any = self.family.build(self.config, "meta", dtype)
         self.quantization.store(model, self.family.head_prefix)
+        if self.quantization.kv_fp8:
+            model.kv_dtype = E4M3
+            self._add_kv_scales(model)
         place(model, device)
         built: HybridModel = model
         return built
@@ -100,19 +104,17 @@ class Checkpoint:
         if self.config.has_draft_head:
             present -= self._of_head()
         wanted, rounded = self.family.tensors(model), frozenset[str]()
-        if self.quantization is not None:
-            present -= self._kv_scales(model)
-            if self.quantization.rounded:
-                rounded = frozenset(name for name, t in wanted.items() if t.dtype == E4M3)
+        if self.quantization is not None and self.quantization.rounded:
+            rounded = frozenset(name for name, t in wanted.items() if t.dtype == E4M3)
         return StoredTensors(self.files, wanted, present, rounded)
 
-    def _kv_scales(self, model: Any) -> set[str]:
-        """Scales of keys and values, which are checked and not used: ours are kept as they are."""
-        if self.quantization is None or not self.quantization.kv_scales:
-            return set()
-        layers = [n.removesuffix("k_proj") for n in matrices(model) if n.endswith("k_proj")]
-        found = set()
-        for names in ((f"{one}k_proj.k_scale", f"{one}v_proj.v_scale") for one in layers):
+    def _add_kv_scales(self, module: nn.Module) -> None:
+        """Make room for the scales of keys and values that the files have; `ValueError` if of one
+        of the two alone."""
+        for layer, part in module.named_modules():
+            if not isinstance(part, Attention):
+                continue
+            names = [f"{layer}.{proj}.{scale}" for proj, scale in KV_SCALES.items()]
             there = [name for name in names if name in self.files.files]
             if len(there) == 1:
                 (missing,) = set(names) - set(there)
@@ -120,18 +122,19 @@ class Checkpoint:
                     f"tensor {missing} is missing in {self.directory}, but {there[0]} is in "
                     f"{self.files.files[there[0]]}"
                 )
-            found |= {*there}
-        for name in sorted(found):
-            self.files.check_scale(name, ())
-        return found
+            if there:
+                part.add_kv_scales()
 
     def build_head(self, target: HybridModel) -> nn.Module:
         """The draft head without values, on the target's device; `ValueError` if the config names
-        none that is supported."""
+        none that is supported, or files have a scale of keys and none of values."""
         with named(self.directory / "config.json"):
             if self.family.build_head is None:
                 raise ValueError("models of this family have no draft head")
-            return self.family.build_head(target)
+            head = self.family.build_head(target)
+        if self.quantization is not None and self.quantization.kv_fp8:
+            self._add_kv_scales(head)
+        return head
 
     def head_tensors(self, head: nn.Module) -> StoredTensors:
         """Those that fill the draft head."""

@@ -76,6 +76,7 @@ class HybridModel(Protocol):
     eos_token_ids: tokens that end a text, by its config.
     kv_layers: indices of the layers with keys and values, the keys of `Caches.kv`.
     kv_shape: (num_key_value_heads, head_dim) of one cached key.
+    kv_dtype: what the checkpoint's authors keep keys and values in; None: `dtype`.
     """
 
     vocab_size: int
@@ -85,6 +86,7 @@ class HybridModel(Protocol):
     eos_token_ids: tuple[int, ...]
     kv_layers: tuple[int, ...]
     kv_shape: tuple[int, int]
+    kv_dtype: torch.dtype | None
 
     @property
     def groups(self) -> tuple[StateGroup, ...]:
@@ -96,7 +98,7 @@ class HybridModel(Protocol):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of matrices, activations, keys and values."""
+        """Of matrices and activations."""
 
     @property
     def output_weight(self) -> Tensor:

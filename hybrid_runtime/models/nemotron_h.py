@@ -142,6 +142,7 @@ class NemotronH(nn.Module):
         self.max_positions, self.eos_token_ids = config.max_position_embeddings, config.eos_token_id
         self.kv_layers = tuple(i for i, kind in enumerate(config.pattern) if kind == "*")
         self.kv_shape = (config.num_key_value_heads, config.head_dim)
+        self.kv_dtype: torch.dtype | None = None
         self.state_layers = tuple(i for i, kind in enumerate(config.pattern) if kind == "M")
         self._running: list[nn.Module] | None = None
         self.backbone = Backbone(config, device, dtype)

@@ -63,7 +63,7 @@ class Quantization:
     format: of matrices that are neither excluded nor in the table.
     excluded: names, or patterns of them, of modules whose matrices are plain.
     table: formats by the names of matrices from `layers.` on, where each has its own.
-    kv_scales: there may be scales of keys and values.
+    kv_fp8: keys and values are meant to be in FP8, with scales or with 1 for scales.
     rounded: the files hold plain numbers, which are rounded as they are loaded.
     """
 
@@ -71,7 +71,7 @@ class Quantization:
     format: Format
     excluded: tuple[str, ...] = ()
     table: Mapping[str, Format] = field(default_factory=dict)
-    kv_scales: bool = False
+    kv_fp8: bool = False
     rounded: bool = False
 
     def store(self, model: nn.Module, head_prefix: str) -> None:
@@ -160,8 +160,8 @@ def read_quantization(directory: Path, asked: str | None = None) -> Quantization
 
 
 def _agree(one: Quantization, other: Quantization) -> bool:
-    return (one.format, one.table, {*one.excluded}, one.kv_scales) == (
-        other.format, other.table, {*other.excluded}, other.kv_scales,
+    return (one.format, one.table, {*one.excluded}, one.kv_fp8) == (
+        other.format, other.table, {*other.excluded}, other.kv_fp8,
     )  # fmt: skip
 
 
@@ -199,7 +199,7 @@ def _read(source: str, given: Any) -> Quantization:
             PLAIN if algorithm == _MIXED else FORMATS[algorithm],
             (*fields.get("exclude_modules", ()), *fields.get("ignore", ())),
             table,
-            kv_scales="kv_cache_quant_algo" in fields or "kv_cache_scheme" in fields,
+            kv_fp8="kv_cache_quant_algo" in fields or "kv_cache_scheme" in fields,
         )
 
 

@@ -38,6 +38,8 @@ ENGINE_HELP = {
     "strategy": "when states are saved: auto, blocking, defer or always",
     "state_layout": "replay: one state and a ring of records; columns: a state per draft",
     "ring_tokens": "replay: tokens in the ring before a state is written (15, with many drafts 31)",
+    "kv_cache_dtype": "of keys and values: auto (the checkpoint's own), float32, bfloat16, float16 "
+    "or fp8",
     "ssm_dtype": "of the SSM states: auto, float32, bfloat16 or float16 (the checkpoint's own)",
     "stochastic_rounding": "round half-precision states of decoding rows stochastically (off)",
     "conv_layout": "of conv_state in memory: SD or DS",

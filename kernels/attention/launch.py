@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hybrid_runtime.kernels.common.backend import num_programs
+from hybrid_runtime.kernels.linear.quantize import E4M3
 
 
 class KVCache(NamedTuple):
@@ -23,20 +24,45 @@ class KVCache(NamedTuple):
         k: [blocks, block_size, Hkv, D], any strides.
         v: as k.
         block_table: int32 [slots, columns] of physical blocks.
+        k_scale: float32 [], above 0; keys are the values in `k` times this. None: 1. Only e4m3
+            caches have one.
+        v_scale: as k_scale.
     """
 
     k: Tensor
     v: Tensor
     block_table: Tensor
+    k_scale: Tensor | None = None
+    v_scale: Tensor | None = None
 
     def check(self, k: Tensor, v: Tensor) -> None:
-        """Raise ValueError unless new keys and values [..., Hkv, D] fit into the blocks."""
-        for name, new, cache in (("k", k, self.k), ("v", v, self.v)):
+        """Raise ValueError unless new keys and values [..., Hkv, D] fit into the blocks, and scales
+        are what they must be."""
+        for name, new, cache, scale in (
+            ("k", k, self.k, self.k_scale),
+            ("v", v, self.v, self.v_scale),
+        ):
             if cache.dim() != 4 or cache.shape[2:] != new.shape[-2:]:
                 raise ValueError(
                     f"cache.{name} is {tuple(cache.shape)}, must be [blocks, block_size, "
                     f"{new.shape[-2]}, {new.shape[-1]}]"
                 )
+            if scale is None:
+                continue
+            if cache.dtype != E4M3 or scale.dtype != torch.float32 or scale.dim():
+                raise ValueError(
+                    f"cache.{name}_scale is {scale.dtype} {list(scale.shape)} of a cache in "
+                    f"{cache.dtype}, must be None, or torch.float32 [] of one in {E4M3}"
+                )
+
+    def product_type(self, q: Tensor) -> torch.dtype:
+        """What products with q are formed in: a dtype that holds queries, keys and values. The
+        values of e4m3 are in all of them."""
+        dtype = q.dtype
+        for part in (self.k, self.v):
+            if part.dtype != E4M3:
+                dtype = torch.promote_types(dtype, part.dtype)
+        return dtype
 
 
 class AttentionRows(NamedTuple):

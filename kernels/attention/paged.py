@@ -50,7 +50,8 @@ def paged_attention_reference(
 
     The row's own keys and values must already be in the cache. Query head h uses key head
     ``h // (Hq // Hkv)``. Prefill and decode rows may be mixed. What lies in the cache beyond a
-    row's context is never used, whatever it is (NaN included).
+    row's context is never used, whatever it is (NaN included). In e4m3 caches keys and values are
+    the stored ones times their scales.
 
     Args:
         q: [tokens, Hq, D].
@@ -91,12 +92,16 @@ def paged_attention_reference(
     last_seen = computed.long()[:, None] + torch.arange(max_scheduled, device=q.device)
     visible = (position <= last_seen[..., None]) & inside[:, None] & valid[..., None]
     visible = rearrange(visible, "row token pos -> row 1 1 token pos")
+    if cache.k_scale is not None:
+        scores = scores * cache.k_scale
     weights = torch.softmax((scores * scale).masked_fill(~visible, float("-inf")), dim=-1)
     # A token that sees nothing (padding) has NaN for weights.
     weights = torch.where(visible, weights, weights.new_zeros(()))
     y = einsum(
         weights, values, "row kv group token pos, row pos kv d -> row token kv group d"
     )  # fmt: skip
+    if cache.v_scale is not None:
+        y = y * cache.v_scale
     y = rearrange(y, "row token kv group d -> row token (kv group) d")
     return scatter_rows(y.to(q.dtype), index, valid, q.shape[0])
 
@@ -108,7 +113,14 @@ def _check_heads(heads: int, kv_heads: int) -> None:
 
 @triton.jit(
     do_not_specialize=["tokens", "limit", "least"],
-    do_not_specialize_on_alignment=["block_table", "slot", "cu_seqlens", "computed"],
+    do_not_specialize_on_alignment=[
+        "block_table",
+        "slot",
+        "cu_seqlens",
+        "computed",
+        "k_scale",
+        "v_scale",
+    ],
 )
 def _attention_kernel(
     q,
@@ -118,6 +130,8 @@ def _attention_kernel(
     slot,
     cu_seqlens,
     computed,
+    k_scale,
+    v_scale,
     out,
     partial,
     partial_lse,
@@ -186,6 +200,8 @@ def _attention_kernel(
     origin = i_split * share * BLOCK_N
     bound = tl.minimum(context, origin + share * BLOCK_N)
     whole = tl.maximum(tl.minimum(start + first + 1, bound) - origin, 0) // BLOCK_N
+    if k_scale is not None:
+        scale *= tl.load(k_scale)
     b_max = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     b_sum = tl.zeros((BLOCK_M,), tl.float32)
     b_acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
@@ -204,6 +220,8 @@ def _attention_kernel(
         )  # fmt: skip
 
     b_acc = b_acc / tl.where(b_sum > 0, b_sum, 1.0)[:, None]
+    if v_scale is not None:
+        b_acc *= tl.load(v_scale)
     line = o_token * HEADS + o_h
     if SPLIT:
         if used > 1:
@@ -242,7 +260,7 @@ def paged_attention(
             small.
     """
     check_out(out, q)
-    dot_type = torch.promote_types(q.dtype, torch.promote_types(cache.k.dtype, cache.v.dtype))
+    dot_type = cache.product_type(q)
     if not runs_triton(q) or dot_type == torch.float64:
         y = paged_attention_reference(q, cache, rows, max_scheduled, max_context, scale)
         return y if out is None else out.copy_(y)
@@ -270,6 +288,8 @@ def paged_attention(
         slot=rows.slot,
         cu_seqlens=rows.cu_seqlens,
         computed=rows.computed,
+        k_scale=cache.k_scale,
+        v_scale=cache.v_scale,
         out=out,
         partial=partial,
         partial_lse=partial_lse,

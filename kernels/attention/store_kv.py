@@ -15,6 +15,9 @@ from hybrid_runtime.kernels.attention.launch import (
 )
 from hybrid_runtime.kernels.common.backend import runs_triton
 from hybrid_runtime.kernels.common.pdl import pdl, pdl_wait
+from hybrid_runtime.kernels.linear.quantize import E4M3, LARGEST, quantize_reference
+
+_LARGEST = tl.constexpr(LARGEST)
 
 
 def store_kv_reference(k: Tensor, v: Tensor, cache: KVCache, rows: AttentionRows) -> None:
@@ -23,11 +26,12 @@ def store_kv_reference(k: Tensor, v: Tensor, cache: KVCache, rows: AttentionRows
     Args:
         k: [tokens, Hkv, D].
         v: [tokens, Hkv, D].
-        cache: changed in place; values are converted to its dtypes.
+        cache: changed in place; values are converted to its dtypes, to e4m3 by
+            `quantize_reference` with its scales.
         rows: whose tokens they are; those of padded rows and of no row are dropped.
 
     Raises:
-        ValueError: the cache does not have the shape of the keys and values.
+        ValueError: the cache does not have the shape of the keys and values, or wrong scales.
     """
     cache.check(k, v)
     slot, cu_seqlens, computed = rows
@@ -40,13 +44,37 @@ def store_kv_reference(k: Tensor, v: Tensor, cache: KVCache, rows: AttentionRows
     token, row = token[active], row[active]
     position = computed[row].long() + token - cu_seqlens[row].long()
     block = cache.block_table[slot[row].long(), position // block_size].long()
-    cache.k[block, position % block_size] = k[token].to(cache.k.dtype)
-    cache.v[block, position % block_size] = v[token].to(cache.v.dtype)
+    cache.k[block, position % block_size] = _stored(k[token], cache.k.dtype, cache.k_scale)
+    cache.v[block, position % block_size] = _stored(v[token], cache.v.dtype, cache.v_scale)
+
+
+def _stored(x: Tensor, dtype: torch.dtype, scale: Tensor | None) -> Tensor:
+    if dtype != E4M3:
+        return x.to(dtype)
+    return quantize_reference(x, torch.ones((), device=x.device) if scale is None else scale)
+
+
+@triton.jit
+def _narrowed(b_x, scale, dtype: tl.constexpr):
+    """As `quantize_reference` does where `dtype` is e4m3."""
+    if dtype == tl.float8e4nv:
+        b_x = b_x.to(tl.float32)
+        if scale is not None:
+            b_x *= tl.div_rn(1.0, tl.load(scale))
+        b_x = tl.clamp(b_x, -_LARGEST, _LARGEST, propagate_nan=tl.PropagateNan.ALL)
+    return b_x.to(dtype)
 
 
 @triton.jit(
     do_not_specialize=["num_rows"],
-    do_not_specialize_on_alignment=["block_table", "slot", "cu_seqlens", "computed"],
+    do_not_specialize_on_alignment=[
+        "block_table",
+        "slot",
+        "cu_seqlens",
+        "computed",
+        "k_scale",
+        "v_scale",
+    ],
 )
 def _store_kv_kernel(
     k,
@@ -57,6 +85,8 @@ def _store_kv_kernel(
     slot,
     cu_seqlens,
     computed,
+    k_scale,
+    v_scale,
     num_rows,
     k_stride,
     v_stride,
@@ -93,12 +123,12 @@ def _store_kv_kernel(
     b_k = tl.load(p_k, mask=m_hd)
     p_k = k_cache + i_block * k_cache_stride.block + within * k_cache_stride.position
     p_k += o_h * k_cache_stride.head + o_d * k_cache_stride.dim
-    tl.store(p_k, b_k.to(k_cache.dtype.element_ty), mask=m_hd)
+    tl.store(p_k, _narrowed(b_k, k_scale, k_cache.dtype.element_ty), mask=m_hd)
     p_v = v + token * v_stride.token + o_h * v_stride.head + o_d * v_stride.dim
     b_v = tl.load(p_v, mask=m_hd)
     p_v = v_cache + i_block * v_cache_stride.block + within * v_cache_stride.position
     p_v += o_h * v_cache_stride.head + o_d * v_cache_stride.dim
-    tl.store(p_v, b_v.to(v_cache.dtype.element_ty), mask=m_hd)
+    tl.store(p_v, _narrowed(b_v, v_scale, v_cache.dtype.element_ty), mask=m_hd)
 
 
 def store_kv(k: Tensor, v: Tensor, cache: KVCache, rows: AttentionRows) -> None:
@@ -120,6 +150,8 @@ def store_kv(k: Tensor, v: Tensor, cache: KVCache, rows: AttentionRows) -> None:
         slot=rows.slot,
         cu_seqlens=rows.cu_seqlens,
         computed=rows.computed,
+        k_scale=cache.k_scale,
+        v_scale=cache.v_scale,
         num_rows=num_rows,
         k_stride=TokenStrides(*k.stride()),
         v_stride=TokenStrides(*v.stride()),

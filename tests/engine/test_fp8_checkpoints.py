@@ -15,7 +15,7 @@ from helpers.damages import (
     whole,
     write_json,
 )
-from helpers.modelopt import BESIDE, write_fp8
+from helpers.modelopt import BESIDE, KV_SCALES, write_fp8
 from safetensors.torch import load_file
 
 from hybrid_runtime.cli import main
@@ -48,7 +48,7 @@ FP8: dict[str, Any] = {"quant_algo": "FP8", "exclude_modules": ["lm_head", "*mix
 
 @pytest.fixture
 def narrow(checkpoint: Path) -> Path:
-    write_fp8(checkpoint, SCALES, kv_scales=True)
+    write_fp8(checkpoint, SCALES, kv_scales=KV_SCALES)
     return checkpoint
 
 

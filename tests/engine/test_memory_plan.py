@@ -41,10 +41,11 @@ def stored(tensors: Iterable[Tensor]) -> int:
 
 @pytest.mark.parametrize("layout", ["replay", "columns"])
 @pytest.mark.parametrize("sampled", [False, True])
-def test_what_is_planned_is_what_is_taken(layout: Any, sampled: bool) -> None:
+@pytest.mark.parametrize("kv_dtype", ["auto", "fp8"])
+def test_what_is_planned_is_what_is_taken(layout: Any, sampled: bool, kv_dtype: Any) -> None:
     runs = Engine.from_pretrained(
         SHIPPED, device="cpu", drafter="mtp", state_layout=layout, sampled_drafts=sampled,
-        max_requests=40, max_model_len=1000,
+        max_requests=40, max_model_len=1000, kv_cache_dtype=kv_dtype,
     )  # fmt: skip
     head = MTPHead(runs.model)
     plan = Planner(runs.config, runs.manager.layout, runs.model, head, CPU).plan()
@@ -69,6 +70,35 @@ def test_the_number_of_requests_that_is_said_to_fit_fits_and_no_more() -> None:
         assert planner(device, max_requests=fits).plan(memory).total <= 10 * GIB
         with pytest.raises(ValueError, match=f"max_requests={fits} fits"):
             planner(device, max_requests=fits + 1).plan(memory)
+
+
+def test_keys_and_values_in_8_bits_take_half_the_bytes() -> None:
+    sizes: dict[str, Any] = {"max_requests": 40, "block_size": 1056, "host_blocks": (8, 4)}
+    plans = {
+        dtype: planner(CPU, kv_cache_dtype=dtype, **sizes).plan()
+        for dtype in ("auto", "float32", "bfloat16", "fp8")
+    }
+    assert plans["auto"] == plans["bfloat16"]
+    assert plans["fp8"].num_blocks == plans["bfloat16"].num_blocks
+    assert 4 * plans["fp8"].kv == 2 * plans["bfloat16"].kv == plans["float32"].kv
+    assert plans["fp8"].total == plans["bfloat16"].total - plans["fp8"].kv
+    # Blocks of states are as large as those of keys and values, which then hold more tokens.
+    blocks = {
+        dtype: EngineConfig(kv_cache_dtype=dtype)
+        .layout(NemotronH(SHAPE, "meta", torch.bfloat16))
+        .block_size
+        for dtype in ("auto", "fp8")
+    }
+    assert 2 * blocks["auto"] - 16 <= blocks["fp8"] <= 2 * blocks["auto"]
+    # On a GPU they fill the same room, with more tokens.
+    memory = DeviceMemory(free=10 * GIB, total=12 * GIB)
+    tokens = {
+        dtype: planner(CUDA, kv_cache_dtype=dtype, max_requests=1, block_size=1056)
+        .plan(memory)
+        .num_blocks[0]
+        for dtype in ("bfloat16", "fp8")
+    }
+    assert tokens["fp8"] > tokens["bfloat16"]
 
 
 def test_the_output_weight_in_8_bits_is_counted() -> None:

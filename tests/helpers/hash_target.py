@@ -79,6 +79,7 @@ class HashTarget:
     vocab_size, hidden_size, max_positions = VOCABULARY, 1, None
     device, dtype = torch.device("cpu"), torch.float32
     kv_layers, kv_shape = (KV_LAYER,), (1, 1)
+    kv_dtype: torch.dtype | None = None
     fails = False
 
     def __init__(self, rule: Rule = HASH) -> None:

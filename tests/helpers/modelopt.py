@@ -20,6 +20,8 @@ MATRIX = re.compile(
     r"backbone\.layers\.\d+\.mixer\.(?:shared_experts\.)?(in|out|up|down|q|k|v|o)_proj"
 )
 EXPERTS = "*mixer.experts*"
+KV_SCALES = {"k_scale": 0.004, "v_scale": 0.003}
+"""Of the small random models: their largest keys and values are cut off."""
 Form = Literal["beside", "config", "nested", "both"]
 
 
@@ -56,7 +58,7 @@ def write_fp8(
     form: Form = "beside",
     algorithms: str | Mapping[str, str] = "FP8",
     excluded: Sequence[str] = (),
-    kv_scales: bool = False,
+    kv_scales: Mapping[str, float] | None = None,
     apart: bool = False,
 ) -> dict[str, str]:
     """Turn a plain checkpoint into one in 8 bits.
@@ -65,7 +67,7 @@ def write_fp8(
         input_scales: by the kind of a matrix.
         algorithms: of all matrices, or by patterns of their names: a table.
         excluded: patterns of matrices that stay plain, besides routed experts.
-        kv_scales: with scales of keys and values.
+        kv_scales: of keys and values of all attention layers, by their names.
         apart: q, k and v have scales of their own, else the largest of the three.
 
     Returns:
@@ -76,6 +78,9 @@ def write_fp8(
     largest = {name: float(tensors[f"{name}.weight"].abs().amax()) for name in modules}
     quantised: dict[str, str] = {}
     for name in filter(MATRIX.fullmatch, modules):
+        if kv_scales and kind_of(name) == "q" and name[-6] != "q":
+            scale_name = f"{name[-6]}_scale"
+            tensors[f"{name}.{scale_name}"] = torch.tensor([kv_scales[scale_name]])
         if any(fnmatchcase(name, pattern) for pattern in excluded):
             continue
         given = {"*": algorithms} if isinstance(algorithms, str) else algorithms
@@ -97,8 +102,6 @@ def write_fp8(
             values, lines = quantize_lines_reference(weight)
             tensors[f"{name}.weight_scale"] = lines[:, None]
         tensors[f"{name}.weight"] = values
-        if kv_scales and name[-6:] in ("k_proj", "v_proj"):
-            tensors[f"{name}.{name[-6]}_scale"] = torch.tensor([0.5])
     save_file(tensors, directory / MODEL, metadata={"format": "pt"})
     about: dict[str, Any] = {"kv_cache_quant_algo": "FP8" if kv_scales else None}
     if isinstance(algorithms, str):
@@ -118,7 +121,7 @@ def dequantised(directory: Path, name: str) -> Tensor:
 
 def as_quantised(model: NemotronHForCausalLM, directory: Path, found: Mapping[str, str]) -> None:
     """Have transformers' model compute with the checkpoint's weights, and with inputs of these
-    products rounded to 8 bits as it says."""
+    products, keys and values rounded to 8 bits as it says."""
     tensors = load_file(directory / MODEL)
     for name, algorithm in found.items():
         module = model.get_submodule(name.replace("backbone.", "model.", 1))
@@ -135,3 +138,13 @@ def as_quantised(model: NemotronHForCausalLM, directory: Path, found: Mapping[st
             return ((x * (1 / scale)).clamp(-448, 448).to(E4M3).float() * scale,)
 
         module.register_forward_pre_hook(rounded)
+
+    for name, scale in tensors.items():
+        if not name.endswith(tuple(KV_SCALES)):
+            continue
+
+        def stored(_: Any, __: Any, y: Tensor, scale: Tensor = scale) -> Tensor:
+            return (y * (1 / scale)).clamp(-448, 448).to(E4M3).float() * scale
+
+        projection = name.rpartition(".")[0].replace("backbone.", "model.", 1)
+        model.get_submodule(projection).register_forward_hook(stored)

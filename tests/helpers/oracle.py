@@ -112,10 +112,12 @@ def make_caches(
     num_draft: int = 0,
     heads: Sequence[MTPHead | EagleHead] = (),
     seed: int = 0,
+    kv_dtype: torch.dtype | None = None,
 ) -> Caches:
     """Caches of NaN with shuffled block tables: ``max_tokens`` per slot and num_draft columns more.
 
-    Attention and Mamba blocks have the same size; block 0 belongs to nobody.
+    Attention and Mamba blocks have the same size; block 0 belongs to nobody. kv_dtype: None = the
+    model's.
     """
     config, dtype = model.config, model.dtype
     columns = -(-max_tokens // block_size) + num_draft + 1
@@ -126,13 +128,15 @@ def make_caches(
         order = torch.randperm(blocks - 1, generator=generator) + 1
         return order.reshape(slots, columns).to(torch.int32)
 
-    def nan(*shape: int) -> Tensor:
+    def nan(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
         return torch.full(shape, float("nan"), dtype=dtype)
 
-    kv = {i: (nan(blocks, block_size, *model.kv_shape),) * 2 for i in model.kv_layers}
+    def keys(shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
+        return (nan(blocks, block_size, *shape, dtype=kv_dtype or dtype),) * 2
+
+    kv = {i: keys(model.kv_shape) for i in model.kv_layers}
     for head in heads:
-        for i in head.kv_layers:
-            kv[i] = (nan(blocks, block_size, *head.kv_shape),) * 2
+        kv |= {i: keys(head.kv_shape) for i in head.kv_layers}
     kv = {i: (k, v.clone()) for i, (k, v) in kv.items()}
     window = config.conv_kernel - 1 + num_draft
     states = {

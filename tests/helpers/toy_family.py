@@ -53,6 +53,7 @@ class Toy(nn.Module):
     """Attention first, then a state, then an MLP; one embedding for both ends."""
 
     kv_layers, kv_shape, num_layers, max_positions = (0,), (1, 16), 3, None
+    kv_dtype: torch.dtype | None = None
 
     def __init__(self, config: ToyConfig, device: torch.device | str, dtype: torch.dtype) -> None:
         super().__init__()

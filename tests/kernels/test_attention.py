@@ -2,12 +2,14 @@
 
 import math
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 import triton
-from helpers.interpreter import elsewhere, kernels, run_in_interpreter
+from helpers.interpreter import INTERPRETED, elsewhere, kernels, run_in_interpreter
+from helpers.interpreter_changes import round_to_nearest
 from helpers.tensors import DEVICE, frame_is_whole, framed, same_bytes
 from torch import Tensor
 
@@ -22,8 +24,11 @@ from hybrid_runtime.kernels.attention.launch import (
 )
 from hybrid_runtime.kernels.attention.paged import paged_attention, paged_attention_reference
 from hybrid_runtime.kernels.attention.store_kv import store_kv, store_kv_reference
+from hybrid_runtime.kernels.linear.quantize import E4M3
 
 GPU = torch.cuda.is_available()
+if INTERPRETED:
+    round_to_nearest()
 
 
 @pytest.mark.slow
@@ -38,7 +43,8 @@ TWO = Splits(2)
 @dataclass(frozen=True)
 class Case:
     """Rows are (context before the row, tokens of the row), or None for a padded row of 2 tokens;
-    two tokens before the first row and one behind the last belong to nobody."""
+    two tokens before the first row and one behind the last belong to nobody. scales: of keys and
+    values."""
 
     dtype: torch.dtype = torch.float32
     heads: int = 4
@@ -48,10 +54,14 @@ class Case:
     rows: tuple[tuple[int, int] | None, ...] = ((40, 4), None, (0, 1), (5, 8), (69, 3), (30, 0))
     splits: Splits | None = TWO
     cache_dtype: torch.dtype | None = None
+    scales: tuple[float, float] | None = None
     strided: bool = False
 
 
 BASE = Case()
+NARROW = replace(BASE, cache_dtype=E4M3, scales=(0.01, 0.37))
+VERIFY = ((296, 4), (31, 4), None, (79, 4))
+PROMPTS = ((0, 70), (33, 13), (0, 1))
 SMALL = {
     "base": BASE,
     "bf16": replace(BASE, dtype=torch.bfloat16),
@@ -87,6 +97,18 @@ SMALL = {
     ),
     "lengths 1..8": replace(BASE, rows=tuple((i * 9, i) for i in range(1, 9))),
     "context 1": replace(BASE, rows=((0, 1),)),
+    "bf16 cache": replace(BASE, cache_dtype=torch.bfloat16),
+    "e4m3": NARROW,
+    "e4m3 without scales": replace(NARROW, scales=None),
+    "e4m3 of bf16": replace(NARROW, dtype=torch.bfloat16),
+    "e4m3 of fp16": replace(NARROW, dtype=torch.float16, scales=(3.0, 0.004)),
+    "e4m3, decode": replace(NARROW, rows=tuple((37 * i, 1) for i in range(5))),
+    "e4m3, verify": replace(NARROW, rows=VERIFY, splits=Splits(8)),
+    "e4m3, verify in bf16": replace(
+        NARROW, dtype=torch.bfloat16, rows=VERIFY, splits=None, block_size=80, size=128
+    ),
+    "e4m3, prompts": replace(NARROW, rows=PROMPTS, heads=8, kv_heads=1, splits=Splits(3)),
+    "e4m3, strided": replace(NARROW, strided=True, size=80, block_size=48),
     "context 300": replace(BASE, rows=((296, 4), (31, 1), (32, 1), (255, 1))),
 }
 LARGE = {
@@ -103,8 +125,11 @@ LARGE = {
         (32, 8, 128, 1056, ((1000, 300), (0, 70), (2100, 33)), None),
     ]
 }
-# The interpreter cuts fp32 off to bf16, where everybody else rounds.
-LARGE["bf16 cache"] = replace(BASE, cache_dtype=torch.bfloat16)
+LARGE |= {
+    f"e4m3, {name}": replace(case, cache_dtype=E4M3, scales=(0.02, 0.3))
+    for name, case in LARGE.items()
+    if case.dtype != torch.float32
+}
 CASES = [pytest.param(case, id=name) for name, case in SMALL.items()]
 CASES += [
     pytest.param(case, id=name, marks=pytest.mark.gpu)
@@ -133,7 +158,7 @@ class Setup:
         slot = torch.randperm(slots, generator=generator)[: len(case.rows)].to(torch.int32)
         slot[[row is None for row in case.rows]] = -1
 
-        def cache() -> Tensor:
+        def cache(scale: float | None) -> Tensor:
             shape = (slots * columns + 1, case.block_size, case.kv_heads, case.size)
             if case.strided:  # [blocks, heads, positions, dim], and room behind each block
                 shape = (shape[0], case.kv_heads + 1, case.block_size, case.size)
@@ -146,6 +171,7 @@ class Setup:
                 position = torch.arange(length)
                 block = table[s, position // case.block_size].long()
                 values = torch.randn(length, case.kv_heads, case.size, generator=generator)
+                values = (values / (scale or 1)).clamp(-448, 448)
                 memory[block, position % case.block_size] = values.to(cache_dtype)
             return memory.to(DEVICE)
 
@@ -154,7 +180,10 @@ class Setup:
             values = torch.randn(self.tokens, count, case.size + extra, generator=generator)
             return values.to(case.dtype).to(DEVICE)[..., : case.size]
 
-        self.cache = KVCache(cache(), cache(), table.to(DEVICE))
+        scales = case.scales or (None, None)
+        k, v = map(cache, scales)
+        tensors = (None if one is None else torch.tensor(one, device=DEVICE) for one in scales)
+        self.cache = KVCache(k, v, table.to(DEVICE), *tensors)
         self.q, self.k, self.v = heads(case.heads), heads(case.kv_heads), heads(case.kv_heads)
         self.rows = AttentionRows(
             slot.to(DEVICE),
@@ -177,7 +206,11 @@ class Setup:
             block = self.cache.block_table[s, position // block_size].long()
             k, v = (
                 blocks[block, position % block_size].double().transpose(0, 1)
-                for blocks in (self.cache.k, self.cache.v)
+                * (1 if scale is None else scale.double())
+                for blocks, scale in (
+                    (self.cache.k, self.cache.k_scale),
+                    (self.cache.v, self.cache.v_scale),
+                )
             )
             mask = torch.ones(count, len(position), dtype=torch.bool, device=DEVICE)
             y[own] = F.scaled_dot_product_attention(
@@ -195,11 +228,11 @@ class Setup:
 @pytest.mark.parametrize("case", CASES)
 def test_writes_and_attends(case: Case) -> None:
     setup = Setup(case)
-    expected = KVCache(setup.cache.k.clone(), setup.cache.v.clone(), setup.cache.block_table)
+    expected = setup.cache._replace(k=setup.cache.k.clone(), v=setup.cache.v.clone())
     store_kv_reference(setup.k, setup.v, expected, setup.rows)
     store_kv(setup.k, setup.v, setup.cache, setup.rows)
-    for found, stored in zip(setup.cache, expected, strict=True):
-        assert same_bytes(found, stored)
+    assert same_bytes(setup.cache.k, expected.k)
+    assert same_bytes(setup.cache.v, expected.v)
 
     y = framed(setup.q)
     paged_attention(setup.q, setup.cache, setup.rows, *setup.bounds, splits=case.splits, out=y)
@@ -262,6 +295,39 @@ def test_scratch_of_the_caller() -> None:
 
 
 @kernels
+@pytest.mark.parametrize("scale", [None, 1.0, 0.0371, 300.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("store", [store_kv, store_kv_reference])
+def test_stored_in_8_bits_is_the_nearest_number(
+    store: Any, dtype: torch.dtype, scale: float | None
+) -> None:
+    """Of those that there are, the one that is even where two are as near; what is beyond all of
+    them becomes the largest, and NaN stays NaN."""
+    setup = Setup(replace(NARROW, dtype=dtype, rows=((3, 100),), size=32))
+    given = None if scale is None else torch.tensor(scale, device=DEVICE)
+    cache = setup.cache._replace(k_scale=given, v_scale=given)
+    exponents = torch.rand(setup.k.shape, generator=torch.Generator().manual_seed(2)) * 24 - 13
+    setup.k *= exponents.exp2().to(DEVICE, dtype) * (scale or 1)
+    setup.k[5, 0, :4] = torch.tensor([math.nan, math.inf, -math.inf, 0.0])
+    ties = torch.tensor([17.0, 19.0, 0.0009765625, 0.0029296875, -464.0, 1e9, -1e-9])
+    setup.k[6, 1, :7] = (ties * (scale or 1)).to(DEVICE, dtype)
+    store(setup.k, setup.v, cache, setup.rows)
+
+    numbers = torch.arange(128, dtype=torch.uint8, device=DEVICE)[:-1].view(E4M3).double()
+    factor = 1 if given is None else given.reciprocal()
+    x = (setup.k[2:102].float() * factor).double().clamp(-448, 448)
+    distance = (x.abs()[..., None] - numbers).abs()
+    distance[..., 1::2] *= 1 + 1e-12  # of two as near the even one
+    want = numbers[distance.nan_to_num().argmin(-1)].copysign(x).where(~x.isnan(), x)
+    position = torch.arange(3, 103, device=DEVICE)
+    block = cache.block_table[setup.rows.slot.long(), position // 16].long()
+    found = cache.k[block, position % 16].double()
+    assert torch.equal(found.nan_to_num(1e3), want.nan_to_num(1e3))
+    assert int(found.isnan().sum()) == 1
+    assert int((found.abs() == 448).sum()) > 2
+
+
+@kernels
 def test_wrong_shapes_are_refused() -> None:
     setup = Setup(BASE)
     with pytest.raises(ValueError, match="q has 3 heads"):
@@ -270,6 +336,18 @@ def test_wrong_shapes_are_refused() -> None:
         paged_attention(setup.q, setup.cache, setup.rows, *setup.bounds, out=setup.q[1:])
     with pytest.raises(ValueError, match=r"cache\.v is"):
         store_kv(setup.k, setup.v[:, :1], setup.cache, setup.rows)
+    one, narrow = torch.ones((), device=DEVICE), Setup(NARROW).cache
+    for cache, words in (
+        (
+            setup.cache._replace(k_scale=one),
+            r"k_scale is torch.float32 \[\] of a cache in torch.fl",
+        ),
+        (narrow._replace(k_scale=one.double()), r"k_scale is torch.float64 \[\] of a cache in"),
+        (narrow._replace(v_scale=one[None]), r"v_scale is torch.float32 \[1\] of a cache in"),
+    ):
+        for store in (store_kv, store_kv_reference):
+            with pytest.raises(ValueError, match=rf"cache\.{words}"):
+                store(setup.k, setup.v, cache, setup.rows)
 
 
 @pytest.mark.gpu

@@ -14,7 +14,13 @@ from helpers.interpreter import plain
 from triton.runtime.jit import JITFunction
 
 from hybrid_runtime.kernels.attention import paged, reduce, store_kv
-from hybrid_runtime.kernels.attention.launch import AttentionShape, CacheStrides, TokenStrides
+from hybrid_runtime.kernels.attention.launch import (
+    AttentionShape,
+    CacheStrides,
+    TokenStrides,
+    attention_shape,
+    attention_tiling,
+)
 from hybrid_runtime.kernels.common.strides import (
     ChannelStrides,
     ConvStateStrides,
@@ -116,7 +122,8 @@ def test_state_update_moves_16_bytes_at_once(type_: str, tile: int) -> None:
     assert len(re.findall(r"st\.global\S*\.v4\.b32", text)) == 4 * loads
 
 
-ATTENTION: dict[str, Any] = {"dot_type": tl.bfloat16, "SPLIT": True, "TRIPS": 0}
+PLAIN = {"k_scale": None, "v_scale": None}
+ATTENTION: dict[str, Any] = PLAIN | {"dot_type": tl.bfloat16, "SPLIT": True, "TRIPS": 0}
 EXACT = {"dot_type": tl.float32}
 HEADS = AttentionShape(
     HEADS=32, KV_HEADS=8, D=128, BLOCK_SIZE=1056, TOKENS=4, BLOCK_M=16, BLOCK_N=32, BLOCK_D=128
@@ -124,7 +131,7 @@ HEADS = AttentionShape(
 PROMPTS = HEADS._replace(TOKENS=16, BLOCK_M=64, BLOCK_N=64)
 UNALIGNED = HEADS._replace(HEADS=10, KV_HEADS=2, D=80, BLOCK_SIZE=48, BLOCK_N=64)
 REDUCE: dict[str, Any] = {"SPLITS": 8, "BLOCK_S": 8, "EACH": 1}
-STORE_KV: dict[str, Any] = {
+STORE_KV: dict[str, Any] = PLAIN | {
     "KV_HEADS": 8, "D": 128, "BLOCK_SIZE": 1056, "ROWS": 128, "BLOCK_H": 8, "BLOCK_D": 128,
 }  # fmt: skip
 NORM: dict[str, Any] = {
@@ -187,6 +194,47 @@ def test_attention_and_norms_move_16_bytes_at_once(
     code = compiled(kernel, constants, (*VALUES, *PARTIAL, *strides), **types)
     assert code.asm["cubin"]
     assert access in code.asm["ptx"]
+
+
+@pytest.mark.parametrize(
+    ("group", "head_dim", "half", "scaled"),
+    [
+        (4, 128, torch.bfloat16, True),
+        (16, 128, torch.bfloat16, True),
+        (4, 64, torch.float16, False),
+    ],
+)
+@pytest.mark.parametrize("scheduled", [1, 4, 2560])
+def test_attention_reads_keys_and_values_in_8_bits(
+    scheduled: int, group: int, head_dim: int, half: torch.dtype, scaled: bool, tmp_path: Path
+) -> None:
+    tiling = attention_tiling(group, head_dim, scheduled, half)
+    shape = AttentionShape(
+        *(one.value for one in attention_shape(2 * group, 2, head_dim, 64, tiling))
+    )
+    constants = ATTENTION | {"dot_type": FLOAT_TYPES[half]}
+    scales = dict.fromkeys(PLAIN, "*fp32")
+    if scaled:
+        constants = {name: value for name, value in constants.items() if name not in PLAIN}
+    types = dict.fromkeys(VALUES, "*bf16" if half == torch.bfloat16 else "*fp16") | ROWS | SCALARS
+    types |= dict.fromkeys(("k_cache", "v_cache"), "*fp8e4nv") | scales | PARTIAL | STRIDES
+    multiples = (*VALUES, *PARTIAL, "q_stride", "k_stride", "v_stride")
+    options = {"num_warps": tiling.warps, "num_stages": tiling.stages}
+    code = compiled(paged._attention_kernel, constants, multiples, options, shape=shape, **types)
+    assert "cp.async.cg.shared.global" in code.asm["ptx"]
+    assert spilled(code, tmp_path) == 0
+    assert code.metadata.shared <= 227 * 1024
+
+
+@pytest.mark.parametrize("scaled", [True, False])
+def test_keys_and_values_are_stored_in_8_bits(scaled: bool) -> None:
+    constants = {n: v for n, v in STORE_KV.items() if not scaled or n not in PLAIN}
+    types = dict.fromkeys(VALUES, "*bf16") | dict.fromkeys(("k_cache", "v_cache"), "*fp8e4nv")
+    types |= dict.fromkeys(PLAIN, "*fp32") | ROWS | STORE_STRIDES
+    strides = [name for name in store_kv._store_kv_kernel.arg_names if "stride" in name]
+    code = compiled(store_kv._store_kv_kernel, constants, (*VALUES, *strides), **types)
+    assert "cvt.rn.satfinite.e4m3x2.f32" in code.asm["ptx"]
+    assert "min.NaN" in code.asm["ptx"]  # cut off, with NaN left as it is
 
 
 # Heads of Nemotron-H-8B, Nemotron-Nano-9B-v2 and Falcon-H1, and larger ones.

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.modelopt import MATRIX, as_quantised, kind_of, write_fp8
+from helpers.modelopt import KV_SCALES, MATRIX, as_quantised, kind_of, write_fp8
 from helpers.oracle import (
     hf_model,
     make_caches,
@@ -33,10 +33,11 @@ BIASES = {"use_bias": True, "mlp_bias": True}
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "beside": ("M-M*", {}, {}),
     "config": ("M-M*", BIASES, {"form": "config"}),
-    "nested": ("M-M*", {}, {"form": "nested", "kv_scales": True}),
+    "nested": ("M-M*", {}, {"form": "nested", "kv_scales": KV_SCALES}),
     "both": ("M-M*", {}, {"form": "both", "excluded": [f"{ATTENTION}.*"]}),
+    "keys and values": ("*M*", {}, {"excluded": ["*[qkvo]_proj"], "kv_scales": KV_SCALES}),
     "excluded in part": ("M-M*", {}, {"excluded": [f"{ATTENTION}.k_proj", "*layers.0.*"]}),
-    "scales of their own": ("M-M*", {}, {"apart": True, "kv_scales": True}),
+    "scales of their own": ("M-M*", {}, {"apart": True, "kv_scales": KV_SCALES}),
     "lines": ("M-M*", BIASES, {"algorithms": PER_CHANNEL, "form": "config"}),
     "table": ("M-M*", {}, {"algorithms": TABLE}),
     "experts": ("MEM*", {}, {"form": "config"}),
@@ -71,7 +72,9 @@ def distance(ours: Tensor, theirs: Tensor) -> float:
 
 
 def logits(model: Any, tokens: Tensor, chunks: list[int], update: bool = False) -> Tensor:
-    caches = make_caches(model, slots=2, block_size=16, max_tokens=len(tokens))
+    caches = make_caches(
+        model, slots=2, block_size=16, max_tokens=len(tokens), kv_dtype=model.kv_dtype
+    )
     hidden = run_prompt(model, tokens, chunks, caches, 16, slot=1, update=update)
     found: Tensor = model.logits(hidden)
     return found
@@ -99,6 +102,7 @@ def test_logits_are_those_of_what_the_checkpoint_means(case: str, tmp_path: Path
         model: Any = load_model(checkpoint, "cpu", torch.float32)
         formats = {name: m.format.algorithm for name, m in matrices(model).items()}
         assert {name: one for name, one in formats.items() if one != "none"} == quantised
+        assert model.kv_dtype == (E4M3 if options.get("kv_scales") else None)
         found.append([
             distance(logits(model, tokens, chunks, update), want)
             for chunks, update in (([17], False), ([5, 12], False), ([1] * 17, True))
