@@ -15,9 +15,7 @@ from hybrid_runtime.kernels.attention.launch import (
 )
 from hybrid_runtime.kernels.common.backend import runs_triton
 from hybrid_runtime.kernels.common.pdl import pdl, pdl_wait
-from hybrid_runtime.kernels.linear.quantize import E4M3, LARGEST, quantize_reference
-
-_LARGEST = tl.constexpr(LARGEST)
+from hybrid_runtime.kernels.linear.quantize import E4M3, Quantizer, cut_off, quantize_reference
 
 
 def store_kv_reference(k: Tensor, v: Tensor, cache: KVCache, rows: AttentionRows) -> None:
@@ -51,7 +49,8 @@ def store_kv_reference(k: Tensor, v: Tensor, cache: KVCache, rows: AttentionRows
 def _stored(x: Tensor, dtype: torch.dtype, scale: Tensor | None) -> Tensor:
     if dtype != E4M3:
         return x.to(dtype)
-    return quantize_reference(x, torch.ones((), device=x.device) if scale is None else scale)
+    one = torch.ones((), device=x.device) if scale is None else scale
+    return quantize_reference(x, Quantizer(one)).values.view(x.shape)
 
 
 @triton.jit
@@ -61,7 +60,7 @@ def _narrowed(b_x, scale, dtype: tl.constexpr):
         b_x = b_x.to(tl.float32)
         if scale is not None:
             b_x *= tl.div_rn(1.0, tl.load(scale))
-        b_x = tl.clamp(b_x, -_LARGEST, _LARGEST, propagate_nan=tl.PropagateNan.ALL)
+        b_x = cut_off(b_x)
     return b_x.to(dtype)
 
 
