@@ -18,11 +18,17 @@ from hybrid_runtime.kernels.common.backend import runs_triton
 from hybrid_runtime.kernels.common.pdl import pdl, pdl_wait
 from hybrid_runtime.kernels.common.types import operand_type
 from hybrid_runtime.kernels.layers.activation import relu2_reference
+from hybrid_runtime.kernels.linear.quantize import E4M3, Quantizer, cut_off, quantize
 from hybrid_runtime.kernels.moe.align_block_size import ExpertBlocks, align_block_size
+from hybrid_runtime.kernels.moe.scaled_experts import ScaledExperts, scaled_moe_reference
 
 
 def fused_moe_reference(
-    x: Tensor, topk_weights: Tensor, topk_ids: Tensor, up: Tensor, down: Tensor
+    x: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    up: Tensor | ScaledExperts,
+    down: Tensor | ScaledExperts,
 ) -> Tensor:
     """Weighted sum over each token's experts of ``down[e] @ relu2(up[e] @ x)``.
 
@@ -30,8 +36,8 @@ def fused_moe_reference(
         x: [T, size].
         topk_weights: [T, top_k], usually fp32.
         topk_ids: integer [T, top_k], each 0 to num_experts - 1.
-        up: [num_experts, intermediate, size] in x's dtype.
-        down: [num_experts, size, intermediate] in x's dtype.
+        up: [num_experts, intermediate, size] in x's dtype or, as down, in 8 bits.
+        down: [num_experts, size, intermediate] in x's dtype or, as up, in 8 bits.
 
     Returns:
         [T, size] in x's dtype.
@@ -40,6 +46,10 @@ def fused_moe_reference(
         ValueError: shapes or dtypes that do not go together.
     """
     _check(x, topk_weights, topk_ids, up, down)
+    if isinstance(up, ScaledExperts) and isinstance(down, ScaledExperts):
+        return scaled_moe_reference(x, topk_weights, topk_ids, up, down)
+    assert isinstance(up, Tensor)
+    assert isinstance(down, Tensor)
     num_experts, top_k = up.shape[0], topk_ids.shape[1]
     flat = topk_ids.flatten()
     if len(flat) <= num_experts:
@@ -62,13 +72,21 @@ def fused_moe_reference(
     return (outputs * topk_weights[..., None]).sum(1).to(x.dtype)
 
 
-def _check(x: Tensor, topk_weights: Tensor, topk_ids: Tensor, up: Tensor, down: Tensor) -> None:
-    num_experts, intermediate, size = up.shape
+def _check(
+    x: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    up: Tensor | ScaledExperts,
+    down: Tensor | ScaledExperts,
+) -> None:
+    (num_experts, intermediate, size), dtype = _values(up).shape, x.dtype
     if x.dim() != 2 or x.shape[1] != size:
-        raise ValueError(f"x is {tuple(x.shape)}, must be [T, {size}] for up {tuple(up.shape)}")
-    if tuple(down.shape) != (num_experts, size, intermediate):
         raise ValueError(
-            f"down is {tuple(down.shape)}, must be {(num_experts, size, intermediate)}"
+            f"x is {tuple(x.shape)}, must be [T, {size}] for up {(num_experts, intermediate, size)}"
+        )
+    if tuple(_values(down).shape) != (num_experts, size, intermediate):
+        raise ValueError(
+            f"down is {tuple(_values(down).shape)}, must be {(num_experts, size, intermediate)}"
         )
     if topk_ids.dim() != 2 or topk_ids.shape[0] != x.shape[0]:
         raise ValueError(f"topk_ids is {tuple(topk_ids.shape)}, must be [{x.shape[0]}, top_k]")
@@ -77,8 +95,19 @@ def _check(x: Tensor, topk_weights: Tensor, topk_ids: Tensor, up: Tensor, down: 
             f"topk_weights is {tuple(topk_weights.shape)}, must have topk_ids' shape "
             f"{tuple(topk_ids.shape)}"
         )
-    if not x.dtype == up.dtype == down.dtype:
-        raise ValueError(f"up is {up.dtype} and down {down.dtype}, must be x's {x.dtype}")
+    if isinstance(up, ScaledExperts) and isinstance(down, ScaledExperts):
+        up.check("up", ())
+        down.check("down", (num_experts,))
+        dtype = E4M3
+    if not dtype == _values(up).dtype == _values(down).dtype:
+        raise ValueError(
+            f"up is {_values(up).dtype} and down {_values(down).dtype}, must be x's {x.dtype}, or "
+            f"both {E4M3} with scales"
+        )
+
+
+def _values(experts: Tensor | ScaledExperts) -> Tensor:
+    return experts.values if isinstance(experts, ScaledExperts) else experts
 
 
 class LineStrides(NamedTuple):
@@ -96,6 +125,13 @@ class WeightStrides(NamedTuple):
     dim: int
 
 
+class ScaleStrides(NamedTuple):
+    """Strides of scales, [num_experts, lines], of which 0 stands for all alike."""
+
+    expert: int
+    line: int
+
+
 @triton.jit(
     do_not_specialize=["num_blocks"],
     do_not_specialize_on_alignment=["sorted_token_ids", "blocks"],
@@ -103,12 +139,17 @@ class WeightStrides(NamedTuple):
 def _fused_moe_kernel(
     x,
     weight,
+    x_scale,
+    weight_scale,
+    out_scale,
     sorted_token_ids,
     blocks,
     out,
     num_blocks,
     x_stride,
     weight_stride,
+    x_scale_stride,
+    weight_scale_stride,
     dot_type: tl.constexpr,
     N: tl.constexpr,
     K: tl.constexpr,
@@ -120,7 +161,8 @@ def _fused_moe_kernel(
     PDL: tl.constexpr,
 ):
     """out[id] = weight[expert of id] @ x[id // TOP_K] for each token id, then perhaps relu2; one
-    program per BLOCK_N of the N outputs and block of token ids."""
+    program per BLOCK_N of the N outputs and block of token ids. With scales x and weight are in
+    8 bits, and with `out_scale`, of each expert's results, out is too."""
     pdl_wait(PDL, False)
     i_block = tl.program_id(1)
     i_expert = tl.load(blocks + i_block)
@@ -132,7 +174,10 @@ def _fused_moe_kernel(
     o_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     o_x = (b_id // TOP_K).to(tl.int64) * x_stride.token
     o_w = i_expert.to(tl.int64) * weight_stride.expert + o_n.to(tl.int64) * weight_stride.output
-    b_acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    if weight_scale is None:
+        b_acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    else:
+        b_acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     for i_k in range((K + BLOCK_K - 1) // BLOCK_K):
         o_k = i_k * BLOCK_K + tl.arange(0, BLOCK_K)
         m_x = m_m[:, None]
@@ -148,10 +193,24 @@ def _fused_moe_kernel(
             m_w = (o_n < N)[:, None] & (o_k < K)[None, :]
         p_w = weight + o_w[:, None] + o_k[None, :] * weight_stride.dim
         b_w = tl.load(p_w, mask=m_w, other=0.0)
-        b_acc = tl.dot(b_x.to(dot_type), tl.trans(b_w.to(dot_type)), b_acc, input_precision="ieee")
+        if weight_scale is None:
+            b_x, b_w = b_x.to(dot_type), tl.trans(b_w.to(dot_type))
+            b_acc = tl.dot(b_x, b_w, b_acc, input_precision="ieee")
+        else:
+            # Hopper's units take 64 lines of the first operand or more, and 8 of the second. Their
+            # own sums have 14 bits: no more than a tile's are left to them.
+            b_acc = tl.dot(b_w, tl.trans(b_x), b_acc, max_num_imprecise_acc=BLOCK_K)
+    if weight_scale is not None:
+        o_scale = b_id // TOP_K * x_scale_stride.line + i_expert * x_scale_stride.expert
+        b_x_scale = tl.load(x_scale + o_scale, mask=m_m, other=0.0)
+        o_scale = o_n * weight_scale_stride.line + i_expert * weight_scale_stride.expert
+        b_w_scale = tl.load(weight_scale + o_scale, mask=o_n < N, other=0.0)
+        b_acc = tl.trans(b_acc) * b_x_scale[:, None] * b_w_scale[None, :]
     if RELU2:
         b_acc = tl.where(b_acc < 0, 0.0, b_acc)  # unlike a maximum, keeps NaN
         b_acc = b_acc * b_acc
+    if out_scale is not None:
+        b_acc = cut_off(b_acc * tl.div_rn(1.0, tl.load(out_scale + i_expert)))
     p_out = out + b_id.to(tl.int64)[:, None] * N + o_n[None, :]
     tl.store(p_out, b_acc.to(out.dtype.element_ty), mask=m_m[:, None] & (o_n < N)[None, :])
 
@@ -199,8 +258,17 @@ class MoETiling(NamedTuple):
 
 
 def moe_tiling(num_token_ids: int, num_experts: int, dtype: torch.dtype) -> MoETiling:
-    """Launch shape by the token ids that an expert has on average."""
+    """Launch shape by the token ids that an expert has on average. dtype: of the products'
+    operands."""
     mean = num_token_ids / num_experts
+    if dtype == E4M3:  # not measured yet: tiles of as many bytes as those of 16 bits
+        if mean <= 8:
+            return MoETiling(16, 64, 256, 4, 4)
+        if mean <= 24:
+            return MoETiling(32, 64, 256, 4, 4)
+        if mean <= 80:
+            return MoETiling(64, 128, 128, 4, 4)
+        return MoETiling(128, 128, 128, 8, 3)
     if dtype == torch.float32:  # products without matrix units
         return MoETiling(16, 64, 32, 4, 3) if mean <= 12 else MoETiling(64, 64, 32, 4, 3)
     if mean <= 8:
@@ -216,15 +284,16 @@ def fused_moe(
     x: Tensor,
     topk_weights: Tensor,
     topk_ids: Tensor,
-    up: Tensor,
-    down: Tensor,
+    up: Tensor | ScaledExperts,
+    down: Tensor | ScaledExperts,
     tiling: MoETiling | None = None,
 ) -> Tensor:
     """`fused_moe_reference` where Triton runs (and not in fp64) by four launches, none of which
-    the host waits for: token ids into blocks, the two products, the sum.
+    the host waits for: token ids into blocks, the two products, the sum. In 8 bits one more
+    quantises x, and another the values between the products unless their scale is known.
 
-    Values between the products have x's dtype; the experts' outputs are summed in fp32. The same
-    token gives the same bytes whatever the order of the token ids in a block.
+    Values between the products have x's dtype, or 8 bits; the experts' outputs are summed in fp32.
+    The same token gives the same bytes whatever the order of the token ids in a block.
 
     Args:
         tiling: launch shape; None = `moe_tiling`.
@@ -235,19 +304,29 @@ def fused_moe(
     if not runs_triton(x) or x.dtype == torch.float64:
         return fused_moe_reference(x, topk_weights, topk_ids, up, down)
     _check(x, topk_weights, topk_ids, up, down)
-    (tokens, size), (num_experts, intermediate, _) = x.shape, up.shape
+    (tokens, size), (num_experts, intermediate, _) = x.shape, _values(up).shape
     top_k = topk_ids.shape[1]
     num_token_ids = tokens * top_k
     out = torch.empty((tokens, size), dtype=x.dtype, device=x.device)
     if num_token_ids == 0:
         return out.zero_()
     if tiling is None:
-        tiling = moe_tiling(num_token_ids, num_experts, x.dtype)
+        tiling = moe_tiling(num_token_ids, num_experts, _values(up).dtype)
     aligned = align_block_size(topk_ids, num_experts, tiling.block_m)
-    inner = torch.empty((num_token_ids, intermediate), dtype=x.dtype, device=x.device)
+    x_scale = inner_scale = None
+    if isinstance(up, ScaledExperts):
+        x, x_scale = quantize(x, Quantizer(up.input_scale))
+    if isinstance(down, ScaledExperts):
+        inner_scale = down.input_scale
+    inner_type = out.dtype if inner_scale is None else E4M3
+    inner = torch.empty((num_token_ids, intermediate), dtype=inner_type, device=x.device)
     outputs = torch.empty((num_token_ids, size), dtype=torch.float32, device=x.device)
-    _grouped_product(x, up, aligned, inner, tiling, top_k=top_k, relu2=True)
-    _grouped_product(inner, down, aligned, outputs, tiling, top_k=1, relu2=False)
+    _grouped_product(x, x_scale, up, aligned, inner, inner_scale, tiling, top_k, relu2=True)
+    if inner_scale is not None:
+        inner_scale = inner_scale[:, None]
+    elif isinstance(down, ScaledExperts):
+        inner, inner_scale = quantize(inner, Quantizer())
+    _grouped_product(inner, inner_scale, down, aligned, outputs, None, tiling, 1, relu2=False)
     block = min(triton.next_power_of_2(size), 512)
     _moe_sum_kernel[(tokens, triton.cdiv(size, block))](
         outputs=outputs,
@@ -265,28 +344,40 @@ def fused_moe(
 
 def _grouped_product(
     x: Tensor,
-    weight: Tensor,
+    x_scale: Tensor | None,
+    weight: Tensor | ScaledExperts,
     aligned: ExpertBlocks,
     out: Tensor,
+    out_scale: Tensor | None,
     tiling: MoETiling,
     top_k: int,
     relu2: bool,
 ) -> None:
-    """out [token ids, N]: line ``id // top_k`` of x times the weight of the token id's expert."""
-    num_blocks, n = aligned.blocks.shape[1], weight.shape[1]
+    """out [token ids, N]: line ``id // top_k`` of x times the weight of the token id's expert.
+    x_scale: [], [lines] or [num_experts, 1]. out_scale: [num_experts], of out in 8 bits."""
+    values, weight_scale = _values(weight), None
+    num_blocks, (num_experts, n, size) = aligned.blocks.shape[1], values.shape
+    if isinstance(weight, ScaledExperts) and x_scale is not None:
+        x_scale = x_scale.expand(num_experts, len(x))
+        weight_scale = weight.scale.view(num_experts, -1).expand(num_experts, n)
     # Blocks of an expert follow each other, so that the later ones find its weight in the L2 cache.
     _fused_moe_kernel[(triton.cdiv(n, tiling.block_n), num_blocks)](
         x=x,
-        weight=weight,
+        weight=values,
+        x_scale=x_scale,
+        weight_scale=weight_scale,
+        out_scale=out_scale,
         sorted_token_ids=aligned.sorted_token_ids,
         blocks=aligned.blocks,
         out=out,
         num_blocks=num_blocks,
         x_stride=LineStrides(*x.stride()),
-        weight_stride=WeightStrides(*weight.stride()),
-        dot_type=operand_type(x.dtype, x),
+        weight_stride=WeightStrides(*values.stride()),
+        x_scale_stride=None if x_scale is None else ScaleStrides(*x_scale.stride()),
+        weight_scale_stride=None if weight_scale is None else ScaleStrides(*weight_scale.stride()),
+        dot_type=None if weight_scale is not None else operand_type(x.dtype, x),
         N=n,
-        K=weight.shape[2],
+        K=size,
         TOP_K=top_k,
         RELU2=relu2,
         BLOCK_M=tiling.block_m,

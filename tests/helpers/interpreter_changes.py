@@ -34,7 +34,8 @@ def quicken() -> None:
 
 def round_to_nearest() -> None:
     """For the rest of a process in which kernels are interpreted: the interpreter cuts the bits off
-    that bfloat16 lacks, and loses the carry where it rounds to 8 bits."""
+    that bfloat16 lacks, loses the carry where it rounds to 8 bits, and multiplies NaN of 8 bits as
+    if it were 480."""
     builder = interpreter.InterpreterBuilder
 
     def rounding(plainly: Any, type_: tl.dtype, rounded: torch.dtype, bits: torch.dtype) -> Any:
@@ -52,3 +53,13 @@ def round_to_nearest() -> None:
     builder.create_fp_trunc = rounding(
         builder.create_fp_trunc, tl.bfloat16, torch.bfloat16, torch.uint16
     )
+
+    plain_dot = builder.create_dot
+
+    def half(operand: Any) -> Any:
+        if operand.dtype.scalar != tl.float8e4nv:
+            return operand
+        values = torch.from_numpy(operand.data).view(torch.float8_e4m3fn).half()
+        return interpreter.TensorHandle(values.numpy(), tl.float16)
+
+    builder.create_dot = lambda self, a, b, *more: plain_dot(self, half(a), half(b), *more)

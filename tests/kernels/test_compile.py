@@ -291,7 +291,8 @@ def test_long_convolution_moves_8_bytes_at_once(changed: dict[str, Any], tmp_pat
 
 
 PRODUCT: dict[str, Any] = {
-    "dot_type": tl.bfloat16, "N": 1856, "K": 2688, "TOP_K": 6, "RELU2": True,
+    "dot_type": tl.bfloat16, "N": 1856, "K": 2688, "TOP_K": 6, "RELU2": True, "x_scale": None,
+    "weight_scale": None, "out_scale": None, "x_scale_stride": None, "weight_scale_stride": None,
 }  # fmt: skip
 DOWN = {"N": 2688, "K": 1856, "TOP_K": 1, "RELU2": False}
 
