@@ -10,6 +10,7 @@ from torch import Tensor
 
 from hybrid_runtime.kernels.linear.fp8_product import fp8_product
 from hybrid_runtime.kernels.linear.quantize import E4M3, Quantizer, Scaled, quantize
+from hybrid_runtime.kernels.moe.scaled_experts import ScaledExperts
 
 SCALE = "_scale"
 """What names of scales end in."""
@@ -17,18 +18,23 @@ MAX_TOKENS = 256
 """Up to so many, halves were the faster ones on an H200; more have not been tried."""
 
 
-class Stored(Protocol):
-    """What products read: `weight` and the format's other tensors, by the names that they have in a
-    checkpoint.
+class Tensors(Protocol):
+    """What is stored of a matrix: `weight` and the format's other tensors, by the names that they
+    have in a checkpoint. Those of routed experts are stacked, `[count, *shape]`."""
+
+    weight: Tensor
+    weight_scale: Tensor
+    input_scale: Tensor
+
+
+class Stored(Tensors, Protocol):
+    """What products read.
 
     dtype: of results.
     bias: `[outputs]` or None.
     halves: the product may be left as a sum, for whoever adds it to something anyway.
     """
 
-    weight: Tensor
-    weight_scale: Tensor
-    input_scale: Tensor
     dtype: torch.dtype
     halves: bool
 
@@ -52,6 +58,10 @@ class Format(Protocol):
     def product(self, matrix: Stored, x: Tensor | Scaled) -> Tensor:
         """`[T, inputs]`, perhaps quantised already, to `[T, outputs]`, or with `halves` perhaps to
         `[parts, T, outputs]`, whose sum it is."""
+
+    def experts(self, up: Tensors, down: Tensors) -> tuple[Tensor | ScaledExperts, ...]:
+        """What `fused_moe` takes of the matrices of routed experts, up and down. Scales of inputs
+        of the first are all the same, see `Experts.join`."""
 
 
 class Plain:
@@ -81,6 +91,9 @@ class Plain:
         weight = matrix.weight.unflatten(1, (2, -1)).permute(1, 2, 0)
         return torch.bmm(x.unflatten(1, (2, -1)).transpose(0, 1), weight)
 
+    def experts(self, up: Tensors, down: Tensors) -> tuple[Tensor | ScaledExperts, ...]:
+        return up.weight, down.weight
+
 
 class FP8PerTensor:
     """8 bits (e4m3) with one scale for all weights and one, known beforehand, for all inputs."""
@@ -97,6 +110,12 @@ class FP8PerTensor:
 
     def product(self, matrix: Stored, x: Tensor | Scaled) -> Tensor:
         return _fp8_product(matrix, x, self.quantizer(matrix))
+
+    def experts(self, up: Tensors, down: Tensors) -> tuple[Tensor | ScaledExperts, ...]:
+        return (
+            ScaledExperts(up.weight, up.weight_scale, up.input_scale[0]),
+            ScaledExperts(down.weight, down.weight_scale, down.input_scale),
+        )
 
 
 class FP8PerChannel:
@@ -117,6 +136,9 @@ class FP8PerChannel:
 
     def product(self, matrix: Stored, x: Tensor | Scaled) -> Tensor:
         return _fp8_product(matrix, x, self.quantizer(matrix))
+
+    def experts(self, up: Tensors, down: Tensors) -> tuple[Tensor | ScaledExperts, ...]:
+        return tuple(ScaledExperts(one.weight, one.weight_scale) for one in (up, down))
 
 
 def _fp8_product(matrix: Stored, x: Tensor | Scaled, quantizer: Quantizer) -> Tensor:

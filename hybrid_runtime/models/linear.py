@@ -14,13 +14,10 @@ from hybrid_runtime.kernels.moe.fused_moe import fused_moe
 from hybrid_runtime.models.formats import PLAIN, Format
 
 
-class Linear(nn.Module):
-    """`x @ weight.T + bias`, without values until a checkpoint is loaded.
+class Matrix(nn.Module):
+    """A matrix in a format, without values until a checkpoint is loaded.
 
-    weight: `[outputs, inputs]`; its format may have further tensors. bias: `[outputs]` or None.
-
-    Args:
-        halves: the product may be left as a sum, for whoever adds it to something anyway.
+    weight: `[outputs, inputs]`; its format may have further tensors.
     """
 
     weight: Tensor
@@ -28,29 +25,12 @@ class Linear(nn.Module):
     input_scale: Tensor
 
     def __init__(
-        self,
-        inputs: int,
-        outputs: int,
-        device: torch.device | str,
-        dtype: torch.dtype,
-        bias: bool = False,
-        halves: bool = False,
-    ):
+        self, inputs: int, outputs: int, device: torch.device | str, dtype: torch.dtype
+    ) -> None:
         super().__init__()
-        self.inputs, self.outputs, self.dtype, self.halves = inputs, outputs, dtype, halves
+        self.inputs, self.outputs, self.dtype = inputs, outputs, dtype
         self.format: Format = PLAIN
         self.store_as(PLAIN, device)
-        self.bias = nn.Parameter(torch.empty(outputs, device=device, dtype=dtype)) if bias else None
-
-    @property
-    def quantizer(self) -> Quantizer | None:
-        """How `forward` takes its input in 8 bits, for whoever makes it; None: not."""
-        return self.format.quantizer(self)
-
-    def forward(self, x: Tensor | Scaled) -> Tensor:
-        """`[T, inputs]` to `[T, outputs]`, or with `halves` perhaps to `[parts, T, outputs]`, whose
-        sum it is. x: quantised, if at all, as `quantizer` says."""
-        return self.format.product(self, x)
 
     def stored(self) -> Mapping[str, Tensor]:
         """Names and shapes of the format's tensors, on the meta device."""
@@ -70,6 +50,37 @@ class Linear(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.inputs} to {self.outputs}, {self.format.algorithm}"
+
+
+class Linear(Matrix):
+    """`x @ weight.T + bias`. bias: `[outputs]` or None.
+
+    Args:
+        halves: the product may be left as a sum, for whoever adds it to something anyway.
+    """
+
+    def __init__(
+        self,
+        inputs: int,
+        outputs: int,
+        device: torch.device | str,
+        dtype: torch.dtype,
+        bias: bool = False,
+        halves: bool = False,
+    ):
+        super().__init__(inputs, outputs, device, dtype)
+        self.halves = halves
+        self.bias = nn.Parameter(torch.empty(outputs, device=device, dtype=dtype)) if bias else None
+
+    @property
+    def quantizer(self) -> Quantizer | None:
+        """How `forward` takes its input in 8 bits, for whoever makes it; None: not."""
+        return self.format.quantizer(self)
+
+    def forward(self, x: Tensor | Scaled) -> Tensor:
+        """`[T, inputs]` to `[T, outputs]`, or with `halves` perhaps to `[parts, T, outputs]`, whose
+        sum it is. x: quantised, if at all, as `quantizer` says."""
+        return self.format.product(self, x)
 
 
 class Embedding(Linear):
@@ -173,24 +184,49 @@ def _same_scalars(parts: list[Linear]) -> bool:
     )
 
 
-class Experts(nn.Module):
-    """The matrices of all routed experts, stacked.
+class StackedMatrix(Matrix):
+    """The same matrix of so many experts. weight: `[count, outputs, inputs]`; so are the format's
+    further tensors stacked."""
 
-    up_proj: `[count, inner, size]`. down_proj: `[count, size, inner]`.
-    """
+    def __init__(
+        self,
+        count: int,
+        inputs: int,
+        outputs: int,
+        device: torch.device | str,
+        dtype: torch.dtype,
+    ):
+        self.count = count
+        super().__init__(inputs, outputs, device, dtype)
+
+    def stored(self) -> Mapping[str, Tensor]:
+        one = super().stored()
+        return {name: like.new_empty((self.count, *like.shape)) for name, like in one.items()}
+
+
+class Experts(nn.Module):
+    """The matrices of all routed experts, stacked: `up_proj` of `[inner, size]`, `down_proj` of
+    `[size, inner]`, both of one format."""
 
     def __init__(
         self, count: int, size: int, inner: int, device: torch.device | str, dtype: torch.dtype
     ):
         super().__init__()
         self.count = count
-        self.up_proj = nn.Parameter(torch.empty(count, inner, size, device=device, dtype=dtype))
-        self.down_proj = nn.Parameter(torch.empty(count, size, inner, device=device, dtype=dtype))
+        self.up_proj = StackedMatrix(count, size, inner, device, dtype)
+        self.down_proj = StackedMatrix(count, inner, size, device, dtype)
 
-    @property
-    def nbytes(self) -> int:
-        """Of all experts."""
-        return self.up_proj.nbytes + self.down_proj.nbytes
+    def store_as(self, format: Format, device: torch.device | str) -> None:
+        """Be of that format, without values."""
+        self.up_proj.store_as(format, device)
+        self.down_proj.store_as(format, device)
+
+    def join(self) -> None:
+        """Once scales have their values: a token is quantised once for all of its experts, by the
+        largest scale that any has for it, as in vLLM. Between the products each keeps its own."""
+        if "input_scale" in self.up_proj.stored():
+            scale = self.up_proj.input_scale.data
+            scale.copy_(scale.amax().expand_as(scale))
 
     def forward(self, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
         """Weighted sum of each token's experts.
@@ -206,22 +242,24 @@ class Experts(nn.Module):
         Raises:
             ValueError: shapes or dtypes that do not go together.
         """
-        return fused_moe(x, weights, experts, self.up_proj, self.down_proj)
+        up, down = self.up_proj.format.experts(self.up_proj, self.down_proj)
+        return fused_moe(x, weights, experts, up, down)
 
 
 def checkpoint_tensors(module: Any) -> dict[str, Tensor]:
     """Checkpoint names of a module's parameters, with views of their storage.
 
     Names are the parameters' own, but each routed expert has its own tensors in a checkpoint:
-    ``experts.up_proj[i]`` is called ``experts.i.up_proj.weight``.
+    ``experts.up_proj.weight[i]`` is called ``experts.i.up_proj.weight``.
     """
-    stacked = {name for name, part in module.named_modules() if isinstance(part, Experts)}
+    stacked = {name for name, part in module.named_modules() if isinstance(part, StackedMatrix)}
     tensors: dict[str, Tensor] = {}
     for name, parameter in module.named_parameters():
         parent, _, last = name.rpartition(".")
         if parent in stacked:
-            for i, matrix in enumerate(parameter.data):
-                tensors[f"{parent}.{i}.{last}.weight"] = matrix
+            experts, _, matrix = parent.rpartition(".")
+            for i, tensor in enumerate(parameter.data):
+                tensors[f"{experts}.{i}.{matrix}.{last}"] = tensor
         else:
             tensors[name] = parameter.data
     return tensors
@@ -229,7 +267,7 @@ def checkpoint_tensors(module: Any) -> dict[str, Tensor]:
 
 def matrices(module: nn.Module) -> dict[str, Linear]:
     """The matrices that may be of any format, by their names in a checkpoint: neither embedding nor
-    output head, nor what routes tokens, nor routed experts."""
+    output head, nor what routes tokens. Those of routed experts are not among them."""
     return {name: part for name, part in module.named_modules() if type(part) is Linear}
 
 
@@ -246,7 +284,7 @@ def place(module: nn.Module, device: torch.device | str) -> None:
 
 
 def join(module: nn.Module) -> None:
-    """What is to be done once values are loaded, see `MergedLinear.join`."""
+    """What is to be done once values are loaded, see `MergedLinear.join` and `Experts.join`."""
     for part in module.modules():
-        if isinstance(part, MergedLinear):
+        if isinstance(part, MergedLinear | Experts):
             part.join()

@@ -3,7 +3,8 @@
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
+from fnmatch import translate
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -79,19 +80,17 @@ class Quantization:
         draft head, whose matrices are plain.
 
         Raises:
-            ValueError: routed experts would have another one, or the table names what is no matrix.
+            ValueError: routed experts of a layer would have several, or the table names what is no
+                matrix.
         """
         found = matrices(model)
-        for name, part in model.named_modules():
-            expert = f"{name}.0.up_proj"
-            if isinstance(part, Experts) and not self.rounded:
-                format = self.format_of(expert)
-                if format is not PLAIN:
-                    raise ValueError(
-                        f"{self.source}: module {expert} is {format.algorithm}, must be excluded: "
-                        "routed experts are supported in float32, bfloat16 and float16 only"
-                    )
         known = {*map(_plainly, found)}
+        for name, part in model.named_modules():
+            if isinstance(part, Experts):
+                projections = [n for n, _ in part.named_children()]
+                names = [f"{name}.{i}.{p}" for i in range(part.count) for p in projections]
+                known.update(map(_plainly, names))
+                part.store_as(self._common_format(names), "meta")
         for name, format in self.table.items():
             if name not in known and not (head_prefix and name.startswith(head_prefix)):
                 raise ValueError(
@@ -103,9 +102,21 @@ class Quantization:
 
     def format_of(self, name: str) -> Format:
         """That of a matrix, by its name in the checkpoint."""
-        if any(_covers(pattern, name) for pattern in self.excluded):
+        if _covered(self.excluded, name):
             return PLAIN
         return self.table.get(_plainly(name), self.format)
+
+    def _common_format(self, names: list[str]) -> Format:
+        """That of the matrices of a layer's routed experts."""
+        first = self.format_of(names[0])
+        for name in names:
+            other = self.format_of(name)
+            if other is not first:
+                raise ValueError(
+                    f"{self.source}: module {name} is {other.algorithm}, must be "
+                    f"{first.algorithm} as {names[0]} is: routed experts of a layer have one format"
+                )
+        return first
 
 
 def _plainly(name: str) -> str:
@@ -113,12 +124,22 @@ def _plainly(name: str) -> str:
     return re.sub(r"^(?:(?:model|backbone|language_model|layers)\.)+(?=layers\.\d)", "", name)
 
 
-def _covers(pattern: str, name: str) -> bool:
-    """Whether a pattern names a module or one that it is in; `layers.1` is not in `layers.14`."""
+def _covered(patterns: tuple[str, ...], name: str) -> bool:
+    """Whether any names a module or one that it is in; `layers.1` is not in `layers.14`."""
+    exact, others = _forms(patterns)
     parts = name.split(".")
     names = {".".join(parts[: i + 1]) for i in range(len(parts))}
     names |= {_plainly(one) for one in names}
-    return any(fnmatchcase(one, form) for one in names for form in {pattern, _plainly(pattern)})
+    return not exact.isdisjoint(names) or any(map(others.match, names))
+
+
+@cache
+def _forms(patterns: tuple[str, ...]) -> tuple[frozenset[str], re.Pattern[str]]:
+    """Names, and an expression for all that have wildcards: a model has ten thousands of matrices
+    where it has experts."""
+    forms = {form for pattern in patterns for form in (pattern, _plainly(pattern))}
+    wild = {form for form in forms if not {*form}.isdisjoint("*?[")}
+    return frozenset(forms - wild), re.compile("|".join(map(translate, wild)) or "(?!)")
 
 
 def read_quantization(directory: Path, asked: str | None = None) -> Quantization | None:

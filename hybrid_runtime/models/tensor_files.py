@@ -101,6 +101,7 @@ class TensorFiles:
             raise ValueError(f"tensor {name} is missing in {where}")
         for name in sorted(names - stored):
             raise ValueError(f"tensor {name} in {self.files[name]} is unexpected")
+        scales: dict[str, Sequence[int]] = {}
         for name, destination in wanted.items():
             if name not in stored:
                 continue
@@ -115,30 +116,42 @@ class TensorFiles:
                     f"{', '.join(must)}"
                 )
             if name.endswith(SCALE):
-                self.check_scale(name, destination.shape)
+                scales[name] = destination.shape
             elif self.shapes[name] != tuple(destination.shape):
                 raise ValueError(
                     f"tensor {name} in {self.files[name]} is {list(self.shapes[name])}, must be "
                     f"{list(destination.shape)}"
                 )
+        self.check_scales(scales)
 
-    def check_scale(self, name: str, shape: Sequence[int]) -> None:
-        """Refuse a scale that is not float32, not finite and above 0, or of another shape;
-        dimensions of 1 may be there or not."""
-        file = self.files[name]
-        if self.dtypes[name] != "F32":
-            raise ValueError(f"tensor {name} in {file} is {self.dtypes[name]}, must be F32")
-        if [n for n in self.shapes[name] if n != 1] != [n for n in shape if n != 1]:
-            raise ValueError(
-                f"tensor {name} in {file} is {list(self.shapes[name])}, must be {list(shape)}"
-            )
-        with _opened(file) as opened:
-            values = opened.get_tensor(name).flatten()
-        wrong = values[~(values.isfinite() & (values > 0))]
-        if len(wrong):
-            raise ValueError(
-                f"tensor {name} in {file} holds {wrong[0]:g}, must hold finite numbers above 0"
-            )
+    def check_scales(self, shapes: Mapping[str, Sequence[int]]) -> None:
+        """Refuse scales that are not float32, not finite and above 0, or not of these shapes, by
+        name; dimensions of 1 may be there or not."""
+        for name, shape in shapes.items():
+            file = self.files[name]
+            if self.dtypes[name] != "F32":
+                raise ValueError(f"tensor {name} in {file} is {self.dtypes[name]}, must be F32")
+            if [n for n in self.shapes[name] if n != 1] != [n for n in shape if n != 1]:
+                raise ValueError(
+                    f"tensor {name} in {file} is {list(self.shapes[name])}, must be {list(shape)}"
+                )
+        # Experts have ten thousands of them, and to open a file is to read its header.
+        for file, inside in self._by_file(shapes).items():
+            with _opened(file) as opened:
+                for name in inside:
+                    values = opened.get_tensor(name).flatten()
+                    wrong = values[~(values.isfinite() & (values > 0))]
+                    if len(wrong):
+                        raise ValueError(
+                            f"tensor {name} in {file} holds {wrong[0]:g}, must hold finite numbers "
+                            "above 0"
+                        )
+
+    def _by_file(self, names: Iterable[str]) -> dict[Path, list[str]]:
+        found: dict[Path, list[str]] = {}
+        for name in names:
+            found.setdefault(self.files[name], []).append(name)
+        return found
 
     def load(
         self,
@@ -160,9 +173,7 @@ class TensorFiles:
             ValueError: a tensor is missing, unexpected, or has a wrong dtype, shape or scale.
         """
         self.check(wanted, present, rounded)
-        by_file: dict[Path, list[str]] = {}
-        for name in wanted.keys() - {scale_of(name) for name in rounded}:
-            by_file.setdefault(self.files[name], []).append(name)
+        by_file = self._by_file(wanted.keys() - {scale_of(name) for name in rounded})
         console = Console(stderr=True)
         with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
             task = bar.add_task("Loading weights", total=sum(map(len, by_file.values())))

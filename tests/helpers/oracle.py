@@ -6,6 +6,7 @@ Here ``time_step_min`` is too small to matter, which makes the two definitions o
 """
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -80,7 +81,8 @@ def our_model(config: dict[str, Any], source: NemotronHForCausalLM) -> NemotronH
     model = NemotronH(NemotronHConfig.from_dict(config), "cpu", source.dtype)
     given = source.state_dict()
     for name, parameter in model.named_parameters():
-        parameter.data.copy_(given[name.replace("backbone.", "model.", 1)])
+        theirs = re.sub(r"(\.experts\.\w+)\.weight$", r"\1", name.replace("backbone.", "model.", 1))
+        parameter.data.copy_(given[theirs])
     return model.eval()
 
 

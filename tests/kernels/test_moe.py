@@ -256,7 +256,7 @@ def test_layer(changes: dict[str, Any]) -> None:
         logits, bias, 3, config.n_group, config.topk_group, True, 2.5
     )
     routed = x if layer.fc1_latent_proj is None else layer.fc1_latent_proj(x)
-    up, down = layer.experts.up_proj, layer.experts.down_proj
+    up, down = layer.experts.up_proj.weight, layer.experts.down_proj.weight
     routed = fused_moe_reference(routed, topk_weights, topk_ids, up, down)
     if layer.fc2_latent_proj is not None:
         routed = layer.fc2_latent_proj(routed)

@@ -105,7 +105,7 @@ def test_heads_load(checkpoint: Path) -> None:
     ):
         assert torch.equal(mtp.get_parameter(name), tensors[name])
     expert = tensors["mtp.layers.1.mixer.experts.3.down_proj.weight"]
-    assert torch.equal(mtp.get_parameter("mtp.layers.1.mixer.experts.down_proj")[3], expert)
+    assert torch.equal(mtp.get_parameter("mtp.layers.1.mixer.experts.down_proj.weight")[3], expert)
     heads = load_file(checkpoint / "eagle" / "model.safetensors")
     assert heads.keys() == dict(eagle.named_parameters()).keys()
     assert eagle.embed_tokens is not None

@@ -132,4 +132,4 @@ def test_each_expert_has_its_tensors_in_a_checkpoint() -> None:
         f"experts.{i}.{name}_proj.weight" for i in range(2) for name in ("up", "down")
     }
     tensors["experts.1.up_proj.weight"].fill_(7)
-    assert bool((experts.up_proj[1] == 7).all())
+    assert bool((experts.up_proj.weight[1] == 7).all())
