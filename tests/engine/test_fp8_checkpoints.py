@@ -28,7 +28,8 @@ __all__ = ["checkpoint", "whole"]  # fixtures
 SCALES = {"in": 0.01, "out": 0.01, "up": 0.01, "down": 0.02, "q": 0.01, "o": 0.01}
 IN, UP = "backbone.layers.0.mixer.in_proj", "backbone.layers.1.mixer.up_proj"
 K, V = "backbone.layers.2.mixer.k_proj", "backbone.layers.2.mixer.v_proj"
-EXPERT = "backbone.layers.3.mixer.experts.0.up_proj"
+EXPERTS = "backbone.layers.3.mixer.experts"
+EXPERT, SIXTH = f"{EXPERTS}.0.up_proj", f"{EXPERTS}.5.down_proj"
 FILE_BEFORE = """class File:
     def __init__(self, fp):
         self._fp = fp
@@ -49,6 +50,13 @@ FP8: dict[str, Any] = {"quant_algo": "FP8", "exclude_modules": ["lm_head", "*mix
 @pytest.fixture
 def narrow(checkpoint: Path) -> Path:
     write_fp8(checkpoint, SCALES, kv_scales=KV_SCALES)
+    return checkpoint
+
+
+@pytest.fixture
+def routed(checkpoint: Path) -> Path:
+    """With routed experts in 8 bits too."""
+    write_fp8(checkpoint, SCALES, experts=True)
     return checkpoint
 
 
@@ -91,10 +99,10 @@ def table(excluded: Any = FP8["exclude_modules"], **formats: Any) -> Damage:
     return says(quant_algo="MIXED_PRECISION", quantized_layers=entries, exclude_modules=excluded)
 
 
-def recast(dtype: torch.dtype) -> Damage:
+def recast(dtype: torch.dtype, name: str = IN) -> Damage:
     def damage(directory: Path) -> None:
-        weight = load_file(directory / MODEL)[f"{IN}.weight"]
-        tensors(**{f"{IN}.weight": weight.to(dtype)})(directory)
+        weight = load_file(directory / MODEL)[f"{name}.weight"]
+        tensors(**{f"{name}.weight": weight.to(dtype)})(directory)
 
     return damage
 
@@ -180,7 +188,7 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
         r" is \[100, 16\], must be \[100, 32\]",
     ),
     "said of nothing": (write_json(BESIDE, {}), f"{IN}.*_scale in {FILE} is unexpected"),
-    "experts": (says(exclude_modules=[]), f"{BESIDE_SAYS}module {EXPERT} is FP8, must"),
+    "experts": (says(exclude_modules=[]), rf"{EXPERTS}.0.\w+.input_scale is missing in {FILE}"),
     # What the files say.
     "blocks": (
         says(quant_algo="FP8_PB_WO"),
@@ -224,9 +232,13 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
         f"{BESIDE_SAYS}module {UP} in quantized_layers is .*NVFP4",
     ),
     "table of a head": (table(lm_head="FP8"), f"{BESIDE_SAYS}module lm_head is FP8, but the model"),
-    "table of experts": (
+    "table of an expert": (
         table([], **{EXPERT: "FP8"}),
-        f"{BESIDE_SAYS}module {EXPERT} is FP8, must be exc",
+        f"{BESIDE_SAYS}module {EXPERTS}.0.down_proj is none, must be FP8 as {EXPERT} is: routed",
+    ),
+    "table of none": (
+        table([], **{f"{EXPERTS}.8.up_proj": "FP8"}),
+        f"{BESIDE_SAYS}module {EXPERTS[9:]}.8.up_proj is FP8, but the model has no matrix",
     ),
     "empty table": (table(), f"{BESIDE_SAYS}.*quantized_layers is {{}}, must name"),
     "no mixture": (
@@ -239,19 +251,87 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
         f"DIR/{BESIDE}: quantization says something else than DIR/config.json",
     ),
 }
+EXPERT_DAMAGES: dict[str, tuple[Damage, str]] = {
+    "no scale": (
+        tensors(**{f"{SIXTH}.weight_scale": NONE}),
+        f"{SIXTH}.weight_scale is missing in {FILE}",
+    ),
+    "no input's": (
+        tensors(**{f"{SIXTH}.input_scale": NONE}),
+        f"{SIXTH}.input_scale is missing in {FILE}",
+    ),
+    "zero": (tensors(**{f"{SIXTH}.input_scale": 0 * ONE}), f"{SIXTH}.input_scale in {FILE} holds"),
+    "nan": (
+        tensors(**{f"{EXPERT}.weight_scale": ONE * torch.nan}),
+        f"{EXPERT}.weight_scale in {FILE} holds nan, must hold finite",
+    ),
+    "of lines": (tensors(**{f"{SIXTH}.weight_scale": torch.ones(32)}), r" is \[32\], must be \[\]"),
+    "in half": (tensors(**{f"{EXPERT}.input_scale": ONE.half()}), "input_scale .* is F16, must"),
+    "unused": (
+        tensors(**{f"{EXPERT}.output_scale": ONE}),
+        f"{EXPERT}.output_scale in {FILE} is unexpected",
+    ),
+    "of none": (
+        tensors(**{f"{EXPERTS}.8.up_proj.input_scale": ONE}),
+        f"{EXPERTS}.8.up_proj.input_scale in {FILE} is unexpected",
+    ),
+    "plain": (recast(torch.float16, SIXTH), f"{SIXTH}.weight in {FILE} is F16, must be F8_E4M3"),
+    "shape": (
+        tensors(**{f"{SIXTH}.weight": torch.zeros(8, 8).to(E4M3)}),
+        rf"{SIXTH}.weight in {FILE} is \[8, 8\], must be \[32, ",
+    ),
+    "excluded": (
+        says(exclude_modules=["lm_head", f"{EXPERTS}*"]),
+        rf"{EXPERTS}.\d+.\w+_proj.\w+_scale in {FILE} is unexpected",
+    ),
+    "excluded, one": (
+        says(exclude_modules=[f"{EXPERTS}.5"]),
+        f"{BESIDE_SAYS}module {EXPERTS}.5.up_proj is none, must be FP8 as {EXPERT} is: routed",
+    ),
+    "excluded, one matrix": (
+        says(exclude_modules=["lm_head", "*experts.0.up_proj"]),
+        f"{BESIDE_SAYS}module {EXPERTS}.0.down_proj is FP8, must be none as {EXPERT} is: routed",
+    ),
+    "table of two formats": (
+        table(
+            **{
+                f"{EXPERTS}.{i}.{which}_proj": "FP8" if i else "FP8_PER_CHANNEL_PER_TOKEN"
+                for i in range(8)
+                for which in ("up", "down")
+            },
+            excluded=[],
+        ),
+        f"{EXPERTS}.1.up_proj is FP8, must be FP8_PER_CHANNEL_PER_TOKEN as {EXPERT} is",
+    ),
+    "head's": (
+        tensors(**{"mtp.layers.1.mixer.experts.0.up_proj.weight_scale": ONE}),
+        "mtp.layers.1.mixer.experts.0.up_proj.weight_scale in .* is unexpected",
+    ),
+}  # fmt: skip
+
+
+def refused(directory: Path, case: tuple[Damage, str], capsys: pytest.CaptureFixture[str]) -> None:
+    damage, message = case
+    damage(directory)
+    with pytest.raises(ValueError, match=message.replace("DIR", str(directory))) as refused:
+        Engine.from_pretrained(directory, device="cpu")
+    assert "\n" not in str(refused.value)
+    assert main(["generate", str(directory), "-p", "x", "--device", "cpu"]) == 2
+    assert capsys.readouterr().err == f"hybrid-runtime: error: {refused.value}\n"
 
 
 @pytest.mark.parametrize("case", DAMAGES)
 def test_a_damaged_checkpoint_is_refused_in_one_line(
     narrow: Path, case: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    damage, message = DAMAGES[case]
-    damage(narrow)
-    with pytest.raises(ValueError, match=message.replace("DIR", str(narrow))) as refused:
-        Engine.from_pretrained(narrow, device="cpu")
-    assert "\n" not in str(refused.value)
-    assert main(["generate", str(narrow), "-p", "x", "--device", "cpu"]) == 2
-    assert capsys.readouterr().err == f"hybrid-runtime: error: {refused.value}\n"
+    refused(narrow, DAMAGES[case], capsys)
+
+
+@pytest.mark.parametrize("case", EXPERT_DAMAGES)
+def test_damaged_experts_are_refused_in_one_line(
+    routed: Path, case: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    refused(routed, EXPERT_DAMAGES[case], capsys)
 
 
 def test_what_they_are_made_from_is_taken(narrow: Path) -> None:
@@ -261,6 +341,15 @@ def test_what_they_are_made_from_is_taken(narrow: Path) -> None:
         for drafter in ("mtp", "eagle", None):
             engine = Engine.from_pretrained(narrow, drafter=drafter, device="cpu")
             assert engine.generate(["x"], SamplingParams(max_tokens=4))[0].tokens
+
+
+@pytest.mark.parametrize("algorithm", ["FP8", "FP8_PER_CHANNEL_PER_TOKEN", "table"])
+def test_experts_in_8_bits_are_taken(checkpoint: Path, algorithm: str) -> None:
+    algorithms = {f"{EXPERTS}*": "FP8"} if algorithm == "table" else algorithm
+    write_fp8(checkpoint, SCALES, experts=True, algorithms=algorithms, form="both")
+    for drafter in ("mtp", None):
+        engine = Engine.from_pretrained(checkpoint, drafter=drafter, device="cpu")
+        assert engine.generate(["x"], SamplingParams(max_tokens=4))[0].tokens
 
 
 def test_rounding_what_is_rounded_is_refused(narrow: Path, checkpoint: Path) -> None:
@@ -282,7 +371,7 @@ def test_drafts_and_prefix_hits_leave_the_text(way: str, tmp_path: Path) -> None
     if way != "loading":
         scales = {"in": 0.02, "out": 0.02, "up": 0.02, "down": 0.1, "q": 0.02, "o": 0.02}
         algorithm = "FP8" if way == "static" else "FP8_PER_CHANNEL_PER_TOKEN"
-        write_fp8(directory, scales, algorithms=algorithm)
+        write_fp8(directory, scales, algorithms=algorithm, experts=True)
     texts = []
     for drafter in (None, "mtp", "ngram"):
         engine = Engine.from_pretrained(

@@ -5,10 +5,12 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import NemotronHForCausalLM
@@ -17,7 +19,8 @@ from hybrid_runtime.kernels.linear.quantize import E4M3, quantize_lines_referenc
 
 MODEL, BESIDE = "model.safetensors", "hf_quant_config.json"
 MATRIX = re.compile(
-    r"backbone\.layers\.\d+\.mixer\.(?:shared_experts\.)?(in|out|up|down|q|k|v|o)_proj"
+    r"backbone\.layers\.\d+\.mixer\.(?:shared_experts\.|experts\.(\d+)\.)?"
+    r"(in|out|up|down|q|k|v|o)_proj"
 )
 EXPERTS = "*mixer.experts*"
 KV_SCALES = {"k_scale": 0.004, "v_scale": 0.003}
@@ -29,7 +32,13 @@ def kind_of(name: str) -> str:
     """Of a matrix: what its input is."""
     found = MATRIX.fullmatch(name)
     assert found
-    return {"k": "q", "v": "q"}.get(found[1], found[1])
+    return {"k": "q", "v": "q"}.get(found[2], found[2])
+
+
+def expert_of(name: str) -> int | None:
+    """Of a matrix: which routed expert's it is."""
+    found = MATRIX.fullmatch(name)
+    return int(found[1]) if found and found[1] else None
 
 
 def write_config(directory: Path, form: Form, about: Mapping[str, Any]) -> None:
@@ -60,15 +69,17 @@ def write_fp8(
     excluded: Sequence[str] = (),
     kv_scales: Mapping[str, float] | None = None,
     apart: bool = False,
+    experts: bool = False,
 ) -> dict[str, str]:
     """Turn a plain checkpoint into one in 8 bits.
 
     Args:
         input_scales: by the kind of a matrix.
         algorithms: of all matrices, or by patterns of their names: a table.
-        excluded: patterns of matrices that stay plain, besides routed experts.
+        excluded: patterns of matrices that stay plain.
         kv_scales: of keys and values of all attention layers, by their names.
         apart: q, k and v have scales of their own, else the largest of the three.
+        experts: routed experts are in 8 bits too, each with scales of its own.
 
     Returns:
         The algorithm by the name of a matrix that is quantised.
@@ -83,6 +94,9 @@ def write_fp8(
             tensors[f"{name}.{scale_name}"] = torch.tensor([kv_scales[scale_name]])
         if any(fnmatchcase(name, pattern) for pattern in excluded):
             continue
+        expert = expert_of(name)
+        if expert is not None and not experts:
+            continue
         given = {"*": algorithms} if isinstance(algorithms, str) else algorithms
         found = [algorithm for pattern, algorithm in given.items() if fnmatchcase(name, pattern)]
         if not found:
@@ -95,7 +109,9 @@ def write_fp8(
             )
             amax = max(largest[one] for one in sharing)
             scale, values = amax / 448, (weight * (448 / amax)).to(E4M3)
-            more = (1, 1.25, 0.75)["qkv".index(name[-6])] if merged and apart else 1
+            more = (1, 1.25, 0.75)["qkv".index(name[-6])] if merged and apart else 1.0
+            if expert is not None:
+                more = (1, 1.25, 0.75)[expert % 3]
             tensors[f"{name}.weight_scale"] = torch.tensor(scale)
             tensors[f"{name}.input_scale"] = torch.tensor(input_scales[kind_of(name)] * more)
         else:
@@ -105,7 +121,8 @@ def write_fp8(
     save_file(tensors, directory / MODEL, metadata={"format": "pt"})
     about: dict[str, Any] = {"kv_cache_quant_algo": "FP8" if kv_scales else None}
     if isinstance(algorithms, str):
-        about |= {"quant_algo": algorithms, "exclude_modules": ["lm_head", EXPERTS, *excluded]}
+        plain = ["lm_head", *([] if experts else [EXPERTS]), *excluded]
+        about |= {"quant_algo": algorithms, "exclude_modules": plain}
     else:
         table = {name: {"quant_algo": algorithm} for name, algorithm in quantised.items()}
         about |= {"quant_algo": "MIXED_PRECISION", "quantized_layers": table, "group_size": 16}
@@ -113,38 +130,59 @@ def write_fp8(
     return quantised
 
 
-def dequantised(directory: Path, name: str) -> Tensor:
+def meaning(tensors: Mapping[str, Tensor], name: str) -> Tensor:
     """A matrix as the checkpoint means it."""
-    tensors = load_file(directory / MODEL)
     return tensors[f"{name}.weight"].float() * tensors[f"{name}.weight_scale"]
+
+
+def rounded(x: Tensor, scale: Tensor | None) -> Tensor:
+    """What 8 bits leave of inputs, by a scale or each line by its own."""
+    if scale is None:
+        values, scales = quantize_lines_reference(x.flatten(0, -2))
+        return (values.float() * scales[:, None]).view(x.shape)
+    return (x * (1 / scale)).clamp(-448, 448).to(E4M3).float() * scale
 
 
 def as_quantised(model: NemotronHForCausalLM, directory: Path, found: Mapping[str, str]) -> None:
     """Have transformers' model compute with the checkpoint's weights, and with inputs of these
     products, keys and values rounded to 8 bits as it says."""
-    tensors = load_file(directory / MODEL)
-    for name, algorithm in found.items():
+    tensors, layers = load_file(directory / MODEL), set()
+    for name in found:
+        if expert_of(name) is not None:
+            layers.add(name.partition(".experts.")[0] + ".experts")
+            continue
         module = model.get_submodule(name.replace("backbone.", "model.", 1))
-        module.weight.data = dequantised(directory, name)
+        module.weight.data, scale = meaning(tensors, name), tensors.get(f"{name}.input_scale")
 
-        def rounded(
-            _: Any, given: Any, each: bool = algorithm != "FP8", name: str = name
-        ) -> tuple[Tensor]:
+        def before(_: Any, given: Any, scale: Tensor | None = scale) -> tuple[Tensor]:
             (x,) = given
-            if each:
-                values, scale = quantize_lines_reference(x.flatten(0, -2))
-                return ((values.float() * scale[:, None]).view(x.shape),)
-            scale = tensors[f"{name}.input_scale"]
-            return ((x * (1 / scale)).clamp(-448, 448).to(E4M3).float() * scale,)
+            return (rounded(x, scale),)
 
-        module.register_forward_pre_hook(rounded)
-
-    for name, scale in tensors.items():
+        module.register_forward_pre_hook(before)
+    for name, kept in tensors.items():
         if not name.endswith(tuple(KV_SCALES)):
             continue
 
-        def stored(_: Any, __: Any, y: Tensor, scale: Tensor = scale) -> Tensor:
-            return (y * (1 / scale)).clamp(-448, 448).to(E4M3).float() * scale
+        def stored(_: Any, __: Any, y: Tensor, scale: Tensor = kept) -> Tensor:
+            return rounded(y, scale)
 
         projection = name.rpartition(".")[0].replace("backbone.", "model.", 1)
         model.get_submodule(projection).register_forward_hook(stored)
+    for name in layers:
+        module = model.get_submodule(name.replace("backbone.", "model.", 1))
+        module.forward = partial(_experts, tensors, name)
+
+
+def _experts(
+    tensors: Mapping[str, Tensor], name: str, x: Tensor, experts: Tensor, weights: Tensor
+) -> Tensor:
+    """Routed experts: inputs of the first product by the largest scale of all."""
+    scales = [t for n, t in tensors.items() if re.match(rf"{name}\.\d+\.up_proj\.input_scale", n)]
+    x, total = rounded(x, max(scales, default=None)), torch.zeros_like(x)
+    for expert in experts.unique().tolist():
+        up, down = (f"{name}.{expert}.{which}_proj" for which in ("up", "down"))
+        token, choice = (experts == expert).nonzero(as_tuple=True)
+        inner = F.relu(x[token] @ meaning(tensors, up).T).square()
+        y = rounded(inner, tensors.get(f"{down}.input_scale")) @ meaning(tensors, down).T
+        total.index_add_(0, token, y * weights[token, choice, None])
+    return total

@@ -20,8 +20,8 @@ from torch import Tensor
 from hybrid_runtime.demo import PROMPTS, SHIPPED
 from hybrid_runtime.kernels.linear.quantize import E4M3, quantize_lines_reference
 from hybrid_runtime.models.checkpoint import Checkpoint, load_model
-from hybrid_runtime.models.formats import FORMATS, FP8_PER_TENSOR, PLAIN
-from hybrid_runtime.models.linear import Linear, matrices
+from hybrid_runtime.models.formats import FORMATS, FP8_PER_TENSOR, PLAIN, Format
+from hybrid_runtime.models.linear import Experts, Linear, checkpoint_tensors, matrices
 from hybrid_runtime.models.quantization import Quantization, _read
 
 __all__ = ["toy_checkpoint"]  # a fixture
@@ -41,6 +41,13 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "lines": ("M-M*", BIASES, {"algorithms": PER_CHANNEL, "form": "config"}),
     "table": ("M-M*", {}, {"algorithms": TABLE}),
     "experts": ("MEM*", {}, {"form": "config"}),
+    "routed experts": ("MEM*", {}, {"form": "config", "experts": True}),
+    "routed experts, lines": ("MEM*", {}, {"experts": True, "algorithms": PER_CHANNEL}),
+    "of one layer": ("MEE", {}, {"experts": True, "excluded": ["*layers.1.mixer.experts*"]}),
+    "latent": ("ME", {"moe_latent_size": 24}, {"experts": True, "excluded": ["*latent_proj"]}),
+    "table of experts": (
+        "MEE*", {}, {"experts": True, "algorithms": {"*s.1.m*": "FP8", "*s.2.m*": PER_CHANNEL}},
+    ),
 }  # fmt: skip
 
 
@@ -100,7 +107,7 @@ def test_logits_are_those_of_what_the_checkpoint_means(case: str, tmp_path: Path
         want = hf(tokens[None], use_cache=False).logits[0]
         checkpoint = Checkpoint(directory)
         model: Any = load_model(checkpoint, "cpu", torch.float32)
-        formats = {name: m.format.algorithm for name, m in matrices(model).items()}
+        formats = {name: format.algorithm for name, format in formats_of(model).items()}
         assert {name: one for name, one in formats.items() if one != "none"} == quantised
         assert model.kv_dtype == (E4M3 if options.get("kv_scales") else None)
         found.append([
@@ -114,6 +121,17 @@ def test_logits_are_those_of_what_the_checkpoint_means(case: str, tmp_path: Path
         assert min(each) < 1e-5
 
 
+def formats_of(model: Any) -> dict[str, Format]:
+    """By the names of matrices in a checkpoint."""
+    formats = {name: matrix.format for name, matrix in matrices(model).items()}
+    for name, part in model.named_modules():
+        if isinstance(part, Experts):
+            for which, matrix in part.named_children():
+                names = [f"{name}.{i}.{which}" for i in range(part.count)]
+                formats |= dict.fromkeys(names, matrix.format)
+    return formats
+
+
 def saved(directory: Path, pattern: str = "M-M*", **options: Any) -> Checkpoint:
     config = random_config(pattern)
     save_checkpoint(directory, config, our_model(config, hf_model(config, 0)))
@@ -122,31 +140,43 @@ def saved(directory: Path, pattern: str = "M-M*", **options: Any) -> Checkpoint:
     return Checkpoint(directory, None if options else "fp8")
 
 
-@pytest.mark.parametrize("options", [{"form": "beside"}, {"algorithms": PER_CHANNEL}, {}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"experts": True}, {"experts": True, "algorithms": PER_CHANNEL}, {}], ids=str
+)
 def test_bytes_are_known_before_memory_is_taken(tmp_path: Path, options: dict[str, Any]) -> None:
-    checkpoint = saved(tmp_path, **options)
+    checkpoint = saved(tmp_path, "M-ME*", **options)
     planned = checkpoint.tensors(checkpoint.build("meta", torch.bfloat16)).nbytes
     model: Any = load_model(checkpoint, "cpu", torch.bfloat16)
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in model.parameters()}
     assert planned == sum(storage.nbytes() for storage in storages.values())
-    narrow = {name: m.weight.dtype for name, m in matrices(model).items()}
-    assert set(narrow.values()) == {E4M3}
+    narrow = checkpoint_tensors(model)
+    assert {narrow[f"{name}.weight"].dtype for name in formats_of(model)} == {E4M3}
     assert model.dtype == torch.bfloat16
     assert model.output_weight.dtype == torch.bfloat16
 
 
 def test_weights_are_rounded_by_lines(tmp_path: Path) -> None:
-    checkpoint = saved(tmp_path)
-    rounded: Any = load_model(checkpoint, "cpu", torch.float32)
-    plain: Any = load_model(Checkpoint(tmp_path), "cpu", torch.float32)
-    weights = matrices(plain)
-    for name, matrix in matrices(rounded).items():
-        values, scale = quantize_lines_reference(weights[name].weight)
-        assert torch.equal(matrix.weight.view(torch.uint8), values.view(torch.uint8))
-        assert torch.equal(matrix.weight_scale, scale)
-    others = {n: t for n, t in rounded.named_parameters() if n.rpartition(".")[0] not in weights}
-    for name, tensor in others.items():
-        assert torch.equal(tensor, plain.get_parameter(name))
+    checkpoint = saved(tmp_path, "M-ME*")
+    model: Any = load_model(checkpoint, "cpu", torch.float32)
+    rounded = checkpoint_tensors(model)
+    plain = checkpoint_tensors(load_model(Checkpoint(tmp_path), "cpu", torch.float32))
+    for name in formats_of(model):
+        values, scale = quantize_lines_reference(plain.pop(f"{name}.weight"))
+        weight = rounded.pop(f"{name}.weight")
+        assert torch.equal(weight.view(torch.uint8), values.view(torch.uint8))
+        assert torch.equal(rounded.pop(f"{name}.weight_scale"), scale)
+    assert rounded.keys() == plain.keys()
+    for name, tensor in rounded.items():
+        assert torch.equal(tensor, plain[name])
+
+
+def test_experts_share_the_largest_scale_of_their_inputs(tmp_path: Path) -> None:
+    """Before the first product; between the two each has its own."""
+    model: Any = load_model(saved(tmp_path, "ME", experts=True), "cpu", torch.float32)
+    experts = model.backbone.layers[1].mixer.experts
+    own = torch.tensor([0.01 * (1, 1.25, 0.75)[i % 3] for i in range(experts.count)])
+    torch.testing.assert_close(experts.up_proj.input_scale.data, torch.full_like(own, 0.0125))
+    torch.testing.assert_close(experts.down_proj.input_scale.data, own)
 
 
 @pytest.mark.parametrize(
