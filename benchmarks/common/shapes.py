@@ -6,12 +6,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from weights import randomize
+from torch import nn
+from weights import fill
 
 from hybrid_runtime.engine.threads import use_threads
-from hybrid_runtime.kernels.linear.quantize import quantize_lines_reference
-from hybrid_runtime.models.formats import ROUNDED_TO
-from hybrid_runtime.models.linear import join, matrices, place
+from hybrid_runtime.kernels.linear.quantize import E4M3, quantize_lines_reference
+from hybrid_runtime.models.formats import ROUNDED_TO, SCALE
+from hybrid_runtime.models.linear import join, place
 from hybrid_runtime.models.nemotron_h import MTPHead, NemotronH
 from hybrid_runtime.models.nemotron_h_config import NemotronHConfig
 from hybrid_runtime.models.quantization import Quantization
@@ -120,25 +121,31 @@ def build(
     quantization: str | None = None,
 ) -> tuple[NemotronH, MTPHead]:
     """Model and MTP head with random weights. quantization: as of `Engine.from_pretrained`."""
-    model = NemotronH(shape, device, dtype)
+    if quantization is None:
+        model = NemotronH(shape, device, dtype)
+    else:
+        model = NemotronH(shape, "meta", dtype)
+        Quantization(quantization, ROUNDED_TO[quantization], rounded=True).store(model, "")
+        place(model, device)
     head = MTPHead(model)
     generator = torch.Generator(device).manual_seed(seed)
     for part in (model, head):
-        randomize(part, shape.num_hidden_layers, generator)
-    if quantization is not None:
-        _round(model, quantization)
+        _draw(part, shape.num_hidden_layers, generator)
+    join(model)
     use_threads(None, model)
     return model.eval(), head.eval()
 
 
-def _round(model: NemotronH, quantization: str) -> None:
-    """What a loader does with plain weights, to those that are there already."""
-    weights = {name: matrix.weight.data for name, matrix in matrices(model).items()}
-    device = model.device
-    Quantization(quantization, ROUNDED_TO[quantization], rounded=True).store(model, "")
-    place(model, device)
-    for name, matrix in matrices(model).items():
-        values, scale = quantize_lines_reference(weights.pop(name))
-        matrix.weight.data.copy_(values)
-        matrix.weight_scale.data.copy_(scale)
-    join(model)
+def _draw(module: nn.Module, depth: int, generator: torch.Generator) -> None:
+    """As `randomize`; weights in 8 bits are a plain model's, rounded as a loader does it, one
+    parameter after another: never are all of them there in 16 bits."""
+    for name, parameter in module.named_parameters():
+        matrix = module.get_submodule(name.rpartition(".")[0])
+        if parameter.dtype == E4M3:
+            plain = torch.empty_like(parameter, dtype=matrix.dtype)
+            fill(name, plain, depth, generator)
+            values, scale = quantize_lines_reference(plain.flatten(0, -2))
+            parameter.data.copy_(values.view(parameter.shape))
+            matrix.weight_scale.data.copy_(scale.view(matrix.weight_scale.shape))
+        elif not name.endswith(SCALE):
+            fill(name, parameter.data, depth, generator)

@@ -14,11 +14,12 @@ def randomize(module: nn.Module, depth: int, generator: torch.Generator) -> None
     residual stream; time steps from 0.001 to 0.1, decay rates from 1 to 16. Names are those of
     checkpoints, and vLLM's where it has others (`A`, `w2_weight`)."""
     for name, parameter in module.named_parameters():
-        _fill(name.split("."), parameter.data, depth, generator)
+        fill(name, parameter.data, depth, generator)
 
 
-def _fill(name: list[str], value: Tensor, depth: int, generator: torch.Generator) -> None:
-    last, owner = name[-1], name[-2]
+def fill(name: str, value: Tensor, depth: int, generator: torch.Generator) -> None:
+    """The parameter of that name; see `randomize`."""
+    *_, owner, last = name.split(".")
     if last == "A_log":
         value.uniform_(1, 16, generator=generator).log_()
     elif last == "A":
