@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from rich.console import Console
 from rich.progress import Progress
 from safetensors import SafetensorError, safe_open
@@ -135,17 +136,20 @@ class TensorFiles:
                 raise ValueError(
                     f"tensor {name} in {file} is {list(self.shapes[name])}, must be {list(shape)}"
                 )
-        # Experts have ten thousands of them, and to open a file is to read its header.
+        # Experts have ten thousands of them: each file is opened once, and looked through at once.
         for file, inside in self._by_file(shapes).items():
             with _opened(file) as opened:
-                for name in inside:
-                    values = opened.get_tensor(name).flatten()
-                    wrong = values[~(values.isfinite() & (values > 0))]
-                    if len(wrong):
-                        raise ValueError(
-                            f"tensor {name} in {file} holds {wrong[0]:g}, must hold finite numbers "
-                            "above 0"
-                        )
+                parts = [opened.get_tensor(name).flatten() for name in inside]
+            values = torch.cat(parts)
+            wrong = ~(values.isfinite() & (values > 0))
+            if wrong.any():
+                at = int(wrong.int().argmax())
+                ends = torch.tensor([len(part) for part in parts]).cumsum(0)
+                name = inside[int((ends <= at).sum())]
+                raise ValueError(
+                    f"tensor {name} in {file} holds {values[at]:g}, must hold finite numbers above "
+                    "0"
+                )
 
     def _by_file(self, names: Iterable[str]) -> dict[Path, list[str]]:
         found: dict[Path, list[str]] = {}
