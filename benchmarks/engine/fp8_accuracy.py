@@ -8,8 +8,8 @@ Two kinds: "per channel", as `quantization="fp8"` rounds at load, and "per tenso
 scales as ModelOpt makes them: the largest absolute number of a matrix, and of its inputs in the
 plain run, as 448. Of both, the logits against the plain model's, in a prompt and in the steps
 behind it, which verify 4 given tokens each; beside them the plain model's against its own weights
-in float32, which is what rounding activations costs anyway. Of routed experts what `Quantization`
-lets be in FP8 is; `share` says how many of the numbers that is.
+in float32, which is what rounding activations costs anyway. `share` says how many of the numbers
+are in FP8.
 
 The shipped checkpoint predicts files of the running Python's standard library that were left out of
 its training; there also: greedy texts behind pieces of them, FP8 against plain under the same
@@ -19,7 +19,9 @@ bfloat16, which read random tokens.
 
 from __future__ import annotations
 
+import fnmatch
 import platform
+import re
 import statistics
 import sys
 from collections.abc import Callable, Iterator
@@ -41,7 +43,7 @@ from hybrid_runtime.demo import SHIPPED
 from hybrid_runtime.engine import Engine, EngineConfig, SamplingParams
 from hybrid_runtime.engine.load import load
 from hybrid_runtime.engine.threads import use_threads
-from hybrid_runtime.kernels.linear.quantize import E4M3, LARGEST, quantize_reference
+from hybrid_runtime.kernels.linear.quantize import E4M3, LARGEST, Quantizer, quantize_reference
 from hybrid_runtime.models.formats import FP8_PER_TENSOR
 from hybrid_runtime.models.forward_batch import Caches, RowBatch, StatePositions
 from hybrid_runtime.models.linear import (
@@ -267,12 +269,9 @@ def per_tensor(
     largest: dict[str, float],
 ) -> NemotronH:
     """The model with these plain weights in FP8 with static scales. largest: by matrix; an expert
-    that no token chose gets the largest of all."""
+    that no token chose gets the largest of its layer's."""
     model = NemotronH(shape, "meta", dtype)
-    try:
-        Quantization("per tensor", FP8_PER_TENSOR).store(model, "")
-    except ValueError:  # routed experts cannot be
-        Quantization("per tensor", FP8_PER_TENSOR, excluded=("*.experts",)).store(model, "")
+    Quantization("per tensor", FP8_PER_TENSOR).store(model, "")
     place(model, device)
     tensors = checkpoint_tensors(model)
     for name, tensor in tensors.items():
@@ -284,10 +283,13 @@ def per_tensor(
             continue
         matrix = name.removesuffix(".weight")
         scale = plain.abs().amax().float() / LARGEST
-        tensor.copy_(quantize_reference(plain, scale))
+        tensor.copy_(quantize_reference(plain, Quantizer(scale)).values)
         tensors[f"{matrix}.weight_scale"].copy_(scale)
-        seen = largest[matrix] if ".experts." not in matrix else largest.get(matrix, 0.0)
-        tensors[f"{matrix}.input_scale"].fill_((seen or max(largest.values())) / LARGEST)
+        seen = largest.get(matrix)
+        if not seen:
+            others = fnmatch.filter(largest, re.sub(r"\.experts\.\d+\.", ".experts.*.", matrix))
+            seen = max(largest[other] for other in others)
+        tensors[f"{matrix}.input_scale"].fill_(seen / LARGEST)
     join(model)
     return model.eval()
 
