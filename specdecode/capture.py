@@ -27,6 +27,7 @@ class CapturedSteps:
     needed; those with prompts by `capture` alone, and launched one by one until then.
 
     Verify pass and drafter of a step with prompts are captured once, acceptance for each kind.
+    Where all rows decode, the drafter is captured for each number of drafts that may follow.
 
     phases: what is launched.
     shapes: to which steps are padded.
@@ -45,11 +46,14 @@ class CapturedSteps:
         self._hidden: Tensor | None = None
         self._ran_whole = False
 
-    def frame(self, shape: StepShape, accept: Acceptance | None) -> Frame:
-        """The frame of a step of that padded shape, of any context."""
-        return self._mixed(shape, accept) if shape.prompt_rows else self._decoding(shape, accept)
+    def frame(self, shape: StepShape, accept: Acceptance | None, propose: int) -> Frame:
+        """The frame of a step of that padded shape, of any context. propose: as of `Frame`; beside
+        prompts there is one number of drafts."""
+        if shape.prompt_rows:
+            return self._mixed(shape, accept)
+        return self._decoding(shape, accept, propose)
 
-    def _decoding(self, shape: StepShape, accept: Acceptance | None) -> Frame:
+    def _decoding(self, shape: StepShape, accept: Acceptance | None, propose: int) -> Frame:
         """Where all rows decode. It is captured now if it is not yet, over rows that are all
         padding."""
         key = shape, accept
@@ -57,10 +61,14 @@ class CapturedSteps:
             frame = self._uncaptured(shape, accept)
             self._prepare(frame)
             self._record("verify_and_accept", key, frame)
-            if self._phases.drafter is not None:
-                self._record("draft", key, frame)
             self._frames[key] = frame
-        return self._frames[key]
+        frame = self._frames[key]
+        frame.propose = propose
+        if self._phases.drafter is not None and frame.graph_of("draft") is None:
+            self._prepare(frame)
+            self._phases.accept(replace(frame, accept=None))  # the drafter's rows are padding, too
+            self._record("draft", (*key, propose), frame)
+        return frame
 
     def _mixed(self, shape: StepShape, accept: Acceptance | None) -> Frame:
         """Where prompts run. Kinds of acceptance that `capture` did not know are captured now, if
@@ -78,7 +86,7 @@ class CapturedSteps:
 
     def launch(self, phase: Phase, frame: Frame) -> None:
         """Run a phase, by its graph if the frame has one."""
-        key = frame.graphs.get(phase)
+        key = frame.graph_of(phase)
         if key is None:
             self._phases.launch(phase, frame)
         else:
@@ -94,7 +102,8 @@ class CapturedSteps:
         for shape in self.shapes.decoding():
             for accept in accepts:
                 name = f"{shape.decode_rows} decoding rows"
-                work.append((name, partial(self._decoding, shape, accept)))
+                for propose in self.shapes.drafts.after(shape.row_tokens - 1):
+                    work.append((name, partial(self._decoding, shape, accept, propose)))
         for done, (name, act) in enumerate(work):
             if progress is not None:
                 progress(done, len(work))
@@ -109,6 +118,27 @@ class CapturedSteps:
             torch.cuda.empty_cache()  # of calls that were not replays
         if progress is not None:
             progress(len(work), len(work))
+
+    def costs(self, accept: Acceptance) -> dict[tuple[int, int], float]:
+        """Seconds that steps take in which all rows decode, by rows and drafts, as many of them
+        proposed as verified; the rows are all padding. None on a CPU. Waits for the device."""
+        if self._phases.manager.device.type != "cuda":
+            return {}
+        events = {}
+        for shape in self.shapes.decoding():
+            drafts = shape.row_tokens - 1
+            frame = self._decoding(shape, accept, drafts)
+            self._prepare(frame)
+            for _ in range(2):  # the first one finds its weights anywhere
+                begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                begin.record()
+                self.launch("verify_and_accept", frame)
+                if self._phases.drafter is not None:
+                    self.launch("draft", frame)
+                end.record()
+            events[shape.decode_rows, drafts] = begin, end
+        torch.cuda.synchronize(self._phases.manager.device)
+        return {key: begin.elapsed_time(end) / 1e3 for key, (begin, end) in events.items()}
 
     def _with_prompts(self, accepts: Sequence[Acceptance]) -> list[Work]:
         """All shapes of steps with prompts."""
@@ -151,16 +181,14 @@ class CapturedSteps:
         # One memory for all shapes: a pass's hidden states outlive its graph, until they are used.
         first.hidden = self._hidden[: shape.tokens]
         self._record("verify", shape, first)
+        if self._phases.drafter is not None:
+            self._record("draft", shape, first)
         for accept in accepts:
             frame = first if accept is accepts[0] else replace(first, accept=accept)
             frame.graphs = dict(first.graphs)
             self._record("accept", (shape, accept), frame)
             self._frames[shape, accept] = frame
         self._frames[shape, None] = first
-        if self._phases.drafter is not None:
-            self._record("draft", shape, first)
-            for accept in accepts:
-                self._frames[shape, accept].graphs |= {"draft": first.graphs["draft"]}
 
     def _prepare(self, frame: Frame) -> None:
         """Rows that are all padding; those that decode have their tokens, because the prompts' are
@@ -172,7 +200,7 @@ class CapturedSteps:
         """Capture one phase of a frame; `launch` replays it from then on."""
         act, warm_up = (partial(run, phase, frame) for run in (self._phases.launch, self._warm_up))
         self._graphs.capture((phase, key), act, warm_up)
-        frame.graphs[phase] = phase, key
+        frame.add_graph(phase, (phase, key))
 
     def _warm_up(self, phase: Phase, frame: Frame) -> None:
         """Launch every kernel of a phase over rows that are all padding. The target runs as a whole
@@ -205,4 +233,7 @@ class CapturedSteps:
             accept=accept,
             # Prompts' rows beyond those of the step have no tokens, the others as many as these.
             pad=0 if shape.prompt_rows else shape.row_tokens,
+            propose=self.shapes.drafts.beside_prompts
+            if shape.prompt_rows
+            else shape.row_tokens - 1,
         )

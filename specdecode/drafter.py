@@ -76,19 +76,21 @@ class VerifyOutput:
 
 
 class Drafter(Protocol):
-    """Proposes the next K tokens of every row."""
+    """Proposes the next tokens of every row."""
 
-    def propose(self, output: VerifyOutput) -> tuple[Tensor, Tensor | None]:
-        """Drafts for the rows that emitted.
+    def propose(self, output: VerifyOutput, count: int) -> tuple[Tensor, Tensor | None]:
+        """So many drafts for the rows that emitted; with 0 a drafter sees the tokens all the same,
+        so that it can go on later.
 
         Returns:
-            int32 `[rows, K]`, the tail -1 where there are fewer, and the distributions that they
-            were drawn from, float32 `[rows, K, V]`; None if they were not drawn.
+            int32 `[rows, count]`, the tail -1 where there are fewer, and the distributions that
+            they were drawn from, float32 `[rows, count, V]`; None if they were not drawn.
         """
 
 
 class HeadDrafter:
-    """K passes of a draft head (MTP or EAGLE); each after the first takes its own hidden state.
+    """A pass of a draft head (MTP or EAGLE) for each draft; each after the first takes its own
+    hidden state.
 
     The head's attention has a cache of its own, in which position p sees token p + 1: the first
     pass covers the rows of the target's pass, with tokens shifted by one, but only their keys and
@@ -107,22 +109,21 @@ class HeadDrafter:
         self,
         head: DraftHead,
         caches: Caches,
-        num_draft: int,
         sampled: bool = False,
         narrow_head: NarrowHead | None = None,
     ) -> None:
-        self.head, self.caches, self.num_draft, self.sampled = head, caches, num_draft, sampled
+        self.head, self.caches, self.sampled = head, caches, sampled
         self.narrow_head = narrow_head
         device, slots = caches.kv_block_table.device, caches.kv_block_table.shape[0]
         self._one_each = torch.arange(most_rows(slots) + 1, dtype=torch.int32, device=device)
 
-    def propose(self, output: VerifyOutput) -> tuple[Tensor, Tensor | None]:
+    def propose(self, output: VerifyOutput, count: int) -> tuple[Tensor, Tensor | None]:
         inputs, sequences, batch = output.draft_inputs, output.sequences, output.batch
         rows = inputs.slot.shape[0]
         hidden = output.hidden
-        drafts = torch.empty((rows, self.num_draft), dtype=torch.int32, device=hidden.device)
+        drafts = torch.empty((rows, count), dtype=torch.int32, device=hidden.device)
         probs: list[Tensor] = []
-        for ahead in range(self.num_draft):
+        for ahead in range(max(count, 1)):  # the first one leaves the tokens' keys and values
             one_each = RowBatch(
                 slot=inputs.slot,
                 cu_seqlens=self._one_each[: rows + 1],
@@ -135,6 +136,8 @@ class HeadDrafter:
                 hidden = self.head(inputs.tokens, hidden, batch, self.caches, wanted)
             else:
                 hidden = self.head(drafts[:, ahead - 1], hidden, one_each, self.caches)
+            if not count:
+                break
             if not self.sampled:
                 self._most_likely(hidden, drafts[:, ahead])
                 continue
@@ -157,17 +160,14 @@ class HeadDrafter:
 class NgramDrafter:
     """Prompt look-up: what followed the last time the text ended like this."""
 
-    def __init__(self, num_draft: int) -> None:
-        self.num_draft = num_draft
-
-    def propose(self, output: VerifyOutput) -> tuple[Tensor, Tensor | None]:
+    def propose(self, output: VerifyOutput, count: int) -> tuple[Tensor, Tensor | None]:
         at = output.draft_inputs.slot.clamp(min=0)
         sequences = output.sequences
-        return ngram.propose(sequences.history[at], sequences.length[at], self.num_draft), None
+        return ngram.propose(sequences.history[at], sequences.length[at], count), None
 
 
 def make_drafter(
-    name: DrafterName | None, head: DraftHead | None, caches: Caches, num_draft: int, sampled: bool
+    name: DrafterName | None, head: DraftHead | None, caches: Caches, sampled: bool
 ) -> Drafter | None:
     """The drafter of that name, None for none.
 
@@ -177,12 +177,12 @@ def make_drafter(
     if name is None:
         return None
     if name == "ngram":
-        return NgramDrafter(num_draft)
+        return NgramDrafter()
     if head is None:
         raise ValueError(f"head is None; drafter {name!r} needs one")
     weight = narrowed_weight(head, sampled, caches.kv_block_table.device)
     narrow_head = None if weight is None else narrow(weight)
-    return HeadDrafter(head, caches, num_draft, sampled, narrow_head)
+    return HeadDrafter(head, caches, sampled, narrow_head)
 
 
 def narrowed_weight(head: DraftHead | None, sampled: bool, device: torch.device) -> Tensor | None:

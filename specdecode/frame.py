@@ -12,6 +12,7 @@ from hybrid_runtime.kernels.step.commit_tokens import DraftInputs
 from hybrid_runtime.kernels.step.prepare_inputs import StepInputs
 from hybrid_runtime.models.forward_batch import RowBatch, StatePositions
 from hybrid_runtime.specdecode.acceptance import Acceptance, Accepted
+from hybrid_runtime.specdecode.draft_length import DraftLength
 from hybrid_runtime.specdecode.drafter import VerifyOutput
 from hybrid_runtime.specdecode.shape import StepShape
 from hybrid_runtime.state.manager import HybridStateManager
@@ -25,7 +26,9 @@ class Frame:
     """What the launches of a step read and write. Views of `StepBuffers`.
 
     shape: rows and tokens, padding included.
-    num_draft: most drafts of a row, d. Acceptance looks at so many; K without decoding rows.
+    num_draft: most drafts of a row, d. Acceptance looks at so many; without decoding rows as many
+        as beside prompts.
+    propose: how many drafts are proposed behind the step.
     inputs: the step's rows and tokens.
     batch: the same rows, as a forward pass takes them.
     positions: where their Mamba states are read and written.
@@ -34,7 +37,8 @@ class Frame:
     accept: which drafts are accepted; None where no row emits.
     in_order: all rows run d + 1 tokens, so each token's logits are needed, in order.
     pad: tokens of a row beyond those of the step.
-    graphs: key of each captured phase; the others are launched one by one.
+    graphs: key of each captured phase, of "draft" by the number of drafts; the others are launched
+        one by one.
     hidden: where verify leaves its hidden states; None: in memory of its own.
     verify_output: what the target's pass leaves for acceptance and drafter.
     num_accepted: int32 `[rows]`, what acceptance leaves for the state manager.
@@ -43,6 +47,7 @@ class Frame:
 
     shape: StepShape
     num_draft: int
+    propose: int
     inputs: StepInputs
     batch: RowBatch
     positions: StatePositions
@@ -51,11 +56,18 @@ class Frame:
     accept: Acceptance | None
     in_order: bool
     pad: int
-    graphs: dict[Phase, Hashable] = field(default_factory=dict)
+    graphs: dict[tuple[Phase, int], Hashable] = field(default_factory=dict)
     hidden: Tensor | None = None
     verify_output: VerifyOutput | None = None
     num_accepted: Tensor | None = None
     logprobs: Tensor | None = None
+
+    def graph_of(self, phase: Phase) -> Hashable | None:
+        """Key of a phase's graph, if it is captured."""
+        return self.graphs.get((phase, self.propose if phase == "draft" else 0))
+
+    def add_graph(self, phase: Phase, key: Hashable) -> None:
+        self.graphs[phase, self.propose if phase == "draft" else 0] = key
 
 
 class StepBuffers:
@@ -69,10 +81,10 @@ class StepBuffers:
         self,
         manager: HybridStateManager,
         max_tokens: int,
-        num_draft: int,
+        drafts: DraftLength,
         rounding: Rounding | None,
     ) -> None:
-        rows, device = manager.max_rows, manager.device
+        rows, device, num_draft = manager.max_rows, manager.device, drafts.most
         self.inputs = StepInputs.empty(rows, max_tokens, num_draft, device)
         self.draft_inputs = DraftInputs.empty(rows, max_tokens, num_draft, device)
         self.emitted = torch.zeros((rows, num_draft + 2), dtype=torch.int32, device=device)
@@ -80,7 +92,7 @@ class StepBuffers:
             tokens=torch.full((rows, num_draft + 1), -1, dtype=torch.int32, device=device),
             num_accepted=torch.zeros(rows, dtype=torch.int32, device=device),
         )
-        self._manager, self._num_draft, self._rounding = manager, num_draft, rounding
+        self._manager, self._drafts, self._rounding = manager, drafts, rounding
 
     def frame(
         self,
@@ -89,6 +101,7 @@ class StepBuffers:
         max_scheduled: int,
         max_context: int,
         accept: Acceptance | None,
+        propose: int,
         pad: int = 0,
     ) -> Frame:
         """The frame of a step of that shape.
@@ -98,13 +111,14 @@ class StepBuffers:
             row_tokens: most tokens of a decoding row.
             max_scheduled: upper bound of tokens per row.
             max_context: upper bound of tokens in the cache and scheduled, per row.
-            accept, pad: as of `Frame`.
+            accept, propose, pad: as of `Frame`.
         """
         inputs = self.inputs.first(shape.rows, shape.tokens)
         return Frame(
             shape=shape,
-            # Steps without decoding rows share the kernels of those with K drafts.
-            num_draft=row_tokens - 1 if shape.decode_rows else self._num_draft,
+            # Steps without decoding rows share the kernels of those that have some.
+            num_draft=row_tokens - 1 if shape.decode_rows else self._drafts.beside_prompts,
+            propose=propose,
             inputs=inputs,
             batch=RowBatch(
                 slot=inputs.slot,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from typing import NamedTuple
 
 from hybrid_runtime.specdecode.shape import StepShape
 
@@ -13,6 +14,13 @@ AT_ONCE = 50e-6
 """Seconds. Results that were there sooner had been waiting to be read."""
 MARGIN = 300e-6
 """Seconds by which a step is queued too early at least: sleeping threads wake up late."""
+
+
+class Took(NamedTuple):
+    """How long a step kept the device busy, where that can be told."""
+
+    shape: StepShape
+    seconds: float
 
 
 class Pace:
@@ -44,17 +52,21 @@ class Pace:
         self._lead.append(now - min(self._began, self._due))
         self._due = math.inf
 
-    def read(self, number: int, asked: float, now: float) -> None:
-        """The results of step `number` were asked for, and are there now. Steps queued before it
-        have been given up."""
+    def read(self, number: int, asked: float, now: float) -> Took | None:
+        """The results of step `number` were asked for, and are there now; how long it took, unless
+        it had been done for some time. Steps queued before it have been given up."""
+        exact = None
         while self._queued and self._queued[0][0] <= number:
             found, shape, since = self._queued.popleft()
             if found == number:
                 took = now - max(self._read, since)
                 if now - asked < AT_ONCE:  # it had been done for some time
                     took = 0.9 * min(took, self._cost(shape) or took)
+                else:
+                    exact = Took(shape, took)
                 self._learn(shape, took)
         self._read = now
+        return exact
 
     def spare(self, now: float) -> float:
         """Seconds for which the next step need not be begun; 0 where nothing is queued."""

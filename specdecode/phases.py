@@ -116,7 +116,7 @@ class Phases:
         """Propose drafts for the next step, from what is certain now."""
         assert frame.verify_output is not None
         assert self.drafter is not None
-        drafts, probs = self.drafter.propose(frame.verify_output)
+        drafts, probs = self.drafter.propose(frame.verify_output, frame.propose)
         self.sequences.propose(frame.draft_inputs.slot, drafts, probs)
 
     def _verify_drafts(self, frame: Frame, accept: Acceptance) -> Accepted:

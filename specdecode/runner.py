@@ -15,6 +15,7 @@ from hybrid_runtime.kernels.replay.rounding import Rounding
 from hybrid_runtime.models.forward_batch import Caches
 from hybrid_runtime.specdecode.acceptance import Acceptance, greedy
 from hybrid_runtime.specdecode.capture import CapturedSteps, Progress
+from hybrid_runtime.specdecode.draft_length import DraftLength
 from hybrid_runtime.specdecode.drafter import Drafter
 from hybrid_runtime.specdecode.frame import Frame, Phase, StepBuffers
 from hybrid_runtime.specdecode.pace import Pace
@@ -35,7 +36,8 @@ class SpecDecodeRunner:
     """Runs steps of a batch of sequences under one target and at most one drafter.
 
     A decoding row runs one certain token and 0 .. K drafts. Steps whose decoding rows have as many
-    drafts each are padded and captured; where they differ, the step runs as it is, without graphs.
+    drafts each, a number that `drafts` knows, are padded and captured; other steps run as they are,
+    without graphs.
 
     target: the model.
     manager: keeps its Mamba states right.
@@ -46,9 +48,9 @@ class SpecDecodeRunner:
     steps_ahead: steps that may be queued before the results of the first are read.
     captured_prompt_tokens: pad steps to few shapes and replay CUDA graphs of them; on a CPU only
         pad them. Steps in which all rows decode are captured when first needed; those with prompts,
-        up to so many prompt tokens and with K drafts a row, by `capture`. None: no padding, no
-        graphs.
+        up to so many prompt tokens, by `capture`. None: no padding, no graphs.
     stochastic_rounding: verify passes round narrow states stochastically (replay layout).
+    drafts: how many drafts steps may have, which learns what they cost; None: always K.
 
     Raises:
         ValueError: the manager's steps have no room for padding.
@@ -65,21 +67,25 @@ class SpecDecodeRunner:
         steps_ahead: int = 0,
         captured_prompt_tokens: int | None = None,
         stochastic_rounding: bool = False,
+        drafts: DraftLength | None = None,
     ) -> None:
         self.manager, self.sequences, self.caches = manager, sequences, caches
         device, slots, num_draft = manager.device, manager.max_requests, sequences.num_draft
+        self.drafts = drafts or DraftLength(num_draft, adaptive=False)
         rounding = Rounding(sequences.rounding_seed, layer=0) if stochastic_rounding else None
         shapes, most_tokens = None, max(max_tokens, StepShape.decoding(slots, num_draft).tokens)
         if captured_prompt_tokens is not None:
             block_size = manager.layout.block_size
-            shapes = PaddedShapes(slots, num_draft, max_tokens, captured_prompt_tokens, block_size)
+            shapes = PaddedShapes(
+                slots, self.drafts, max_tokens, captured_prompt_tokens, block_size
+            )
             most_tokens = max(most_tokens, shapes.most_tokens)
             if manager.max_rows < most_rows(slots):
                 raise ValueError(
                     f"manager.max_rows is {manager.max_rows}; with captured_prompt_tokens it must "
                     f"be at least {most_rows(slots)}, for steps are padded"
                 )
-        self._buffers = StepBuffers(manager, most_tokens, num_draft, rounding)
+        self._buffers = StepBuffers(manager, most_tokens, self.drafts, rounding)
         self._phases = Phases(target, manager, sequences, caches, drafter, self._buffers)
         self._captured = None if shapes is None else CapturedSteps(self._phases, shapes)
         self.waits, self.pace = Waits(), Pace()
@@ -109,6 +115,7 @@ class SpecDecodeRunner:
         shape: StepShape,
         accept: Acceptance | None,
         on_verified: OnVerified | None = None,
+        propose: int | None = None,
     ) -> Step:
         """Queue one step; `read` gives what it emitted.
 
@@ -123,8 +130,12 @@ class SpecDecodeRunner:
             accept: which drafts are accepted. None if no row reaches the end of its text: there
                 are no logits then, and nothing is copied to the host.
             on_verified: looks at the target's hidden states.
+            propose: how many drafts to propose for the next step; None: K, or beside prompts as
+                many as `drafts` says.
         """
         decode_rows = shape.decode_rows
+        if propose is None:
+            propose = self.drafts.beside_prompts if shape.prompt_rows else self.drafts.most
         row_tokens = int(rows.scheduled[:decode_rows].max(initial=0))
         padded = None
         if self._captured is not None and decode_rows * row_tokens == shape.decode_tokens:
@@ -140,7 +151,7 @@ class SpecDecodeRunner:
             self._wait_for_copies()
             if padded is not None:
                 assert self._captured is not None
-                frame = self._captured.frame(padded, accept)
+                frame = self._captured.frame(padded, accept, propose)
             else:
                 frame = self._buffers.frame(
                     shape=shape,
@@ -148,6 +159,7 @@ class SpecDecodeRunner:
                     max_scheduled=int(rows.scheduled.max(initial=1)),
                     max_context=int((rows.computed_max + rows.scheduled).max(initial=1)),
                     accept=accept,
+                    propose=propose,
                 )
             self._phases.prepare(frame, step.entries, len(rows))
             self._verify_and_accept(frame)
@@ -173,7 +185,10 @@ class SpecDecodeRunner:
         settle = None if self.manager.readback else self.manager.prepare_settle(step)
         asked = time.perf_counter()
         values = self._results.read(step.number, reason)
-        self.pace.read(step.number, asked, time.perf_counter())
+        took = self.pace.read(step.number, asked, time.perf_counter())
+        if took is not None and not took.shape.prompt_rows:
+            shape = took.shape
+            self.drafts.took(shape.decode_rows, shape.row_tokens - 1, took.seconds)
         if len(values):
             emitted = values.reshape(n, -1)
         else:
@@ -216,12 +231,14 @@ class SpecDecodeRunner:
             self._buffers.clear()
             self._captured.capture(accepts, progress)
             self.manager.compile_flush()
+            if len(self.drafts.levels) > 1:
+                self.drafts.measured(self._captured.costs(accepts[0]))
 
     # -- launches --------------------------------------------------------------------------------
 
     def _verify_and_accept(self, frame: Frame) -> None:
         """One graph, or with prompts two: acceptance of any kind follows the same verify pass."""
-        if "verify" in frame.graphs:
+        if frame.graph_of("verify") is not None:
             self._launch("verify", frame)
             self._launch("accept", frame)
         else:

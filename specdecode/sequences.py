@@ -164,13 +164,14 @@ class Sequences:
         """Keep what the drafter proposes for the next step.
 
         slot: int32 `[rows]`, -1 where there is nothing to keep.
-        drafts: int32 `[rows, K]`.
-        probs: float32 `[rows, K, V]`, what they were drawn from; None if they were not drawn.
+        drafts: int32 `[rows, count]`, at most K.
+        probs: float32 `[rows, count, V]`, what they were drawn from; None if they were not drawn.
         """
         at = torch.where(slot >= 0, slot, self.history.shape[0] - 1).long()
-        self.drafts.index_copy_(0, at, drafts)
+        count = drafts.shape[1]
+        self.drafts[:, :count].index_copy_(0, at, drafts)
         if probs is not None and self.draft_probs is not None:
-            self.draft_probs.index_copy_(0, at, probs)
+            self.draft_probs[:, :count].index_copy_(0, at, probs)
 
 
 def _finite(temperature: float) -> float:

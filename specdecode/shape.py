@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from hybrid_runtime.specdecode.draft_length import DraftLength
 from hybrid_runtime.state.rows import StepRows
 
 PROMPT_ROWS = 16
@@ -61,7 +62,7 @@ class PaddedShapes:
     """The shapes that steps are padded to.
 
     max_requests: requests that run at once.
-    num_draft: most drafts of a row, K.
+    drafts: how many drafts rows may have.
     max_tokens: most tokens of a step.
     max_prompt_tokens: most prompt tokens of a step.
     block_size: tokens between two checkpoints; a chunk of just so many is the most common one.
@@ -70,12 +71,12 @@ class PaddedShapes:
     def __init__(
         self,
         max_requests: int,
-        num_draft: int,
+        drafts: DraftLength,
         max_tokens: int,
         max_prompt_tokens: int,
         block_size: int,
     ) -> None:
-        self._max_requests, self._num_draft = max_requests, num_draft
+        self._max_requests, self.drafts = max_requests, drafts
         self._block_size = block_size
         self._prompt_rows = min(PROMPT_ROWS, max_requests)
         self._max_prompt_tokens = min(max_tokens, max_prompt_tokens)
@@ -83,7 +84,7 @@ class PaddedShapes:
     @property
     def most_tokens(self) -> int:
         """Tokens of the largest step."""
-        decoding = StepShape.decoding(self._max_requests, self._num_draft)
+        decoding = StepShape.decoding(self._max_requests, self.drafts.most)
         return decoding.tokens + self._token_size(self._max_prompt_tokens)
 
     def of(self, shape: StepShape) -> StepShape:
@@ -97,22 +98,24 @@ class PaddedShapes:
                 f"shape.prompt_rows is {shape.prompt_rows}; at most {self._prompt_rows} may share "
                 "a step"
             )
-        num_draft = shape.row_tokens - 1 if shape.decode_rows else self._num_draft
+        num_draft = shape.row_tokens - 1 if shape.decode_rows else self.drafts.beside_prompts
         if not shape.prompt_rows:
             return StepShape.decoding(graph_size(shape.decode_rows, self._max_requests), num_draft)
         return self._mixed(shape.decode_rows, num_draft, self._token_size(shape.prompt_tokens))
 
     def decoding(self) -> list[StepShape]:
-        """The shapes of steps in which all rows decode with K drafts, the largest first: the graphs
-        of smaller ones fit into the memory of theirs."""
+        """The shapes of steps in which all rows decode, with each number of drafts that may be
+        chosen, the largest first: the graphs of smaller ones fit into the memory of theirs."""
         most = self._max_requests
         sizes = {graph_size(n, most) for n in range(1, most + 1)}
-        return [StepShape.decoding(n, self._num_draft) for n in sorted(sizes, reverse=True)]
+        shapes = [StepShape.decoding(n, k) for n in sizes for k in self.drafts.levels]
+        return sorted(shapes, key=lambda shape: (shape.tokens, shape.rows), reverse=True)
 
     def mixed(self) -> Iterator[StepShape]:
-        """Those of steps with prompts, beside rows with K drafts; the largest first."""
+        """Those of steps with prompts; the largest first."""
+        beside = self.drafts.beside_prompts
         for tokens in reversed(self._token_sizes()):
-            shapes = {self._mixed(n, self._num_draft, tokens) for n in range(self._max_requests)}
+            shapes = {self._mixed(n, beside, tokens) for n in range(self._max_requests)}
             yield from sorted(shapes, reverse=True)
 
     def _mixed(self, decode_rows: int, num_draft: int, prompt_tokens: int) -> StepShape:

@@ -28,7 +28,6 @@ from shapes import SHAPES, build, config
 from hybrid_runtime.engine import Engine, EngineConfig
 
 Row = dict[str, Any]
-DRAFTS = 3
 
 
 def once(args: argparse.Namespace) -> Row:
@@ -38,7 +37,8 @@ def once(args: argparse.Namespace) -> Row:
     model, head = build(config(SHAPES[args.shape]), device, dtype)
     options = EngineConfig(
         drafter="mtp",
-        num_speculative_tokens=DRAFTS,
+        num_speculative_tokens=args.drafts,
+        adaptive=args.adaptive,
         max_requests=args.max_requests,
         max_model_len=args.max_model_len,
         max_tokens_per_step=8192,
@@ -54,6 +54,8 @@ def once(args: argparse.Namespace) -> Row:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = arguments(__doc__)
     parser.add_argument("--shape", choices=SHAPES, default="8b")
+    parser.add_argument("--drafts", type=int, default=3, help="most of a row")
+    parser.add_argument("--adaptive", action="store_true", help="as many drafts as pay")
     parser.add_argument("--max-requests", type=int, default=64)
     parser.add_argument("--max-model-len", type=int, default=4096)
     parser.add_argument(

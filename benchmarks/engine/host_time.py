@@ -87,7 +87,7 @@ def steady(rows: int, drafts: int, steps: int) -> Iterator[Engine]:
     length = (steps + WARM_UP) * (drafts + 1) + 2 * BLOCK
     options = EngineConfig(
         drafter="ngram" if drafts else None, num_speculative_tokens=drafts, max_requests=rows,
-        max_model_len=length, block_size=BLOCK, steps_ahead=1, graphs=True,
+        max_model_len=length, block_size=BLOCK, steps_ahead=1, graphs=True, adaptive=False,
     )  # fmt: skip
     engine = Engine(model, options, eos_token_ids=(2,))
     if drafts:
@@ -114,10 +114,10 @@ class _Drafter:
     """Has no draft."""
 
     def __init__(self, none: Tensor) -> None:
-        self.num_draft, self._none = none.shape[1], none
+        self._none = none
 
-    def propose(self, output: VerifyOutput) -> tuple[Tensor, None]:
-        return self._none[: len(output.inputs.slot)], None
+    def propose(self, output: VerifyOutput, count: int) -> tuple[Tensor, None]:
+        return self._none[: len(output.inputs.slot), :count], None
 
 
 @contextmanager

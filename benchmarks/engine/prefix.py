@@ -66,6 +66,7 @@ class Bench:
         options = EngineConfig(
             drafter="mtp",
             num_speculative_tokens=DRAFTS,
+            adaptive=False,
             max_requests=1,
             max_model_len=longest + 1,
             max_tokens_per_step=args.max_tokens_per_step,

@@ -53,6 +53,7 @@ class Ours:
         options: Row = {
             "drafter": "mtp" if drafts else None,
             "num_speculative_tokens": drafts,
+            "adaptive": False,
             "synthetic_acceptance": None if rates is None else tuple(rates),
             "max_requests": settings["max_requests"],
             "max_model_len": settings["max_model_len"],

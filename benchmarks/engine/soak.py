@@ -89,9 +89,9 @@ class FailingDrafter:
     def __init__(self, drafter: Any, fault: Fault) -> None:
         self._drafter, self._fault = drafter, fault
 
-    def propose(self, output: Any) -> Any:
+    def propose(self, output: Any, count: int) -> Any:
         self._fault("drafter")
-        return self._drafter.propose(output)
+        return self._drafter.propose(output, count)
 
 
 class FailingStream:

@@ -65,6 +65,7 @@ class Load:
         return EngineConfig(
             drafter="auto" if self.drafts else None,
             num_speculative_tokens=self.drafts,
+            adaptive=False,
             strategy=self.strategy,
             max_requests=self.batch,
             max_model_len=max(self.max_model_len, self.isl + self.osl),

@@ -23,6 +23,7 @@ from hybrid_runtime.specdecode.acceptance import (
     synthetic_acceptance,
     synthetic_rates,
 )
+from hybrid_runtime.specdecode.draft_length import DraftLength
 from hybrid_runtime.specdecode.drafter import make_drafter
 from hybrid_runtime.specdecode.runner import SpecDecodeRunner
 from hybrid_runtime.specdecode.sequences import Sequences
@@ -123,7 +124,11 @@ def prefix_cache(config: EngineConfig, memory: Memory, block_size: int) -> Prefi
 
 
 def scheduler(
-    config: EngineConfig, manager: HybridStateManager, memory: Memory, cache: PrefixCache
+    config: EngineConfig,
+    manager: HybridStateManager,
+    memory: Memory,
+    cache: PrefixCache,
+    drafts: DraftLength,
 ) -> Scheduler:
     """Queue, running requests and blocks."""
     return Scheduler(
@@ -138,6 +143,7 @@ def scheduler(
         cache if config.prefix_caching else None,
         config.max_waiting,
         config.kv_block(manager.layout.block_size),
+        drafts,
     )
 
 
@@ -148,20 +154,22 @@ def runner(
     manager: HybridStateManager,
     memory: Memory,
     sequences: Sequences,
+    drafts: DraftLength,
 ) -> SpecDecodeRunner:
     """What runs a step on the device."""
     assert config.drafter != "auto", "resolved by the engine"
-    caches, k = memory.caches, config.num_draft
+    caches = memory.caches
     return SpecDecodeRunner(
         model,
         manager,
         sequences,
         caches,
-        make_drafter(config.drafter, head, caches, k, config.sampled_drafts),
+        make_drafter(config.drafter, head, caches, config.sampled_drafts),
         config.max_tokens_per_step,
         config.steps_ahead_on(model.device),
         config.max_prompt_tokens if config.graphs_on(model.device) else None,
         config.stochastic_rounding,
+        drafts,
     )
 
 

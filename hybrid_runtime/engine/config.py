@@ -25,6 +25,7 @@ from hybrid_runtime.kernels.conv.spec import ConvLayout
 from hybrid_runtime.kernels.replay.ring import default_ring_tokens
 from hybrid_runtime.models.model import HybridModel, StateGroup
 from hybrid_runtime.models.states import smallest_block
+from hybrid_runtime.specdecode.draft_length import LEVELS, UNMEASURED, DraftLength
 from hybrid_runtime.specdecode.drafter import DrafterName
 from hybrid_runtime.state.checks import Strategy
 from hybrid_runtime.state.layout import LayoutKind, StateLayout
@@ -50,6 +51,7 @@ class EngineOptions(TypedDict, total=False):
 
     drafter: DrafterName | Literal["auto"] | None
     num_speculative_tokens: int | None
+    adaptive: bool
     sampled_drafts: bool
     synthetic_acceptance: float | tuple[float, ...] | None
     max_requests: int
@@ -85,7 +87,13 @@ class EngineConfig:
     "auto": the first of these three that there is."""
 
     num_speculative_tokens: int | None = None
-    """Most drafts per step, K, at most 15. None: 3 with a drafter, 0 without."""
+    """Most drafts of a row per step, K, at most 15. None: 0 without a drafter, else 7, or 3 where
+    a request holds a state for every draft (`state_layout="columns"`)."""
+
+    adaptive: bool = True
+    """Give each step as many drafts as bring the most tokens per second, none included, by what
+    steps cost (measured by `capture`) and by how many drafts were accepted lately. False, and as
+    long as nothing is measured: always K, of the default 3."""
 
     sampled_drafts: bool = False
     """Draw the drafts of MTP and EAGLE at the request's temperature; False takes the likeliest."""
@@ -195,7 +203,14 @@ class EngineConfig:
         """K, whatever was left to the default."""
         if self.num_speculative_tokens is not None:
             return self.num_speculative_tokens
-        return 0 if self.drafter is None else 3
+        if self.drafter is None:
+            return 0
+        return UNMEASURED if self.state_layout == "columns" or not self.adaptive else LEVELS[-1]
+
+    def draft_length(self) -> DraftLength:
+        """How many drafts steps have."""
+        first = UNMEASURED if self.num_speculative_tokens is None else self.num_draft
+        return DraftLength(self.num_draft, self.adaptive, first)
 
     def resolved(self, head: Any) -> EngineConfig:
         """With the drafter that "auto" is beside this draft head (None: there is none);
@@ -276,7 +291,7 @@ class EngineConfig:
         check_choice("graphs", self.graphs, (None, False, True))
         check_dtype("kv_cache_dtype", self.kv_cache_dtype, KV_DTYPES)
         check_dtype("ssm_dtype", self.ssm_dtype)
-        for name in ("sampled_drafts", "stochastic_rounding", "prefix_caching"):
+        for name in ("adaptive", "sampled_drafts", "stochastic_rounding", "prefix_caching"):
             check_flag(name, getattr(self, name))
 
     def _check_sizes(self) -> None:

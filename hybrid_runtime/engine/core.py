@@ -244,8 +244,9 @@ class EngineCore:
         watch = partial(self._verified, schedule) if watched else None
         try:
             step = self._runner.step(
-                schedule.rows, schedule.shape, self._acceptance(schedule), watch
-            )
+                schedule.rows, schedule.shape, self._acceptance(schedule), watch,
+                schedule.drafts.propose,
+            )  # fmt: skip
         except Exception as error:
             # The forward pass may have half written these requests' state; the others' is exact.
             logger.error("a step failed; its %d requests end", len(schedule.rows), exc_info=error)
@@ -337,6 +338,7 @@ class EngineCore:
         self.counts.steps += 1
         self.counts.draft_steps += int(np.count_nonzero(drafted))
         self.counts.draft_emitted += int(count[drafted].sum())
+        self._scheduler.drafts.verified(schedule.drafts.made, count[drafted] - 1)
         return live
 
     def _append_plain(self, schedule: Schedule, emitted: Ints, live: Bools, now: float) -> Bools:

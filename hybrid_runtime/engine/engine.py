@@ -84,8 +84,11 @@ class Engine(OneProcess):
         memory = build.cache_memory(config, layout, model, head, plan.num_blocks, self.waits)
         build.bind_states(config, self.manager, memory, model, self.sequences)
         self.prefix_cache = build.prefix_cache(config, memory, layout.block_size)
-        self.scheduler = build.scheduler(config, self.manager, memory, self.prefix_cache)
-        self.runner = build.runner(config, model, head, self.manager, memory, self.sequences)
+        drafts = config.draft_length()
+        self.scheduler = build.scheduler(config, self.manager, memory, self.prefix_cache, drafts)
+        self.runner = build.runner(
+            config, model, head, self.manager, memory, self.sequences, drafts
+        )
         greedy, sampling = build.acceptances(config, model.device)
         self._accepts = tuple(dict.fromkeys((greedy, sampling)))
         eos = model.eos_token_ids if eos_token_ids is None else eos_token_ids
@@ -407,6 +410,6 @@ class Engine(OneProcess):
     def stats(self) -> EngineStats:
         done = self.core.counts
         return EngineStats(
-            done.steps, done.emitted, done.mean_acceptance_length, self.manager.stats(),
-            self.scheduler.preemptions, self.prefix_cache.stats(),
+            done.steps, done.emitted, done.mean_acceptance_length, self.runner.drafts.stats(),
+            self.manager.stats(), self.scheduler.preemptions, self.prefix_cache.stats(),
         )  # fmt: skip

@@ -15,6 +15,7 @@ from hybrid_runtime.engine.ledger import Ints, Ledger
 from hybrid_runtime.engine.prefix_cache import PrefixCache
 from hybrid_runtime.engine.request import Hit, Request
 from hybrid_runtime.engine.state_blocks import StateBlocks, Wanted
+from hybrid_runtime.specdecode.draft_length import DraftLength, StepDrafts
 from hybrid_runtime.specdecode.shape import PROMPT_ROWS, StepShape
 from hybrid_runtime.state.manager import HybridStateManager
 from hybrid_runtime.state.placement import BlockDemand
@@ -24,12 +25,13 @@ from hybrid_runtime.state.step import Checkpoint
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """Rows of one step; rows that decode (one certain token and K drafts) come first.
+    """Rows of one step; rows that decode (one certain token and its drafts) come first.
 
     requests: of the rows.
     epochs: of their slots, int `[rows]`, by which to know rows whose request has left meanwhile.
     rows: what runs.
     shape: of the step.
+    drafts: how many it verifies and proposes.
     wants: what some row wants, bits as of `ledger.SAMPLED`.
     samples: some row brings a token.
     has_logprobs: its log-probability comes with it.
@@ -42,6 +44,7 @@ class Schedule:
     epochs: Ints
     rows: StepRows
     shape: StepShape
+    drafts: StepDrafts
     wants: int
     samples: bool
     has_logprobs: bool
@@ -76,11 +79,13 @@ class Scheduler:
         cache: PrefixCache | None,
         max_waiting: int | None,
         kv_block: int,
+        drafts: DraftLength,
     ) -> None:
-        """kv_block: tokens of a KV block; the other arguments are the engine's."""
+        """kv_block: tokens of a KV block. drafts: says how many drafts a step has. The other
+        arguments are the engine's."""
         self.manager, self.kv, self.state = manager, kv, state
         self.block_size, self.kv_block = manager.layout.block_size, kv_block
-        self.num_draft = manager.num_speculative_tokens
+        self.num_draft, self.drafts = manager.num_speculative_tokens, drafts
         self.steps_ahead, self.cache = steps_ahead, cache
         self._state_budget = manager.layout.block_budget(steps_ahead)
         self.preemptions = 0
@@ -251,29 +256,32 @@ class Scheduler:
         """
         while True:
             for crosses in (True, False):
-                chosen, scheduled, num_decoding = self._choose(crosses)
+                chosen, scheduled, drafts, num_decoding = self._choose(crosses)
                 if not len(chosen):
                     return None
-                schedule = self._with_blocks(chosen, scheduled, num_decoding)
+                schedule = self._with_blocks(chosen, scheduled, drafts, num_decoding)
                 if schedule is not None:
+                    self.drafts.queued(drafts)
                     return schedule
             if len(self.running) == 1:
                 raise RuntimeError("a request needs more blocks than check() lets it")
             self.preempt(self.running[-1])
 
-    def _choose(self, crosses: bool) -> tuple[Ints, Ints, int]:
+    def _choose(self, crosses: bool) -> tuple[Ints, Ints, StepDrafts, int]:
         """Who runs, as indices into `running`, and how many tokens each; those that decode first,
-        and how many do. crosses: as of `_chunk`."""
-        slots, table, width = self._running, self.ledger, self.num_draft + 1
+        their drafts, and how many do. crosses: as of `_chunk`."""
+        slots, table = self._running, self.ledger
         low = table.computed_min[slots]
         left = table.prefill[slots] - low
         # Tokens emitted, and the fewest that queued steps will emit, are not yet all.
         decodes = (left <= 0) & (np.maximum(table.length[slots], low + 1) < table.most[slots])
+        prefilling = (left > 0).nonzero()[0]
+        drafts = self.drafts.plan(int(np.count_nonzero(decodes)), len(prefilling) > 0)
+        width = drafts.verify + 1
         decoding = decodes.nonzero()[0][: self.max_tokens_per_step // width]
         scheduled = np.full(len(decoding), width)
-        prefilling = (left > 0).nonzero()[0]
         if not len(prefilling):
-            return decoding, scheduled, len(decoding)
+            return decoding, scheduled, drafts, len(decoding)
         budget = min(self.max_tokens_per_step - width * len(decoding), self.max_prompt_tokens)
         turn = table.turn[slots[prefilling]].argsort(kind="stable")
         chunks: list[int] = []
@@ -283,7 +291,7 @@ class Scheduler:
             chunks.append(self._chunk(self.running[at], min(int(left[at]), budget), crosses))
             budget -= chunks[-1]
         chosen = np.concatenate([decoding, prefilling[turn][: len(chunks)]])
-        return chosen, np.concatenate([scheduled, np.array(chunks, int)]), len(decoding)
+        return chosen, np.concatenate([scheduled, np.array(chunks, int)]), drafts, len(decoding)
 
     def _chunk(self, request: Request, most: int, crosses: bool) -> int:
         """Prompt tokens to run: capped so that the chunk crosses at most one save position and ends
@@ -294,11 +302,13 @@ class Scheduler:
             most = min(most, self.cache.next_cut(request, start) + behind - start)
         return most
 
-    def _with_blocks(self, chosen: Ints, scheduled: Ints, num_decoding: int) -> Schedule | None:
+    def _with_blocks(
+        self, chosen: Ints, scheduled: Ints, drafts: StepDrafts, num_decoding: int
+    ) -> Schedule | None:
         """What was chosen, with its blocks handed out; None if there are too few."""
         running, slots, table = self.running, self._running[chosen], self.ledger
         low, high = table.computed_min[slots], table.computed_max[slots]
-        draft = np.full(len(slots), self.num_draft, np.int32)
+        draft = np.full(len(slots), drafts.verify, np.int32)
         draft[num_decoding:] = 0
         bound = low.astype(np.int32)
         rows = StepRows(
@@ -316,7 +326,7 @@ class Scheduler:
         if not self._allocate(rows, known):
             return None
         rows = self.state.named(rows)
-        shape = StepShape.decoding(num_decoding, self.num_draft)
+        shape = StepShape.decoding(num_decoding, drafts.verify)
         if len(chosen) > num_decoding:
             prompt_tokens = int(scheduled[num_decoding:].sum())
             shape = shape._replace(
@@ -324,9 +334,11 @@ class Scheduler:
             )
             self._prompt_tokens += prompt_tokens
         requests = [running[at] for at in chosen.tolist()]
-        return self._schedule_of(requests, rows, shape)
+        return self._schedule_of(requests, rows, shape, drafts)
 
-    def _schedule_of(self, requests: list[Request], rows: StepRows, shape: StepShape) -> Schedule:
+    def _schedule_of(
+        self, requests: list[Request], rows: StepRows, shape: StepShape, drafts: StepDrafts
+    ) -> Schedule:
         """Of requests that none of this has been queued for yet."""
         samples, pooled, spans = shape.decode_rows > 0, [], []
         for row in range(shape.decode_rows, len(requests)):
@@ -344,7 +356,9 @@ class Scheduler:
         wants = int(np.bitwise_or.reduce(self.ledger.wants[rows.index]))
         epochs = self.ledger.epoch[rows.index]
         has_logprobs = samples and wants & ledger.LOGPROBS > 0
-        return Schedule(requests, epochs, rows, shape, wants, samples, has_logprobs, pooled, spans)
+        return Schedule(
+            requests, epochs, rows, shape, drafts, wants, samples, has_logprobs, pooled, spans
+        )
 
     def _allocate(self, rows: StepRows, known: Ints) -> bool:
         """Give a step's rows their blocks; False, and nothing happens, where there are too few.

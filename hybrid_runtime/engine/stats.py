@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hybrid_runtime.engine.prefix_cache import PrefixStats
+from hybrid_runtime.specdecode.draft_length import DraftStats
 from hybrid_runtime.state.stats import Stats
 
 
@@ -38,6 +39,7 @@ class EngineStats:
     steps: int
     emitted: int
     mean_acceptance_length: float
+    drafts: DraftStats
     state: Stats
     preemptions: int
     prefix: PrefixStats

@@ -29,7 +29,10 @@ def _chosen(
     config: EngineConfig, layout: StateLayout, model: HybridModel, plan: MemoryPlan
 ) -> list[str]:
     ahead, layers = config.steps_ahead_on(model.device), len(state_group(model).layers)
-    drafts = f"{config.num_draft} a step by {config.drafter}" if config.num_draft else "none"
+    drafts = "none"
+    if config.num_draft:
+        pay = "as many as pay, at most " if config.adaptive else ""
+        drafts = f"{pay}{config.num_draft} a step by {config.drafter}"
     blocks, most = plan.num_blocks, layout.block_budget(ahead).most
     graphs = config.graphs_on(model.device) and model.device.type == "cuda"
     return [

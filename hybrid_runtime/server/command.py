@@ -26,7 +26,8 @@ MAX_WAITING = 256
 
 ENGINE_HELP = {
     "drafter": "mtp, eagle, ngram, none, or auto: the first of these that there is",
-    "num_speculative_tokens": "most drafts per step, at most 15 (3 with a drafter)",
+    "num_speculative_tokens": "most drafts of a row per step, at most 15 (7 with a drafter)",
+    "adaptive": "as many drafts as pay; no: always so many",
     "sampled_drafts": "draw drafts at the request's temperature (off: the likeliest)",
     "max_requests": "requests that run at once",
     "max_model_len": "most tokens of a request, prompt and output together",

@@ -108,6 +108,18 @@ class EngineCollector(Collector):
         yield _gauge(
             "acceptance_length", "Mean tokens per drafted row", stats.mean_acceptance_length
         )
+        yield _gauge("drafts", "Drafts that rows get now", stats.drafts.chosen)
+        yield _gauge(
+            "expected_acceptance_length", "Tokens that a row with so many should get",
+            stats.drafts.expected,
+        )  # fmt: skip
+        survival = GaugeMetricFamily(
+            f"{PREFIX}_draft_survival", "How often a draft and all before it are accepted lately",
+            labels=["position"],
+        )  # fmt: skip
+        for position, rate in enumerate(stats.drafts.survival, 1):
+            survival.add_metric([str(position)], rate)
+        yield survival
 
     def _blocks(self) -> Iterator[Metric]:
         """Blocks of both pools: all, those of requests, and those found by content."""

@@ -131,18 +131,19 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"ssm_dtype": torch.float64}, "ssm_dtype is torch.float64"),
     ({"state_layout": "rows"}, "state_layout is 'rows'"),
     ({"retention": "most"}, "retention is 'most'"),
-    ({"synthetic_acceptance": 4.5}, "synthetic_acceptance is 4.5; .* must be in 1..4"),
-    ({"synthetic_acceptance": (0.9, 0.5)}, "must be 3 rates from 0 to 1"),
-    ({"synthetic_acceptance": (0.5, 0.9, 0.1)}, "none above the one before it"),
-    ({"synthetic_acceptance": (1.5, 0.9, 0.1)}, "synthetic_acceptance is"),
+    ({"synthetic_acceptance": 8.5}, "synthetic_acceptance is 8.5; .* must be in 1..8"),
+    ({"synthetic_acceptance": (0.9, 0.5)}, "must be 7 rates from 0 to 1"),
+    ({"synthetic_acceptance": (0.5, 0.9, 0.1, 0, 0, 0, 0)}, "none above the one before it"),
+    ({"synthetic_acceptance": (1.5, 0.9, 0.1, 0, 0, 0, 0)}, "synthetic_acceptance is"),
+    ({"adaptive": 1}, "adaptive is 1; it must be"),
     # These need the model's config.
     ({"block_size": 3}, "block_size is 3; it must be larger than num_speculative_tokens"),
     ({"num_speculative_tokens": 16}, r"num_speculative_tokens is 16; it must be in 0\.\.15"),
     (
         {"ring_tokens": 3},
-        r"ring_tokens is 3 with num_speculative_tokens=3; it must be 0, 4\.\.15 or 31",
+        r"ring_tokens is 3 with num_speculative_tokens=7; it must be 0, 8\.\.15 or 31",
     ),
-    ({"ring_tokens": 16}, r"ring_tokens is 16 .*; it must be 0, 4\.\.15 or 31"),
+    ({"ring_tokens": 16}, r"ring_tokens is 16 .*; it must be 0, 8\.\.15 or 31"),
     ({"drafter": "mtp", "eagle_path": "x"}, "eagle_path is 'x' with drafter='mtp'"),
     ({"eagle_path": 5}, "eagle_path is 5; it must be a directory or a hub id"),
     ({"eagle_path": "/no/such/place"}, "'/no/such/place' does not exist"),
@@ -282,9 +283,11 @@ def test_states_have_the_dtype_that_the_checkpoint_asks_for(tmp_path: Path) -> N
     assert chosen.manager.layout.matrix_dtype == torch.float16
 
 
-def test_drafts_are_three_where_somebody_drafts() -> None:
+def test_most_drafts_where_somebody_drafts() -> None:
     drafters: tuple[Any, ...] = ("auto", "mtp", "ngram", None)
-    assert [EngineConfig(drafter=d).num_draft for d in drafters] == [3, 3, 3, 0]
+    assert [EngineConfig(drafter=d).num_draft for d in drafters] == [7, 7, 7, 0]
+    assert [EngineConfig(drafter=d, adaptive=False).num_draft for d in drafters] == [3, 3, 3, 0]
+    assert EngineConfig(drafter="mtp", state_layout="columns").num_draft == 3
     assert EngineConfig(drafter="mtp", num_speculative_tokens=5).num_draft == 5
 
 

@@ -29,7 +29,8 @@ def test_what_was_chosen(caplog: pytest.LogCaptureFixture) -> None:
         " MiB per request with a checkpoint, at most 4 blocks of ",
         "3 slots for requests of up to 1000 tokens, ",
         " KV blocks of 32 tokens, 13 state blocks (keys and values ",
-        "drafts 3 a step by mtp, strategy auto, 0 ahead, no graphs, retention all",
+        "drafts as many as pay, at most 7 a step by mtp, ",
+        "strategy auto, 0 ahead, no graphs, retention all",
     ):
         assert words in text
 

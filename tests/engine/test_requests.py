@@ -117,11 +117,11 @@ class Raises(Script):
 
     calls = 0
 
-    def propose(self, output: VerifyOutput) -> tuple[Tensor, Tensor | None]:
+    def propose(self, output: VerifyOutput, count: int) -> tuple[Tensor, Tensor | None]:
         self.calls += 1
         if self.calls == 5:
             raise RuntimeError("no drafts today")
-        return super().propose(output)
+        return super().propose(output, count)
 
 
 @pytest.mark.parametrize("steps_ahead", [0, 1])

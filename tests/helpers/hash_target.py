@@ -219,7 +219,7 @@ class HashDrafter:
     def __init__(self, num_draft: int, rule: Rule = HASH) -> None:
         self.num_draft, self.rule = num_draft, rule
 
-    def propose(self, output: VerifyOutput) -> tuple[Tensor, Tensor | None]:
+    def propose(self, output: VerifyOutput, count: int) -> tuple[Tensor, Tensor | None]:
         k, drafts = self.num_draft, []
         text = output.sequences
         for slot, emits in zip(
@@ -232,4 +232,4 @@ class HashDrafter:
                 continue
             guesses = true_text(known, k, self.rule)
             drafts.append([t if i < right else (t + 1) % VOCABULARY for i, t in enumerate(guesses)])
-        return torch.tensor(drafts, dtype=torch.int32), None
+        return torch.tensor(drafts, dtype=torch.int32)[:, :count], None

@@ -136,7 +136,7 @@ class Script:
         self.texts, self.k = texts, k
         self.errors = itertools.cycle(pattern)
 
-    def propose(self, output: VerifyOutput) -> tuple[Tensor, Tensor | None]:
+    def propose(self, output: VerifyOutput, count: int) -> tuple[Tensor, Tensor | None]:
         sequences, drafts = output.sequences, []
         for slot, emits in zip(
             output.inputs.slot.tolist(), output.inputs.emits.tolist(), strict=True
@@ -153,7 +153,7 @@ class Script:
                 else:
                     guess = [-1] * self.k
             drafts.append(guess)
-        return torch.tensor(drafts, dtype=torch.int32), None
+        return torch.tensor(drafts, dtype=torch.int32)[:, :count], None
 
 
 def text(length: int, seed: int) -> list[int]:

@@ -72,7 +72,7 @@ class SoftDrafter:
     def __init__(self, drawn: bool) -> None:
         self.drawn = drawn
 
-    def propose(self, output: VerifyOutput) -> tuple[Tensor, Tensor | None]:
+    def propose(self, output: VerifyOutput, count: int) -> tuple[Tensor, Tensor | None]:
         rows = output.draft_inputs.slot.shape[0]
         drafts = torch.full((rows, K), -1, dtype=torch.int32)
         probs = torch.zeros(rows, K, VOCABULARY)
@@ -87,7 +87,7 @@ class SoftDrafter:
                 u = uniform(sampling.seed, torch.tensor([length + i]), DRAFT)
                 drafts[row, i] = sample_reference(q[None], u)[0] if self.drawn else q.argmax()
                 tokens.append(int(drafts[row, i]))
-        return drafts, probs if self.drawn else None
+        return drafts[:, :count], probs[:, :count] if self.drawn else None
 
 
 class Runs:
@@ -341,7 +341,7 @@ def test_what_is_captured() -> None:
         assert set(graphs) == ahead
     runs.step({0: 1, 1: 1, 2: 1}, greedy)
     key = StepShape.decoding(3, 1), greedy
-    assert set(graphs) - ahead == {("verify_and_accept", key), ("draft", key)}
+    assert set(graphs) - ahead == {("verify_and_accept", key), ("draft", (*key, K))}
 
 
 def test_a_kind_of_acceptance_that_comes_late_takes_no_others_graph() -> None:
@@ -355,4 +355,4 @@ def test_a_kind_of_acceptance_that_comes_late_takes_no_others_graph() -> None:
     mixed = {key: frame for key, frame in captured._frames.items() if key[0].prompt_rows and key[1]}
     assert {accept for _, accept in mixed} == {greedy, rejection}
     for key, frame in mixed.items():
-        assert frame.graphs["accept"] == ("accept", key)
+        assert frame.graph_of("accept") == ("accept", key)

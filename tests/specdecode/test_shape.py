@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hybrid_runtime.specdecode.draft_length import DraftLength
 from hybrid_runtime.specdecode.shape import (
     PROMPT_ROWS,
     PaddedShapes,
@@ -25,12 +26,13 @@ K = 3
 @given(st.integers(1, 300), st.data())
 def test_every_step_has_a_padded_shape(max_requests: int, data: st.DataObject) -> None:
     bound, most = data.draw(st.integers(1, 3000)), data.draw(st.integers(4, 9000))
-    shapes = PaddedShapes(max_requests, K, most, bound, data.draw(st.integers(4, 3000)))
+    drafts = DraftLength(K, data.draw(st.booleans()))
+    shapes = PaddedShapes(max_requests, drafts, most, bound, data.draw(st.integers(4, 3000)))
     decode_rows = data.draw(st.integers(0, max_requests))
     most_prompts = min(PROMPT_ROWS, max_requests - decode_rows)
     prompt_rows = data.draw(st.integers(0 if decode_rows else 1, most_prompts))
     tokens = data.draw(st.integers(1, min(bound, most))) if prompt_rows else 0
-    num_draft = data.draw(st.integers(0, K))
+    num_draft = data.draw(st.sampled_from(drafts.levels))
     shape = StepShape.decoding(decode_rows, num_draft)
     shape = shape._replace(prompt_rows=prompt_rows, prompt_tokens=tokens)
     padded = shapes.of(shape)
@@ -40,7 +42,7 @@ def test_every_step_has_a_padded_shape(max_requests: int, data: st.DataObject) -
     assert padded.tokens <= shapes.most_tokens
     if decode_rows:
         assert padded.row_tokens == shape.row_tokens == num_draft + 1
-    if num_draft == K or not decode_rows:
+    if not prompt_rows or num_draft == drafts.beside_prompts or not decode_rows:
         assert padded in {*(shapes.mixed() if prompt_rows else shapes.decoding())}
 
 
@@ -55,7 +57,7 @@ def test_sizes_hold_what_they_are_for(rows: int, most: int) -> None:
 
 @pytest.mark.parametrize(("max_requests", "count"), [(8, 20), (64, 74), (256, 128)])
 def test_shapes_are_few_and_the_largest_comes_first(max_requests: int, count: int) -> None:
-    shapes = PaddedShapes(max_requests, K, 8192, 2048, 1056)
+    shapes = PaddedShapes(max_requests, DraftLength(K, False), 8192, 2048, 1056)
     found = list(shapes.mixed())
     assert len(found) == len(set(found)) == count
     assert any(shape.prompt_tokens == 1056 for shape in found)
@@ -65,7 +67,7 @@ def test_shapes_are_few_and_the_largest_comes_first(max_requests: int, count: in
 
 def test_more_prompts_than_may_share_a_step_are_refused() -> None:
     with pytest.raises(ValueError, match="prompt_rows is 4; at most 3 may share a step"):
-        PaddedShapes(3, K, 64, 64, 16).of(StepShape(0, 0, 4, 10))
+        PaddedShapes(3, DraftLength(K, False), 64, 64, 16).of(StepShape(0, 0, 4, 10))
 
 
 def test_the_shape_of_rows() -> None:

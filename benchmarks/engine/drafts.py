@@ -1,0 +1,167 @@
+"""As many drafts as pay, beside each number of drafts fixed: tokens/s by requests that decode.
+
+    python benchmarks/engine/drafts.py --shape 8b --rows 1,8,16,32,64,128 --curves qwen3.5,kimi-k3
+    python benchmarks/engine/drafts.py --shape tiny --rows 1,2 --steps 8
+
+One engine, and the same requests throughout: the numbers take turns (ABBA) while they decode, so
+that nothing but the drafts changes. Prompts run before; steps that change the number count. What
+the engine learns while a number is fixed is kept from it. Then the load ramps: requests come until
+there are as many as given, and leave again, and what steps get is set against the best number found
+for so many.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "common"))
+
+import torch
+import workload
+from record import arguments, environment, numbers, save, show
+from shapes import SHAPES, build, config
+
+from hybrid_runtime.engine import Engine, EngineConfig, Request, SamplingParams
+from hybrid_runtime.models.formats import ROUNDED_TO
+from hybrid_runtime.specdecode.draft_length import DraftLength
+
+Row = dict[str, Any]
+MOST = 7
+
+
+class Decoding:
+    """An engine in which any number of requests decode for as long as one wants."""
+
+    def __init__(self, engine: Engine, isl: int, seed: int) -> None:
+        self.engine, self._isl, self._rng = engine, isl, random.Random(seed)
+        self._requests: list[Request] = []
+        self.adaptive = engine.scheduler.drafts
+
+    def become(self, rows: int) -> None:
+        """Have so many requests decode: submit more and run their prompts, or end some."""
+        vocabulary = self.engine.model.vocab_size
+        while len(self._requests) > rows:
+            self.engine.abort(self._requests.pop())
+        new = []
+        while len(self._requests) < rows:
+            prompt = [self._rng.randrange(10, vocabulary - 10) for _ in range(self._isl)]
+            params = SamplingParams(max_tokens=self.engine.config.max_model_len, ignore_eos=True)
+            new.append(self.engine.submit(prompt, params))
+            self._requests.append(new[-1])
+        while not all(request.output for request in new):
+            self.engine.step()
+
+    def measure(self, steps: int, fixed: int | None) -> Row:
+        """So many steps, with that number of drafts or, None, with what pays."""
+        drafts = self.adaptive
+        if fixed is not None:
+            drafts = DraftLength(MOST, True, fixed)  # which never learns what steps cost
+        self.engine.scheduler.drafts = drafts
+        self.engine.step()
+        tokens, start = self._tokens, time.perf_counter()
+        chosen = []
+        for _ in range(steps):
+            self.engine.step()
+            chosen.append(drafts.chosen)
+        seconds = time.perf_counter() - start
+        self.engine.scheduler.drafts = self.adaptive
+        return {
+            "tok_s": (self._tokens - tokens) / seconds,
+            "step_ms": 1e3 * seconds / steps,
+            "drafts": statistics.fmean(chosen),
+        }
+
+    @property
+    def _tokens(self) -> int:
+        return sum(len(request.output) for request in self._requests)
+
+
+def measure(args: argparse.Namespace, curve: str) -> Iterator[list[Row]]:
+    """Rows of one acceptance curve, more and more of them."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    sizes = config(SHAPES[args.shape], args.layers)
+    model, head = build(sizes, device, dtype, quantization=args.quantization)
+    ways = [None, *args.numbers]
+    length = args.isl + (args.steps + 4) * (MOST + 1) * (2 * args.repeats * len(ways) + 8)
+    options = EngineConfig(
+        drafter="mtp",
+        num_speculative_tokens=MOST,
+        synthetic_acceptance=workload.acceptance(curve, MOST),
+        max_requests=max(args.rows),
+        max_model_len=length,
+        max_tokens_per_step=8192 if device.type == "cuda" else 64,
+        graphs=True,
+        ssm_dtype=args.ssm_dtype,
+        prefix_caching=False,
+    )
+    engine = Engine(model, options, head=head, eos_token_ids=())
+    engine.capture()
+    runs, rows = Decoding(engine, args.isl, args.seed), []
+    for count in args.rows:
+        runs.become(count)
+        found: dict[int | None, list[Row]] = {way: [] for way in ways}
+        for repeat in range(-1, args.repeats):
+            for way in ways if repeat % 2 else reversed(ways):
+                one = runs.measure(args.steps if repeat >= 0 else args.steps // 2, way)
+                if repeat >= 0:
+                    found[way].append(one)
+        for way, repeats in found.items():
+            means = {k: statistics.fmean(one[k] for one in repeats) for k in repeats[0]}
+            rows.append(
+                {"curve": curve, "requests": count, "fixed": way} | means | {"repeats": repeats}
+            )
+        best = max(
+            row["tok_s"] for row in rows if row["requests"] == count and row["fixed"] is not None
+        )
+        for row in rows:
+            if row["requests"] == count:
+                row["best"], row["of_best"] = best, row["tok_s"] / best
+        yield rows
+    best_of = {row["requests"]: row["best"] for row in rows}
+    for count in [*args.rows, *reversed(args.rows[:-1])]:
+        runs.become(count)
+        one = runs.measure(args.steps, None)
+        of_best = {"best": best_of[count], "of_best": one["tok_s"] / best_of[count]}
+        rows.append({"curve": curve, "requests": count, "fixed": "ramp"} | one | of_best)
+    yield rows
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = arguments(__doc__)
+    add = parser.add_argument
+    add("--shape", choices=SHAPES, default="8b")
+    add("--layers", type=int, help="the first so many only")
+    add("--quantization", choices=ROUNDED_TO, help="of the weights; none")
+    add("--rows", type=numbers, default=[1, 8, 16, 32, 64, 128], help="requests that decode")
+    add("--numbers", type=numbers, default=[1, 3, 5, 7], help="of drafts, fixed; of 0, 1, 3, 5, 7")
+    add("--curves", type=lambda text: text.split(","), default=["qwen3.5"])
+    add("--isl", type=int, default=1024, help="prompt tokens")
+    add("--steps", type=int, default=48, help="of each turn")
+    add("--repeats", type=int, default=2)
+    add("--ssm-dtype", default="float32")
+    add("--seed", type=int, default=0)
+    args = parser.parse_args(argv)
+    about = {"shape": args.shape, "name": SHAPES[args.shape].name, "environment": environment()}
+    about["options"] = {k: v for k, v in vars(args).items() if k != "out"}
+    done: list[Row] = []
+    for curve in args.curves:
+        rows: list[Row] = []
+        for rows in measure(args, curve):
+            path = save(f"drafts-{args.shape}", about | {"rows": [*done, *rows]}, args.out)
+        done += rows
+    shown = [{k: v for k, v in row.items() if k != "repeats"} for row in done]
+    show(f"drafts by load, {about['name']}", shown)
+    print(path)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,152 @@
+"""How many drafts steps get, on a device whose costs and a drafter whose luck are made up."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hybrid_runtime.specdecode.draft_length import EXPLORE, HYSTERESIS, DraftLength, StepDrafts
+
+SIZES = (1, 8, 64, 256)
+QWEN, KIMI = (0.93, 0.80, 0.66, 0.58, 0.44, 0.39, 0.24), (0.84, 0.61, 0.42, 0.35, 0.22, 0.10, 0.24)
+WEIGHTS, TOKEN, STATE, PASS = 4e-3, 20e-6, 25e-6, 0.25e-3
+
+
+def padded(rows: int, drafts: int) -> float:
+    """Seconds of a step over padding: weights or arithmetic, whichever is more, and passes of a
+    draft head; nothing goes through states."""
+    return max(WEIGHTS, rows * (drafts + 1) * TOKEN) + drafts * PASS
+
+
+def real(rows: int, drafts: int) -> float:
+    return padded(rows, drafts) + rows * STATE
+
+
+def measured(drafts: DraftLength) -> DraftLength:
+    drafts.measured({(size, k): padded(size, k) for size in SIZES for k in drafts.levels})
+    return drafts
+
+
+def run(
+    drafts: DraftLength, rows: int, steps: int, survival: Sequence[float], seed: int = 0
+) -> list[StepDrafts]:
+    """Steps of so many rows, whose drafts survive as `survival` says; their plans."""
+    luck, plans = np.random.default_rng(seed), []
+    for _ in range(steps):
+        plan = drafts.plan(rows, prompts=False)
+        drafts.queued(plan)
+        u = luck.random(rows)[:, None]
+        drafts.verified(plan.made, (u < np.array(survival[: plan.verify])).sum(1).astype(np.int32))
+        drafts.took(rows, plan.verify, real(rows, plan.verify))
+        plans.append(plan)
+    return plans
+
+
+def best(rows: int, survival: Sequence[float], levels: Sequence[int]) -> dict[int, float]:
+    return {k: rows * (1 + sum(survival[:k])) / real(rows, k) for k in levels}
+
+
+@pytest.mark.parametrize("survival", [QWEN, tuple(sorted(KIMI, reverse=True))])
+@pytest.mark.parametrize("rows", SIZES)
+def test_the_choice_is_as_good_as_the_best_number_of_drafts(
+    rows: int, survival: Sequence[float]
+) -> None:
+    drafts = measured(DraftLength(7, adaptive=True))
+    plans = run(drafts, rows, 4000 // rows + 300, survival)
+    speeds = best(rows, survival, drafts.levels)
+    settled = plans[len(plans) // 2 :]
+    tokens = sum(1 + sum(survival[: plan.verify]) for plan in settled) * rows
+    speed = tokens / sum(real(rows, plan.verify) for plan in settled)
+    assert speed >= max(speeds.values()) / HYSTERESIS * 0.99
+    assert drafts.chosen in {k for k, s in speeds.items() if s > max(speeds.values()) / 1.05}
+
+
+def test_a_load_that_rises_and_falls_changes_the_number() -> None:
+    drafts = measured(DraftLength(7, adaptive=True))
+    chosen = []
+    for rows in (1, 256, 1):
+        run(drafts, rows, 300, QWEN)
+        chosen.append(drafts.chosen)
+    assert chosen == [7, 3, 7]
+
+
+def test_drafts_that_are_never_right_are_given_up_and_tried_again() -> None:
+    drafts = DraftLength(7, adaptive=True)
+    drafts.measured({(8, k): 1 + 0.2 * k for k in drafts.levels})
+    run(drafts, 8, 400, (0.0,) * 7)
+    assert drafts.chosen == 0
+    plans = run(drafts, 8, 3 * EXPLORE, (0.0,) * 7)
+    assert sum(plan.propose > 0 for plan in plans) == 3
+    run(drafts, 8, 40 * EXPLORE, (1.0,) * 7)
+    assert drafts.chosen == 7
+
+
+@given(
+    st.integers(0, 15),
+    st.booleans(),
+    st.lists(st.tuples(st.integers(0, 300), st.booleans(), st.floats(1e-9, 1)), max_size=60),
+)
+def test_steps_verify_what_was_proposed(
+    most: int, adaptive: bool, steps: list[tuple[int, bool, float]]
+) -> None:
+    drafts = DraftLength(most, adaptive)
+    proposed = drafts.beside_prompts
+    for number, (rows, prompts, cost) in enumerate(steps):
+        if number == 5:
+            measured(drafts)
+        if number > 5:  # any number may become the best
+            drafts.measured({(size, k): 1.0 for size in SIZES for k in drafts.levels})
+            drafts.measured(
+                {(size, drafts.levels[number % len(drafts.levels)]): cost for size in SIZES}
+            )
+        plan = drafts.plan(rows, prompts)
+        assert drafts.plan(rows, prompts) == plan
+        assert 0 <= plan.made <= plan.verify <= most
+        assert {plan.verify, plan.propose} <= {*drafts.levels}
+        assert plan.made <= proposed
+        if prompts:
+            assert plan.verify == plan.propose == drafts.beside_prompts
+        else:
+            assert plan.made == plan.verify
+            assert plan.propose in drafts.after(plan.verify)
+        if not adaptive:
+            assert plan.verify == plan.propose == most
+        drafts.queued(plan)
+        proposed = plan.propose
+        drafts.verified(plan.made, np.zeros(rows, np.int32))
+    assert len(drafts.survival()) == most
+
+
+def test_until_costs_are_measured_the_number_is_the_first_one() -> None:
+    for first, chosen in ((None, 7), (3, 3), (4, 3)):
+        drafts = DraftLength(7, True, first)
+        run(drafts, 64, 10, (0.0,) * 7)
+        assert drafts.chosen == chosen
+        assert not drafts.stats().tokens_per_second
+
+
+def test_nearly_equal_numbers_do_not_take_turns() -> None:
+    drafts = DraftLength(3, adaptive=True, first=1)
+    survival = drafts.survival()
+    even = {k: 1 + survival[:k].sum() for k in drafts.levels}  # equal tokens per second
+    for step in range(20):
+        lucky = step % 2
+        drafts.measured({(1, k): even[k] * (0.98 if k == 3 * lucky else 1) for k in drafts.levels})
+        drafts.plan(1, prompts=False)
+        assert drafts.chosen == 1
+    drafts.measured({(1, 3): even[3] * 0.9})
+    drafts.plan(1, prompts=False)
+    assert drafts.chosen == 3
+
+
+def test_survival_counts_only_drafts_that_were_made() -> None:
+    drafts = DraftLength(3, adaptive=True)
+    for _ in range(100):
+        drafts.verified(1, np.array([1, 3, 0, 1], np.int32))
+    first, *later = drafts.survival()
+    assert first == pytest.approx(0.75, abs=0.01)
+    # Nothing is known of these; each goes on as the one before.
+    assert later == pytest.approx([first * 0.75, first * 0.75**2], abs=0.02)
+    assert drafts.stats().expected == pytest.approx(1 + first + sum(later))
