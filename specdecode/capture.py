@@ -67,7 +67,7 @@ class CapturedSteps:
         if self._phases.drafter is not None and frame.graph_of("draft") is None:
             self._prepare(frame)
             self._phases.accept(replace(frame, accept=None))  # the drafter's rows are padding, too
-            self._record("draft", (*key, propose), frame)
+            self._record_draft((*key, propose), frame)
         return frame
 
     def _mixed(self, shape: StepShape, accept: Acceptance | None) -> Frame:
@@ -81,6 +81,7 @@ class CapturedSteps:
             self._prepare(first)
             frame = replace(first, accept=accept, graphs=dict(first.graphs))
             self._record("accept", key, frame)
+            self._record_draft(key, frame)
             self._frames[key] = frame
         return self._frames[key]
 
@@ -181,14 +182,21 @@ class CapturedSteps:
         # One memory for all shapes: a pass's hidden states outlive its graph, until they are used.
         first.hidden = self._hidden[: shape.tokens]
         self._record("verify", shape, first)
-        if self._phases.drafter is not None:
-            self._record("draft", shape, first)
         for accept in accepts:
             frame = first if accept is accepts[0] else replace(first, accept=accept)
             frame.graphs = dict(first.graphs)
             self._record("accept", (shape, accept), frame)
             self._frames[shape, accept] = frame
         self._frames[shape, None] = first
+        self._record_draft(shape, *(self._frames[shape, accept] for accept in accepts))
+
+    def _record_draft(self, key: Hashable, *frames: Frame) -> None:
+        """Capture the drafter of frames, after all that runs before it: what its passes need for a
+        moment may lie where a later capture leaves its results, and these must outlive it."""
+        if self._phases.drafter is not None:
+            self._record("draft", key, frames[0])
+            for frame in frames[1:]:
+                frame.add_graph("draft", ("draft", key))
 
     def _prepare(self, frame: Frame) -> None:
         """Rows that are all padding; those that decode have their tokens, because the prompts' are

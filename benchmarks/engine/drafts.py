@@ -4,10 +4,11 @@
     python benchmarks/engine/drafts.py --shape tiny --rows 1,2 --steps 8
 
 One engine, and the same requests throughout: the numbers take turns (ABBA) while they decode, so
-that nothing but the drafts changes. Prompts run before; steps that change the number count. What
-the engine learns while a number is fixed is kept from it. Then the load ramps: requests come until
-there are as many as given, and leave again, and what steps get is set against the best number found
-for so many.
+that nothing but the drafts changes. Prompts run before; steps that change the number count. Tokens
+are those that the curve gives steps of so many drafts in the mean: what a few steps happen to get
+says less. What is learnt while a number is fixed is kept from the engine. Then the load ramps:
+requests come until there are as many as given, and leave again, and what steps get is set against
+the best number found for so many.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +41,9 @@ MOST = 7
 class Decoding:
     """An engine in which any number of requests decode for as long as one wants."""
 
-    def __init__(self, engine: Engine, isl: int, seed: int) -> None:
+    def __init__(self, engine: Engine, isl: int, seed: int, rates: Sequence[float]) -> None:
         self.engine, self._isl, self._rng = engine, isl, random.Random(seed)
+        self._tokens = [1.0, *(1 + total for total in accumulate(rates))]
         self._requests: list[Request] = []
         self.adaptive = engine.scheduler.drafts
 
@@ -64,23 +67,21 @@ class Decoding:
         if fixed is not None:
             drafts = DraftLength(MOST, True, fixed)  # which never learns what steps cost
         self.engine.scheduler.drafts = drafts
-        self.engine.step()
-        tokens, start = self._tokens, time.perf_counter()
-        chosen = []
-        for _ in range(steps):
+        for _ in range(3 if fixed is not None else 1):  # a number rises by one level a step
             self.engine.step()
-            chosen.append(drafts.chosen)
+        start, verified = time.perf_counter(), []
+        for _ in range(steps):
+            # Queued behind the step whose results are read now, and as long as it.
+            verified.append(drafts.plan(len(self._requests), prompts=False).verify)
+            self.engine.step()
         seconds = time.perf_counter() - start
         self.engine.scheduler.drafts = self.adaptive
+        tokens = len(self._requests) * sum(self._tokens[count] for count in verified)
         return {
-            "tok_s": (self._tokens - tokens) / seconds,
+            "tok_s": tokens / seconds,
             "step_ms": 1e3 * seconds / steps,
-            "drafts": statistics.fmean(chosen),
+            "drafts": statistics.fmean(verified),
         }
-
-    @property
-    def _tokens(self) -> int:
-        return sum(len(request.output) for request in self._requests)
 
 
 def measure(args: argparse.Namespace, curve: str) -> Iterator[list[Row]]:
@@ -90,13 +91,18 @@ def measure(args: argparse.Namespace, curve: str) -> Iterator[list[Row]]:
     sizes = config(SHAPES[args.shape], args.layers)
     model, head = build(sizes, device, dtype, quantization=args.quantization)
     ways = [None, *args.numbers]
-    length = args.isl + (args.steps + 4) * (MOST + 1) * (2 * args.repeats * len(ways) + 8)
+    turns = len(args.rows) * (args.repeats + 1) * len(ways) + 2 * len(args.rows)
+    length = args.isl + (args.steps + 2) * (MOST + 1) * turns
+    rates = workload.acceptance(curve, MOST)
+    assert rates is not None
     options = EngineConfig(
         drafter="mtp",
         num_speculative_tokens=MOST,
-        synthetic_acceptance=workload.acceptance(curve, MOST),
+        synthetic_acceptance=rates,
         max_requests=max(args.rows),
         max_model_len=length,
+        num_blocks=None if device.type == "cuda" else (4 * length // 16, 64),
+        block_size=None if device.type == "cuda" else 16,
         max_tokens_per_step=8192 if device.type == "cuda" else 64,
         graphs=True,
         ssm_dtype=args.ssm_dtype,
@@ -104,7 +110,7 @@ def measure(args: argparse.Namespace, curve: str) -> Iterator[list[Row]]:
     )
     engine = Engine(model, options, head=head, eos_token_ids=())
     engine.capture()
-    runs, rows = Decoding(engine, args.isl, args.seed), []
+    runs, rows = Decoding(engine, args.isl, args.seed, rates), []
     for count in args.rows:
         runs.become(count)
         found: dict[int | None, list[Row]] = {way: [] for way in ways}

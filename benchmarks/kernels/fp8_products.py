@@ -25,7 +25,7 @@ from shapes import SHAPES
 from torch import Tensor
 
 from hybrid_runtime.kernels.linear.fp8_product import (
-    FEW_TOKENS_OF_LINES,
+    FEW_TOKENS_OF_PARTS,
     product_tiling,
     scaled_mm,
     stream_product,
@@ -80,7 +80,7 @@ def calls(copies: list[dict[str, Linear]], x: Tensor) -> dict[str, list[Callable
     found["quantize_lines"] = [lambda: quantize(x, each)] * len(copies)
     for name, format, given in (("tensor", tensor, per_tensor), ("channel", lines, per_line)):
         weights = [Scaled(m[format].weight.data, m[format].weight_scale.data) for m in copies]
-        if x.is_cuda and tokens <= 2 * FEW_TOKENS_OF_LINES:
+        if x.is_cuda and tokens <= 2 * FEW_TOKENS_OF_PARTS:
             found[f"stream_{name}"] = [
                 lambda w=w, g=given: stream_product(g, w, x.dtype, None, tiling) for w in weights
             ]

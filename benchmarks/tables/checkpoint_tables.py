@@ -115,9 +115,9 @@ def checkpoints() -> str:
         "KV of 1024 tokens, MiB", *(f"requests on {gpu}" for gpu in GPUS),
     ]  # fmt: skip
     note = (
-        f"Default options, bfloat16 weights, float32 states, at most 7 drafts, requests of {LENGTH} tokens "
-        "all at full length at once (-: the weights alone do not fit). Computed from the "
-        "checkpoints' configs; nothing is measured."
+        "Default options, bfloat16 weights, float32 states, at most 7 drafts, requests of "
+        f"{LENGTH} tokens all at full length at once (-: the weights alone do not fit). Computed "
+        "from the checkpoints' configs; nothing is measured."
     )
     return markdown(header, lines) + "\n\n" + note
 

@@ -15,9 +15,9 @@ from hybrid_runtime.kernels.common.backend import runs_triton
 from hybrid_runtime.kernels.common.pdl import pdl, pdl_wait
 from hybrid_runtime.kernels.linear.quantize import Scaled
 
-FEW_TOKENS, FEW_TOKENS_OF_LINES = 16, 128
-"""Up to so many the weight is streamed: with a scale per matrix, and with a scale per line, for
-which the library is slower. Measured on an H200."""
+FEW_TOKENS, FEW_TOKENS_OF_LINES, FEW_TOKENS_OF_PARTS = 16, 64, 128
+"""Up to so many the weight is streamed: with a scale per matrix, with a scale per line, for which
+the library is slower, and with these where the inputs are divided. Measured on an H200."""
 _ALIGNED = 16
 """What `torch._scaled_mm` needs both sizes to be multiples of."""
 _NARROW = 16384
@@ -134,6 +134,8 @@ def product_tiling(tokens: int, outputs: int, may_part: bool) -> ProductTiling:
     program that has a multiprocessor alone, as in narrow matrices, needs more stages."""
     block_m = min(max(triton.next_power_of_2(tokens), 16), 64)
     narrow = outputs < _NARROW
+    if 64 < tokens <= FEW_TOKENS_OF_PARTS and may_part and narrow:
+        return ProductTiling(128, 64, 128, stages=6, parts=2)
     if block_m <= 32 and (may_part or not narrow):
         return ProductTiling(block_m, 64, 256, stages=3, parts=4 if narrow else 1)
     if narrow:
@@ -225,10 +227,14 @@ def fp8_product(
     if not runs_triton(x.values):
         return fp8_product_reference(x, weight, dtype, bias)
     tokens, outputs = x.values.shape[0], weight.values.shape[0]
-    few = tokens <= (FEW_TOKENS_OF_LINES if x.scale.dim() else FEW_TOKENS)
+    may_part = may_part and bias is None
+    few = tokens <= FEW_TOKENS
+    if x.scale.dim():
+        parted = may_part and outputs < _NARROW
+        few = tokens <= (FEW_TOKENS_OF_PARTS if parted else FEW_TOKENS_OF_LINES)
     if not few and x.values.is_cuda:
         y = scaled_mm(x, weight, dtype, bias)
         if y is not None:
             return y
-    tiling = product_tiling(tokens, outputs, may_part and few and bias is None)
+    tiling = product_tiling(tokens, outputs, may_part and few)
     return stream_product(x, weight, dtype, bias, tiling)

@@ -19,6 +19,7 @@ from hybrid_runtime.kernels.linear import quantize
 from hybrid_runtime.kernels.linear.fp8_product import (
     FEW_TOKENS,
     FEW_TOKENS_OF_LINES,
+    FEW_TOKENS_OF_PARTS,
     ProductTiling,
     fp8_product,
     fp8_product_reference,
@@ -119,7 +120,8 @@ def test_a_streamed_product_is_the_product(
     [
         (0, True, 4), (1, False, 4), (1, True, 4), (32, True, 4), (33, True, 2),
         (FEW_TOKENS, False, 4), (FEW_TOKENS + 1, False, 0),
-        (FEW_TOKENS_OF_LINES, True, 2), (FEW_TOKENS_OF_LINES + 1, True, 0), (200, False, 0),
+        (FEW_TOKENS_OF_LINES, True, 2), (FEW_TOKENS_OF_LINES + 1, True, 2),
+        (FEW_TOKENS_OF_PARTS, True, 2), (FEW_TOKENS_OF_PARTS + 1, True, 0), (200, False, 0),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("outputs", [48, 100])
@@ -179,7 +181,7 @@ def test_quantised_as_specified(lines: int, size: int, dtype: torch.dtype) -> No
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize(("groups", "size"), [(1, 96), (8, 128), (3, 96), (5, 60)])
 def test_norms_quantise_what_they_would_give(groups: int, size: int, dtype: torch.dtype) -> None:
-    """Byte for byte."""
+    """Byte for byte, but for sums in another order: of several groups in one program on a GPU."""
     x, other = normal(7, size, dtype=dtype), normal(7, size, dtype=dtype, seed=1)
     weight = normal(size, dtype=dtype, seed=2)
     parts = torch.stack([x, other])
@@ -193,7 +195,14 @@ def test_norms_quantise_what_they_would_give(groups: int, size: int, dtype: torc
             assert torch.equal(total, again)
         y = gated_rms_norm(x, other, weight, groups, 1e-5)
         found = gated_rms_norm(x, other, weight, groups, 1e-5, quantizer)
-        same(found, quantize_reference(y, quantizer))
+        want = quantize_reference(y, quantizer)
+        if x.is_cuda and groups > 1 and quantizer.scale is None:
+            torch.testing.assert_close(found.scale, want.scale, rtol=1e-2, atol=0)
+            step = (found.values.view(torch.int8).int() - want.values.view(torch.int8).int()).abs()
+            assert step.max() <= 1
+            assert (step > 0).float().mean() < 0.05
+        else:
+            same(found, want)
 
 
 @kernels
@@ -255,7 +264,7 @@ TYPES = {
 
 
 @plain
-@pytest.mark.parametrize("tokens", [1, 16, 32, 64])
+@pytest.mark.parametrize("tokens", [1, 16, 32, 64, 128])
 @pytest.mark.parametrize(
     ("outputs", "size", "may_part"),
     [(18560, 4096, False), (6144, 4096, False), (4096, 8192, True), (4096, 21504, True)],
