@@ -197,6 +197,7 @@ def test_norms_quantise_what_they_would_give(groups: int, size: int, dtype: torc
         found = gated_rms_norm(x, other, weight, groups, 1e-5, quantizer)
         want = quantize_reference(y, quantizer)
         if x.is_cuda and groups > 1 and quantizer.scale is None:
+            assert isinstance(found, Scaled)
             torch.testing.assert_close(found.scale, want.scale, rtol=1e-2, atol=0)
             step = (found.values.view(torch.int8).int() - want.values.view(torch.int8).int()).abs()
             assert step.max() <= 1
