@@ -11,7 +11,7 @@ from weights import fill
 
 from hybrid_runtime.engine.threads import use_threads
 from hybrid_runtime.kernels.linear.quantize import E4M3, quantize_lines_reference
-from hybrid_runtime.models.formats import ROUNDED_TO, SCALE
+from hybrid_runtime.models.formats import FP8_PER_TENSOR, ROUNDED_TO, SCALE
 from hybrid_runtime.models.linear import join, place
 from hybrid_runtime.models.nemotron_h import MTPHead, NemotronH
 from hybrid_runtime.models.nemotron_h_config import NemotronHConfig
@@ -20,17 +20,20 @@ from hybrid_runtime.models.quantization import Quantization
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """`layers`: how many of the pattern's fit one GPU by default; None = all. `defaults`: options
-    of `itl.py` that differ from its own."""
+    """`layers`: how many of the pattern's fit one GPU by default; None = all. `plain_layers`: those
+    of Mamba that NVIDIA's checkpoint in FP8 keeps in 16 bits. `defaults`: options of `itl.py` that
+    differ from its own."""
 
     name: str
     pattern: str
     config: dict[str, Any]
     mtp_pattern: str = "*"
     layers: int | None = None
+    plain_layers: tuple[int, ...] = ()
     defaults: dict[str, Any] = field(default_factory=dict)
 
 
+QUANTIZATIONS = (*ROUNDED_TO, "modelopt")
 SHAPES = {
     "8b": Shape(
         "Nemotron-H-8B",
@@ -61,6 +64,7 @@ SHAPES = {
             "moe_shared_expert_intermediate_size": 3712, "routed_scaling_factor": 2.5,
         },
         mtp_pattern="*E",
+        plain_layers=(4, 11, 18, 25, 32, 41),
     ),
     "super-120b": Shape(
         "Nemotron-3-Super-120B-A12B",
@@ -113,6 +117,16 @@ def config(shape: Shape, layers: int | None = None) -> Any:
     )
 
 
+def plain_modules(shape: NemotronHConfig) -> list[str]:
+    """What NVIDIA's FP8 checkpoints keep in 16 bits, as patterns of names: output head, draft head,
+    latent projections, attention, and some layers of Mamba."""
+    known = [one for one in SHAPES.values() if one.pattern.startswith(shape.pattern)]
+    layers = {i for one in known for i in one.plain_layers if i < len(shape.pattern)}
+    layers |= {i for i, kind in enumerate(shape.pattern) if kind == "*"}
+    mixers = [f"backbone.layers.{i}.mixer.*" for i in sorted(layers)]
+    return ["lm_head", "mtp*", "*latent_proj", *mixers]
+
+
 def build(
     shape: NemotronHConfig,
     device: torch.device | str,
@@ -120,12 +134,20 @@ def build(
     seed: int = 0,
     quantization: str | None = None,
 ) -> tuple[NemotronH, MTPHead]:
-    """Model and MTP head with random weights. quantization: as of `Engine.from_pretrained`."""
+    """Model and MTP head with random weights.
+
+    quantization: of `QUANTIZATIONS`: "fp8" as of `Engine.from_pretrained`; "modelopt" as in
+        NVIDIA's checkpoints, a scale per matrix and scales of inputs that are known beforehand.
+    """
     if quantization is None:
         model = NemotronH(shape, device, dtype)
     else:
         model = NemotronH(shape, "meta", dtype)
-        Quantization(quantization, ROUNDED_TO[quantization], rounded=True).store(model, "")
+        if quantization == "modelopt":
+            formats = Quantization("modelopt", FP8_PER_TENSOR, tuple(plain_modules(shape)))
+        else:
+            formats = Quantization(quantization, ROUNDED_TO[quantization], rounded=True)
+        formats.store(model, "")
         place(model, device)
     head = MTPHead(model)
     generator = torch.Generator(device).manual_seed(seed)
@@ -141,11 +163,11 @@ def _draw(module: nn.Module, depth: int, generator: torch.Generator) -> None:
     parameter after another: never are all of them there in 16 bits."""
     for name, parameter in module.named_parameters():
         matrix = module.get_submodule(name.rpartition(".")[0])
-        if parameter.dtype == E4M3:
+        if parameter.dtype == E4M3 and matrix.format is not FP8_PER_TENSOR:
             plain = torch.empty_like(parameter, dtype=matrix.dtype)
             fill(name, plain, depth, generator)
             values, scale = quantize_lines_reference(plain.flatten(0, -2))
             parameter.data.copy_(values.view(parameter.shape))
             matrix.weight_scale.data.copy_(scale.view(matrix.weight_scale.shape))
-        elif not name.endswith(SCALE):
+        elif not name.endswith(SCALE) or matrix.format is FP8_PER_TENSOR:
             fill(name, parameter.data, depth, generator)

@@ -28,10 +28,9 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "common"))
 import torch
 import workload
 from record import arguments, environment, numbers, save, show
-from shapes import SHAPES, build, config
+from shapes import QUANTIZATIONS, SHAPES, build, config
 
 from hybrid_runtime.engine import Engine, EngineConfig, Request, SamplingParams
-from hybrid_runtime.models.formats import ROUNDED_TO
 from hybrid_runtime.specdecode.draft_length import DraftLength
 
 Row = dict[str, Any]
@@ -145,7 +144,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add = parser.add_argument
     add("--shape", choices=SHAPES, default="8b")
     add("--layers", type=int, help="the first so many only")
-    add("--quantization", choices=ROUNDED_TO, help="of the weights; none")
+    add("--quantization", choices=QUANTIZATIONS, help="of the weights; none")
     add("--rows", type=numbers, default=[1, 8, 16, 32, 64, 128], help="requests that decode")
     add("--numbers", type=numbers, default=[1, 3, 5, 7], help="of drafts, fixed; of 0, 1, 3, 5, 7")
     add("--curves", type=lambda text: text.split(","), default=["qwen3.5"])

@@ -30,12 +30,11 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "common"))
 import peer
 import torch
 from record import arguments, environment, save
-from shapes import SHAPES, build, config
+from shapes import QUANTIZATIONS, SHAPES, build, config
 
 from hybrid_runtime.bench import options
 from hybrid_runtime.bench.measure import measure_all
 from hybrid_runtime.bench.report import table
-from hybrid_runtime.models.formats import ROUNDED_TO
 
 Row = dict[str, Any]
 
@@ -105,7 +104,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--shape", choices=SHAPES, default="8b")
     parser.add_argument("--layers", type=int, help="the first so many only")
     parser.add_argument("--dtype", help="of weights; bfloat16, float32 on a CPU")
-    parser.add_argument("--quantization", choices=ROUNDED_TO, help="of the weights; none")
+    parser.add_argument("--quantization", choices=QUANTIZATIONS, help="of the weights; none")
     parser.add_argument(
         "--before", help="how itl.py of an older checkout is started, to run beside"
     )

@@ -35,7 +35,7 @@ import serve_rows
 import workload
 from record import arguments, environment, numbers, save, show
 from serving import Child
-from shapes import SHAPES, config
+from shapes import SHAPES, config, plain_modules
 
 Row = dict[str, Any]
 HERE = Path(__file__).parent
@@ -79,13 +79,16 @@ def measure(
 
 def _settings(args: argparse.Namespace) -> Row:
     """What the engines' processes are told."""
-    sizes = asdict(config(SHAPES[args.shape], args.layers))
+    shape = config(SHAPES[args.shape], args.layers)
+    sizes = asdict(shape)
     del sizes["time_step_limit"]  # holds an infinity, which JSON has not
     extra = json.loads(args.vllm_options)
     return {
         "shape": args.shape,
         "layers": args.layers,
         "model": sizes,
+        "quantization": args.quantization,
+        "plain_modules": plain_modules(shape) if args.quantization else None,
         "dtype": args.dtype,
         "ssm_dtype": args.ssm_dtype,
         "drafts": args.drafts,
@@ -196,6 +199,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--shape", choices=SHAPES, default="8b")
     add("--layers", type=int, help="the first so many only")
     add("--dtype", help="of weights; default bfloat16, float32 for the tiny shape")
+    add("--quantization", choices=["modelopt"], help="of the weights, as in FP8 checkpoints")
     add("--ssm-dtype", default="float32")
     add("--lengths", choices=workload.LENGTHS, default="uniform")
     add("--places", type=numbers, default=[8, 32, 64], help="of the closed loops")

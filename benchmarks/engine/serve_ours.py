@@ -47,7 +47,8 @@ class Ours:
     def __init__(self, settings: Row) -> None:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         shape = config(SHAPES[settings["shape"]], settings["layers"])
-        model, head = build(shape, device, getattr(torch, settings["dtype"]))
+        dtype = getattr(torch, settings["dtype"])
+        model, head = build(shape, device, dtype, quantization=settings["quantization"])
         drafts, rates = settings["drafts"], settings["rates"]
         used = head if drafts else None
         options: Row = {

@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "common"))
 import nemotron
 import workload
 from record import arguments, numbers
-from shapes import SHAPES, config
+from shapes import SHAPES, config, plain_modules
 
 
 class Engine(Protocol):
@@ -59,6 +59,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--num-spec", type=int, default=3, help="drafts")
     add("--acceptance", default="3", help="tokens a step, a published curve, or real")
     add("--dtype", default="bfloat16")
+    add("--quantization", choices=["modelopt"], help="of the weights, as in FP8 checkpoints")
     add("--ssm-dtype", default="float32")
     add("--mode", choices=["align", "none"], default="align", help="none: no prefix caching")
     add("--max-num-seqs", type=int, help="default: the largest batch")
@@ -72,7 +73,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def settings(args: argparse.Namespace) -> dict[str, Any]:
     """As `nemotron.Vllm` takes them."""
-    sizes = asdict(config(SHAPES[args.shape], args.layers))
+    shape = config(SHAPES[args.shape], args.layers)
+    sizes = asdict(shape)
     del sizes["time_step_limit"]  # holds an infinity, which JSON has not
     rows = {1, 2, 4, *args.batch}
     captured = sorted(rows | {count * (1 + args.num_spec) for count in rows})
@@ -86,6 +88,7 @@ def settings(args: argparse.Namespace) -> dict[str, Any]:
         vllm |= {"enable_prefix_caching": False, "mamba_cache_mode": "none"}
     return {
         "model": sizes,
+        "plain_modules": plain_modules(shape) if args.quantization else None,
         "dtype": args.dtype,
         "ssm_dtype": args.ssm_dtype,
         "drafts": args.num_spec,

@@ -50,8 +50,11 @@ RENAMED = {
 }
 
 
-def checkpoint(model: dict[str, Any], dtype: str, longest: int) -> str:
-    """A folder with config.json of that shape, as in a checkpoint."""
+def checkpoint(
+    model: dict[str, Any], dtype: str, longest: int, plain: list[str] | None = None
+) -> str:
+    """A folder with config.json of that shape, as in a checkpoint. plain: modules that are not in
+    FP8; None: all are plain."""
     known = {name: value for name, value in model.items() if value is not None}
     config = {RENAMED.get(name, name): value for name, value in known.items()}
     config |= {
@@ -60,6 +63,11 @@ def checkpoint(model: dict[str, Any], dtype: str, longest: int) -> str:
         "expand": 2, "mlp_hidden_act": "relu2", "mamba_hidden_act": "silu", "n_shared_experts": 1,
         "attention_bias": False, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
     }  # fmt: skip
+    if plain is not None:
+        config["quantization_config"] = {
+            "quant_method": "modelopt", "quant_algo": "FP8", "ignore": plain,
+            "producer": {"name": "modelopt"},
+        }  # fmt: skip
     folder = Path(tempfile.mkdtemp())
     (folder / "config.json").write_text(json.dumps(config))
     return str(folder)
@@ -68,7 +76,7 @@ def checkpoint(model: dict[str, Any], dtype: str, longest: int) -> str:
 def options(settings: dict[str, Any]) -> dict[str, Any]:
     """Keywords of `vllm.LLM`."""
     longest = settings["max_model_len"]
-    model = checkpoint(settings["model"], settings["dtype"], longest)
+    model = checkpoint(settings["model"], settings["dtype"], longest, settings["plain_modules"])
     chosen: dict[str, Any] = {
         "model": model,
         "tokenizer": model,

@@ -67,6 +67,7 @@ def options(args: argparse.Namespace) -> Row:
     chosen = nemotron.options(
         {
             "model": sizes,
+            "plain_modules": None,
             "dtype": "bfloat16",
             "ssm_dtype": "float32",
             "drafts": args.drafts,

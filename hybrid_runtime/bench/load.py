@@ -27,7 +27,7 @@ class Load:
     spread evenly over one block, as those of unrelated users would be. repeats: how often it is
     timed. block_size: in tokens; None = derived from the layout. max_model_len: what the engine is
     made for, in tokens (more where the load needs it). strategy, state_layout, ring_tokens,
-    max_tokens_per_step, graphs, kv_cache_dtype: as of `EngineConfig`.
+    max_tokens_per_step, memory_fraction, graphs, kv_cache_dtype: as of `EngineConfig`.
     """
 
     batch: int = 1
@@ -45,6 +45,7 @@ class Load:
     block_size: int | None = None
     max_model_len: int = 8192
     max_tokens_per_step: int = 8192
+    memory_fraction: float = 0.9
     graphs: bool | None = None
 
     def __post_init__(self) -> None:
@@ -70,6 +71,7 @@ class Load:
             max_requests=self.batch,
             max_model_len=max(self.max_model_len, self.isl + self.osl),
             max_tokens_per_step=self.max_tokens_per_step,
+            memory_fraction=self.memory_fraction,
             block_size=self.block_size,
             ssm_dtype=getattr(torch, self.ssm_dtype.removesuffix(STOCHASTIC)),
             stochastic_rounding=self.ssm_dtype.endswith(STOCHASTIC),

@@ -39,6 +39,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--block-size", type=int, help="tokens per block; default: derived from the layout")
     add("--max-model-len", type=int, default=8192, help="tokens that the engine is made for")
     add("--max-tokens-per-step", type=int, default=8192, help="bounds prefill")
+    add("--memory-fraction", type=float, default=0.9, help="share of a GPU's memory in use")
     add("--no-graphs", action="store_true", help="launch every kernel by itself")
 
 
@@ -68,6 +69,7 @@ def loads(args: argparse.Namespace) -> list[Load]:
             block_size=args.block_size,
             max_model_len=args.max_model_len,
             max_tokens_per_step=args.max_tokens_per_step,
+            memory_fraction=args.memory_fraction,
             graphs=False if args.no_graphs else None,
         )
         for drafts, ssm_dtype, isl, osl, layout, lengths, batch, strategy in product(
