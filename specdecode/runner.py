@@ -152,7 +152,6 @@ class SpecDecodeRunner:
             self._phases.prepare(frame, step.entries, len(rows))
             self._verify_and_accept(frame)
             assert frame.verify_output is not None
-            assert frame.num_accepted is not None
             if on_verified is not None:
                 first_token = frame.batch.cu_seqlens[padding:]
                 on_verified(step.number, frame.verify_output.hidden, first_token)
@@ -183,6 +182,7 @@ class SpecDecodeRunner:
             self.manager.accepted(step)
         else:
             settle(emitted[:, -1])
+        emitted[:, -1] = abs(emitted[:, -1])  # which texts have ended the manager knows
         return self._without_padding(step, emitted)
 
     def read_logprobs(self, step: Step, reason: str) -> NDArray[np.int32]:

@@ -27,6 +27,7 @@ from hybrid_runtime.engine.scheduler import Schedule, Scheduler
 from hybrid_runtime.engine.stats import Counts
 from hybrid_runtime.specdecode.acceptance import Acceptance, Adjusted
 from hybrid_runtime.specdecode.runner import SpecDecodeRunner
+from hybrid_runtime.specdecode.sequences import Admission
 from hybrid_runtime.state.step import Checkpoint, Step
 
 logger = logging.getLogger(__name__)
@@ -203,15 +204,17 @@ class EngineCore:
         late = self._expire()
         admitted = self._scheduler.admit()
         if admitted:
-            for request in admitted:
-                self._ledger.expect(request, self.eos, self._tokenizer is not None)
-            self._runner.sequences.admit(
-                [
-                    (r.slot, r.device_tokens, len(r.prompt), r.params, r.seed, r.bans)
-                    for r in admitted
-                ]
-            )
+            self._runner.sequences.admit([self._admission(request) for request in admitted])
         return late, self._scheduler.schedule()
+
+    def _admission(self, request: Request) -> Admission:
+        """What the device must know of a request. It looks for the end of the text only where the
+        state there is kept."""
+        r, ends = request, self._ledger.expect(request, self.eos, self._tokenizer is not None)
+        known = Admission(r.slot, r.device_tokens, len(r.prompt), r.params, r.seed, r.bans)
+        if not (self._scheduler.keeps_turn_ends and r.max_tokens):
+            return known
+        return known._replace(most=int(self._ledger.most[r.slot]), ends=ends)
 
     def _expire(self) -> list[Request]:
         """End the requests whose time is over."""
@@ -321,7 +324,8 @@ class EngineCore:
         if ended:
             # The last state of a prompt without output has been filed; after an error it may be
             # anything.
-            self._scheduler.close([r for r, reason in ended if r.max_tokens and reason != "error"])
+            closed = [r for r, reason in ended if r.max_tokens and reason != "error"]
+            self._scheduler.close(closed, turns=True)
             for request, reason in ended:
                 self._end(request, reason)
         return [requests[row] for row in changed.nonzero()[0].tolist()]
