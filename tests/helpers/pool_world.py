@@ -60,7 +60,7 @@ class World:
     def __init__(
         self, num_draft: int, rule: Rule = HASH, text: bool = False, **options: Any
     ) -> None:
-        self.now, self.rule = 0.0, rule
+        self.now, self.rule, self.has_text = 0.0, rule, text
         self.target = HashTarget(rule)
         self.sound = True  # False from a check that fails on
         self.interrupted = False  # once; a step's tokens may then be missing from the statistics
@@ -112,6 +112,14 @@ class World:
         self.requests.append(request)
         self.open[request] = request.hit
         return request
+
+    def stop(self, prompt: list[int], kind: str, at: int) -> dict[str, Any]:
+        """Parameters that end the text behind a prompt with its token `at`, or where that, or with
+        "two tokens" that and the one before it, come first."""
+        tokens = true_text(prompt, at + 1, self.rule)
+        if kind == "token":
+            return {"stop_token_ids": (tokens[-1],)}
+        return {"stop": (" ".join(map(word, tokens[-1 - (kind == "two tokens") :])),)}
 
     def abort(self, which: int) -> None:
         request = list(self.open)[which % len(self.open)]
@@ -215,9 +223,12 @@ class World:
         """The output, and why it ends there."""
         params, output = request.params, list[int]()
         for token in true_text(request.prompt.tolist(), params.max_tokens, self.rule):
-            if token in params.stop_token_ids:
+            stops = token in params.stop_token_ids
+            if stops and not params.include_stop_str_in_output:
                 return output, "stop"
             output.append(token)
+            if stops:
+                return output, "stop"
             shown = " ".join(map(word, output))
             if any(stop in shown for stop in params.stop):
                 return output, "stop"
