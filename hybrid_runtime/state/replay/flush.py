@@ -156,23 +156,27 @@ class Flusher:
 
     def fold(self, checkpoints: Sequence[Checkpoint], queued: Callable[[int], Step | None]) -> int:
         """Fold those that belong in the live column, as `find` and `state` give them, in one
-        launch; how many. queued: the step that still runs a slot."""
+        launch, or none if all are there already; how many. queued: the step that still runs a
+        slot."""
         rows = [s for s in checkpoints if s.column == self._live]
-        if not rows or self._source is None:
-            return 0
-        table = self._ledger
-        index, packed = self._staging.take()
-        for i, checkpoint in enumerate(rows):
-            packed[0, i] = slot = checkpoint.slot
-            live = self._live_state(slot, queued(slot))
-            packed[1, slot] = checkpoint.position - live.written
-            packed[2, slot] = live.written % self._ring
-            packed[3, slot] = checkpoint.position - live.certain
-            packed[4, slot] = checkpoint.position
-        self._launch(self._source, index, len(rows))
+        states = [self._live_state(s.slot, queued(s.slot)) for s in rows]
+        pending = [
+            (s.slot, s.position, live)
+            for s, live in zip(rows, states, strict=True)
+            if not live.written == live.certain == s.position
+        ]
+        if pending and self._source is not None:
+            index, packed = self._staging.take()
+            for i, (slot, position, live) in enumerate(pending):
+                packed[0, i] = slot
+                packed[1, slot] = position - live.written
+                packed[2, slot] = live.written % self._ring
+                packed[3, slot] = position - live.certain
+                packed[4, slot] = position
+            self._launch(self._source, index, len(pending))
         for checkpoint in rows:
-            table.flushed(checkpoint.slot, checkpoint.position)
-        return len(rows)
+            self._ledger.flushed(checkpoint.slot, checkpoint.position)
+        return len(pending)
 
     def _launch(self, source: FlushInputs, index: int, count: int) -> None:
         listed, pending, cursor, offset, certain = self._staging.upload(index, 5)
