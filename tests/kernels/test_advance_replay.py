@@ -305,7 +305,8 @@ def test_kernel_and_reference_agree(n: int, block: int, window: int) -> None:
         lines, count, rows = entries_of(rng, n, busy, before, block)
         counts = rng.integers(0, 6, n)
         counts[rng.random(n) < 0.7] = 4
-        counts[rng.random(n) < 0.1 * (n > 5)] *= -1  # of few slots none would be left
+        if n > 5:  # of few slots none would be left
+            counts[rng.random(n) < 0.1] *= -1
         accepted = torch.from_numpy(counts.astype(np.int32)).to(DEVICE)
         held = [t.clone() for t in (lines, accepted)]
         for device, act in ((mine, advance_replay), (theirs, advance_replay_reference)):
