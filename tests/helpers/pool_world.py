@@ -67,11 +67,10 @@ class World:
         config = EngineConfig(
             drafter="ngram" if num_draft else None,
             num_speculative_tokens=num_draft,
-            block_size=BLOCK,
-            max_model_len=48,
-            **options,
+            **{"block_size": BLOCK, "max_model_len": 48} | options,
         )
-        self.kv_block = config.kv_block(BLOCK)
+        self.block = config.block_size or BLOCK
+        self.kv_block = config.kv_block(self.block)
         words = WordLevel({word(i): i for i in range(VOCABULARY)}, unk_token=word(0))
         tokenizer = Tokenizer(words) if text else None
         self.engine = engine = Engine(
@@ -128,6 +127,10 @@ class World:
 
     def fail_next_step(self) -> None:
         self.target.fails = True
+
+    def forget(self) -> None:
+        """The caches have been emptied: nothing was ever there."""
+        self.ever = {"kv": set(), "state": set()}
 
     def break_copies(self, broken: bool) -> None:
         if self.host is not None:
@@ -206,7 +209,10 @@ class World:
     def _check_turn_end(self, request: Request) -> None:
         """A text that has ended can be gone on with where it ended; but for its last token, which
         need not have been run."""
-        if request.finish_reason not in ("stop", "length") or not self.engine.manager.ends_texts:
+        if (
+            request.finish_reason not in ("stop", "length")
+            or not self.engine.scheduler.keeps_turn_ends
+        ):
             assert not request.turn_end
             return
         kept = request.length
@@ -320,12 +326,12 @@ class World:
             for r in self.requests
         ):
             return True
-        if depth % BLOCK:
+        if depth % self.block:
             return False
         if retention == "all" or (retention != "prompt" and depth % int(retention) == 0):
             return True
         return any(
-            depth in ((request.prefill - 1) // BLOCK * BLOCK, request.hit.known)
+            depth in ((request.prefill - 1) // self.block * self.block, request.hit.known)
             for request in self.open
             if (request.tenant, tuple(request.tokens[:depth].tolist())) == (tenant, tokens)
         )
@@ -361,8 +367,8 @@ class World:
             if other.tenant == request.tenant and (other is not request or epoch)
         ]
         assert 0 <= hit.tokens <= hit.known <= min(max(others, default=0), most)
-        assert hit.tokens % BLOCK == 0 or hit.turn is not None
-        assert hit.known % BLOCK == 0 or hit.known == hit.tokens
+        assert hit.tokens % self.block == 0 or hit.turn is not None
+        assert hit.known % self.block == 0 or hit.known == hit.tokens
         self.events["hits of turn ends"] += hit.turn is not None
         first, at_least = expected
         if request is first:
@@ -380,12 +386,12 @@ class World:
             return key in self.ever[group]
 
         deeper = range(hit.tokens + 1, most + 1)
-        turns = [end for end in deeper if end % BLOCK]
+        turns = [end for end in deeper if end % self.block]
         if hit.short in ("evicted_checkpoint", "evicted_keys") and any(
             was_there(group, end) for end in turns for group in ("state", "kv")
         ):
             return  # the end of a turn
-        most = most // BLOCK * BLOCK
+        most = most // self.block * self.block
         assert (hit.short == "short_prompt") == (most == hit.tokens == 0)
         if not most:
             return
@@ -393,7 +399,11 @@ class World:
             gone, group, end = "evicted_checkpoint", "state", hit.known
             absent: str | None = "no_checkpoint"
         else:
-            gone, group, end = "evicted_keys", "kv", hit.known // BLOCK * BLOCK + BLOCK
+            gone, group, end = (
+                "evicted_keys",
+                "kv",
+                hit.known // self.block * self.block + self.block,
+            )
             absent = None
         there = was_there(group, end) and end <= most
         pool = self.pools[group]
