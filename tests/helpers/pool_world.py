@@ -223,6 +223,8 @@ class World:
                 self.events["lost turn ends"] += 1
                 return
         assert kept - 1 <= request.turn_end <= kept
+        # Where counts are read early, a step that went on behind a stop string is known as well.
+        assert request.turn_end == min(kept, request.computed) or request.params.stop
         self.events["turn ends"] += 1
 
     def wanted_text(self, request: Request) -> tuple[list[int], str]:
