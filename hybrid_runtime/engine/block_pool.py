@@ -110,7 +110,7 @@ class BlockPool:
     def demote(self, key: bytes) -> None:
         """Let the content of `key` make room before any other, unless somebody owns it."""
         block = self._block.get(key)
-        if block in self._idle:
+        if block is not None and block in self._idle:
             self._idle.move_to_end(block, last=False)
 
     def evicted(self, key: bytes) -> bool:

@@ -208,13 +208,11 @@ class EngineCore:
         return late, self._scheduler.schedule()
 
     def _admission(self, request: Request) -> Admission:
-        """What the device must know of a request. It looks for the end of the text only where the
-        state there is kept."""
+        """What the device must know of a request: where its text ends if the state is kept there."""
         r, ends = request, self._ledger.expect(request, self.eos, self._tokenizer is not None)
         known = Admission(r.slot, r.device_tokens, len(r.prompt), r.params, r.seed, r.bans)
-        if not (self._scheduler.keeps_turn_ends and r.max_tokens):
-            return known
-        return known._replace(most=int(self._ledger.most[r.slot]), ends=ends)
+        holds = self._scheduler.keeps_turn_ends and r.max_tokens
+        return known._replace(most=int(self._ledger.most[r.slot]), ends=ends) if holds else known
 
     def _expire(self) -> list[Request]:
         """End the requests whose time is over."""
@@ -322,8 +320,7 @@ class EngineCore:
                 ended.append((request, reason))
                 changed[row] = True
         if ended:
-            # The last state of a prompt without output has been filed; after an error it may be
-            # anything.
+            # That of a prompt without output has been filed; after an error it may be anything.
             closed = [r for r, reason in ended if r.max_tokens and reason != "error"]
             self._scheduler.close(closed, turns=True)
             for request, reason in ended:

@@ -57,7 +57,7 @@ class TurnEnds:
 
     def matching(self, parent: bytes, tail: Tokens) -> Iterator[tuple[bytes, int]]:
         """Ends behind these blocks with which `tail` begins, the longest first: key and tokens."""
-        behind = self._behind.get(parent)
-        for tokens in sorted(set(behind.values()), reverse=True) if behind else ():
+        behind = self._behind.get(parent, {})
+        for tokens in sorted(set(behind.values()), reverse=True):
             if tokens <= len(tail) and (key := tail_key(parent, tail[:tokens])) in behind:
                 yield key, tokens

@@ -183,9 +183,10 @@ def check_resolved(accepted: Any, rows: int) -> NDArray[np.int32]:
 def check_checkpoints(
     checkpoints: Sequence[Checkpoint],
     ledger: Ledger,
-    known: Callable[[Checkpoint], Sequence[Checkpoint | None]],
+    last_checkpoint: Callable[[int], Checkpoint | None],
+    last_state: Callable[[int, int], Checkpoint | None],
 ) -> None:
-    """Refuse all but those that are `known` of slots whose requests still hold them."""
+    """Refuse all but what these two give for slots whose requests still hold them."""
     if not isinstance(checkpoints, Sequence):
         raise ValueError(f"checkpoints is {checkpoints!r}; it must be a sequence of Checkpoint")
     seen = set[int]()
@@ -198,7 +199,8 @@ def check_checkpoints(
                 f"checkpoints[{i}] is {checkpoint}, whose request has left the slot; it must be "
                 "flushed before its slot is released"
             )
-        if checkpoint.slot in seen or checkpoint not in known(checkpoint):
+        slot, position = checkpoint.slot, checkpoint.position
+        if slot in seen or checkpoint not in (last_checkpoint(slot), last_state(slot, position)):
             raise ValueError(
                 f"checkpoints[{i}] is {checkpoint}; it must be what last_checkpoint(slot) or "
                 "last_state(slot, position) gives now, once"

@@ -271,9 +271,8 @@ class HybridStateManager(OneProcess):
         where some are due (in the replay layout the next step stores them).
 
         num_accepted: int32 `[rows]` or longer; row i belongs to `step.rows.slot[i]`. It must stay
-        unchanged until the launches of the next `begin_step` are queued. In the replay layout
-        -a says that a tokens were accepted and that the text ends among them: steps that are queued
-        for it leave its state and its ring as they are.
+        unchanged until the launches of the next `begin_step` are queued. -a (replay layout): a
+        tokens were accepted and the text ends among them; queued steps leave its state as it is.
         """
         self._bound()
         self._in_flight.require(step, ended=False)
@@ -359,8 +358,7 @@ class HybridStateManager(OneProcess):
         return self._policy.ends_texts
 
     def has_ended(self, slot: int) -> bool:
-        """Whether the last count that was read of the request in `slot` was negative, so that steps
-        that are queued for it do nothing."""
+        """Whether the last count that was read of the request in `slot` was negative."""
         self._ledger.require_live(slot)
         return slot in self._ledger.ended
 
@@ -376,18 +374,13 @@ class HybridStateManager(OneProcess):
         return self._policy.last_state(slot, self._queued(slot), most)
 
     def flush(self, checkpoints: Sequence[Checkpoint]) -> None:
-        """Store last checkpoints or last states, just found, in one launch, or none if queued steps
-        store them all. The states of those in the live column are overwritten: release their slots
-        next.
+        """Store last checkpoints or states, just found, in one launch, or none if queued steps store
+        them all. The states of those in the live column are overwritten: release their slots next.
 
         Raises `ValueError` for one that is not what `last_checkpoint`, or `last_state` at its
         position, would give now: its request has left the slot or has had a step since, it was
         flushed before, or it was changed."""
-        check_checkpoints(
-            checkpoints,
-            self._ledger,
-            lambda at: (self.last_checkpoint(at.slot), self.last_state(at.slot, at.position)),
-        )
+        check_checkpoints(checkpoints, self._ledger, self.last_checkpoint, self.last_state)
         if not isinstance(self._policy, ReplayPolicy):
             return
         count = self._policy.flush(checkpoints, self._queued)
