@@ -208,7 +208,7 @@ class EngineCore:
         return late, self._scheduler.schedule()
 
     def _admission(self, request: Request) -> Admission:
-        """What the device must know of a request: where its text ends if the state is kept there."""
+        """What the device is told of a request; where its text ends if the state is kept there."""
         r, ends = request, self._ledger.expect(request, self.eos, self._tokenizer is not None)
         known = Admission(r.slot, r.device_tokens, len(r.prompt), r.params, r.seed, r.bans)
         holds = self._scheduler.keeps_turn_ends and r.max_tokens

@@ -374,7 +374,7 @@ class HybridStateManager(OneProcess):
         return self._policy.last_state(slot, self._queued(slot), most)
 
     def flush(self, checkpoints: Sequence[Checkpoint]) -> None:
-        """Store last checkpoints or states, just found, in one launch, or none if queued steps store
+        """Store last checkpoints or states, just found, in one launch; none if queued steps store
         them all. The states of those in the live column are overwritten: release their slots next.
 
         Raises `ValueError` for one that is not what `last_checkpoint`, or `last_state` at its
