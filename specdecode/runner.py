@@ -167,7 +167,8 @@ class SpecDecodeRunner:
 
     def read(self, step: Step, reason: str) -> NDArray[np.int32]:
         """What a step emitted, `[rows, K + 2]`: up to K + 1 tokens (tail -1) and their count, 0
-        where the row is in the middle of its prompt. Waits if it must, for that `reason`."""
+        where the row is in the middle of its prompt, negative where the text has ended by what the
+        device knows. Waits if it must, for that `reason`."""
         n = len(step.rows)
         settle = None if self.manager.readback else self.manager.prepare_settle(step)
         asked = time.perf_counter()
@@ -182,7 +183,6 @@ class SpecDecodeRunner:
             self.manager.accepted(step)
         else:
             settle(emitted[:, -1])
-        emitted[:, -1] = abs(emitted[:, -1])  # which texts have ended the manager knows
         return self._without_padding(step, emitted)
 
     def read_logprobs(self, step: Step, reason: str) -> NDArray[np.int32]:

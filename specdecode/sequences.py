@@ -13,7 +13,7 @@ from hybrid_runtime.device.transfer import Part, PinnedBuffers
 from hybrid_runtime.kernels.sampling.penalties import Penalties
 from hybrid_runtime.kernels.sampling.rows import SamplingTensors
 from hybrid_runtime.kernels.step.commit_tokens import MAX_ENDS, TextEnds
-from hybrid_runtime.specdecode.logit_tables import AllowedTokens, Ban, Biases
+from hybrid_runtime.specdecode.logit_tables import Ban, Biases, TokenSets
 from hybrid_runtime.specdecode.sampling import SamplingParams
 
 # Words of a slot's line. The seed takes two, at an offset that suits a 64-bit integer.
@@ -35,6 +35,7 @@ class Admission(NamedTuple):
     bans: tokens that are not.
     most, ends: tokens of the longest text, and at most `MAX_ENDS` tokens that end it. The counts
         of a step that reaches such an end are negative, and its row does not run any more.
+    stops: any number of tokens more that end it, see `engine.stop_tokens`.
     """
 
     slot: int
@@ -45,6 +46,7 @@ class Admission(NamedTuple):
     bans: Sequence[Ban] = ()
     most: int = ENDLESS
     ends: Sequence[int] = ()
+    stops: tuple[int, ...] = ()
 
 
 class Sequences:
@@ -85,7 +87,11 @@ class Sequences:
         floats = self._lines.view(torch.float32)
         self.length = self._lines[:, _LENGTH]
         self.prompt_length = self._lines[:, _PROMPT]
-        self.ends = TextEnds(self._lines[:, _MOST], self._lines[:, _ENDS:_DRAFTS])
+        # A buffer comes round again only after the step that it was filled for has been read.
+        self._depth = steps_ahead + 2
+        self._stops = TokenSets(slots, vocabulary, self._depth, device, full=False)
+        self._stopped: set[int] = set()  # slots that have such a set
+        self.ends = TextEnds(self._lines[:, _MOST], self._lines[:, _ENDS:_DRAFTS], self._stops.bits)
         self._lines[:, _MOST], self._lines[:, _ENDS:_DRAFTS] = ENDLESS, -1
         self.drafts = self._lines[:, _DRAFTS : _DRAFTS + num_draft]
         self.drafts.fill_(-1)
@@ -100,18 +106,17 @@ class Sequences:
         if sampled_drafts:
             shape = (slots + 1, num_draft, vocabulary)
             self.draft_probs = torch.zeros(shape, dtype=torch.float32, device=device)
-        # A buffer comes round again only after the step that it was filled for has been read.
-        fields, self._depth = self._words + max_length, steps_ahead + 2
+        fields = self._words + max_length
         self._staging = PinnedBuffers(slots, fields, self._depth, device, Waits())
         self._biases: Biases | None = None
-        self._allowed: AllowedTokens | None = None
+        self._allowed: TokenSets | None = None
         self._rounding_seed: Tensor | None = None
 
     def admit(self, entries: Sequence[Admission]) -> None:
         """Start sequences, by two copies to the device for each."""
         index, packed = self._staging.take()
         copies: list[tuple[Tensor, Part]] = []
-        for i, (slot, tokens, prompt, params, seed, _, most, ends) in enumerate(entries):
+        for i, (slot, tokens, prompt, params, seed, _, most, ends, _) in enumerate(entries):
             line, words, end = packed[i], self._words, self._words + len(tokens)
             line[_SEED : _SEED + 2].view(np.int64)[0] = seed
             line.view(np.float32)[_TEMPERATURE] = _finite(params.temperature)
@@ -131,6 +136,11 @@ class Sequences:
             copies.append((self.history[slot, : len(tokens)], (i, slice(words, end))))
         self._staging.copy(index, copies)
 
+        stops = [(e.slot, e.stops or None) for e in entries if e.stops or e.slot in self._stopped]
+        if stops:
+            self._stops.admit(stops)
+            self._stopped.update(slot for slot, tokens in stops if tokens)
+            self._stopped.difference_update(slot for slot, tokens in stops if not tokens)
         if self._rounding_seed is not None:
             self._rounding_seed.copy_(self._lines[:, _SEED])
         if self._biases is None and any(e.params.logit_bias or e.bans for e in entries):
@@ -185,10 +195,10 @@ class Sequences:
         with torch.inference_mode(False), allowed("the table of biases is made"):
             return Biases(len(self.history) - 1, self._depth, self.history.device)
 
-    def _new_allowed(self) -> AllowedTokens:
+    def _new_allowed(self) -> TokenSets:
         slots, device = len(self.history) - 1, self.history.device
         with torch.inference_mode(False), allowed("the table of allowed tokens is made"):
-            return AllowedTokens(slots, self._vocabulary, self._depth, device)
+            return TokenSets(slots, self._vocabulary, self._depth, device, full=True)
 
     def propose(self, slot: Tensor, drafts: Tensor, probs: Tensor | None) -> None:
         """Keep what the drafter proposes for the next step.

@@ -37,12 +37,14 @@ class Results(NamedTuple):
     """What a step has brought.
 
     emitted: int32 `[rows, K + 2]`, tokens of each row (tail -1) and their count.
+    held: bool `[rows]`, the device takes the text for ended and runs the row no more.
     embeddings: by row.
     logprobs: of the tokens, int32 `[rows, K + 1, words]`; None if no row wants them.
     prompt_logprobs: of prompts, int32 `[tokens, words]` by row.
     """
 
     emitted: NDArray[np.int32]
+    held: Bools
     embeddings: dict[int, Tensor]
     logprobs: NDArray[np.int32] | None
     prompt_logprobs: dict[int, NDArray[np.int32]]
@@ -211,8 +213,9 @@ class EngineCore:
         """What the device is told of a request; where its text ends if the state is kept there."""
         r, ends = request, self._ledger.expect(request, self.eos, self._tokenizer is not None)
         known = Admission(r.slot, r.device_tokens, len(r.prompt), r.params, r.seed, r.bans)
-        holds = self._scheduler.keeps_turn_ends and r.max_tokens
-        return known._replace(most=int(self._ledger.most[r.slot]), ends=ends) if holds else known
+        if not (self._scheduler.keeps_turn_ends and r.max_tokens):
+            return known
+        return known._replace(most=int(self._ledger.most[r.slot]), ends=ends, stops=r.stops)
 
     def _expire(self) -> list[Request]:
         """End the requests whose time is over."""
@@ -325,6 +328,9 @@ class EngineCore:
             self._scheduler.close(closed, turns=True)
             for request, reason in ended:
                 self._end(request, reason)
+        for row in (results.held & live).nonzero()[0].tolist():
+            if requests[row].finish_reason is None:  # its text says otherwise
+                self._scheduler.resume(requests[row])
         return [requests[row] for row in changed.nonzero()[0].tolist()]
 
     def _settle(self, schedule: Schedule, emitted: Ints) -> Bools:
@@ -388,7 +394,9 @@ class EngineCore:
                 logprobs = self._runner.read_logprobs(step, why)
             of_prompts = self.prompt_logprobs
             scores = {} if of_prompts is None else of_prompts.read(schedule, step, why)
-        return Results(emitted, embeddings, logprobs, scores)
+        held = emitted[:, -1] < 0
+        np.abs(emitted[:, -1], out=emitted[:, -1])
+        return Results(emitted, held, embeddings, logprobs, scores)
 
     def _checkpoints(self, step: Step) -> dict[int, list[Checkpoint]]:
         """The checkpoints that a step has left, by slot; none without a prefix cache."""

@@ -91,6 +91,7 @@ class Request:
     prompt_logprobs: of the leading tokens of its prompt if asked for, without the first's; see
     `all_prompt_logprobs`.
     bans: tokens that it must not emit, for good or for now.
+    stops: tokens that end its text because a stop string lies in them, see `StopTokens`.
     pooled_from: position of the first token that goes into an embedding; None: text is wanted.
     embedding: float32 `[hidden]` on the CPU, not normalised, once it has ended as "embedded".
     """
@@ -118,6 +119,7 @@ class Request:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     bans: tuple[Ban, ...] = ()
+    stops: tuple[int, ...] = ()
     pooled_from: int | None = None
     embedding: Tensor | None = None
 

@@ -159,7 +159,7 @@ class Scheduler:
             self.waiting.popleft()
             if self.cache is not None:
                 hit = self.cache.promote(request, hit)
-            request.slot, request.hit = self._slots.pop(), hit
+            request.slot, request.hit, request.turn_end = self._slots.pop(), hit, 0
             blocks = hit.tokens // self.block_size
             turn = self._prompt_tokens + request.length - hit.tokens
             self.ledger.admit(request, hit.tokens, blocks, turn)
@@ -234,10 +234,18 @@ class Scheduler:
         """Take a running request's blocks and let it begin again when there is room. Steps that are
         queued may still write them; later owners are launched later on the same stream."""
         self.close([request])
+        self._begin_again(request)
+        self.preemptions += 1
+
+    def resume(self, request: Request) -> None:
+        """Let a running request that the device holds back go on: from where it is."""
+        self.close([request], turns=True)
+        self._begin_again(request)
+
+    def _begin_again(self, request: Request) -> None:
         self.retire(request)
         request.forget()
         self.waiting.appendleft(request)
-        self.preemptions += 1
 
     def _room(self, request: Request, hit: Hit) -> bool:
         """Blocks for a request beside those who run, and what these may need any time."""

@@ -25,10 +25,12 @@ class TextEnds(NamedTuple):
 
     most: `[slots + 1]`, tokens of the longest text.
     tokens: `[slots + 1, MAX_ENDS]`, dense; those that end a text when they are emitted, -1: none.
+    bits: `[slots + 1, words]`, dense; more of them, bit `t % 32` of word `t // 32` of token t.
     """
 
     most: Tensor
     tokens: Tensor
+    bits: Tensor
 
 
 class DraftInputs(NamedTuple):
@@ -99,7 +101,9 @@ def commit_tokens_reference(
     live = step < count[:, None]
     known = length[at].long()
     stops = (tokens[:, :, None] == ends.tokens[at, None]) & live[:, :, None]
-    ended = stops.flatten(1).any(1) | (known + count >= ends.most[at])
+    word = ends.bits[at[:, None], tokens.clamp(min=0).long() // 32]
+    listed = live & (tokens >= 0) & ((word >> tokens.clamp(min=0) % 32) & 1 > 0)
+    ended = stops.flatten(1).any(1) | listed.any(1) | (known + count >= ends.most[at])
     where = torch.where(live, known[:, None] + step, 0)
     history[torch.where(live, at[:, None], spare), where] = tokens.clamp(min=0)
     length.index_add_(0, at, count.to(length.dtype))
@@ -127,7 +131,7 @@ def commit_tokens_reference(
     do_not_specialize=["accepted_stride", "rows", "num_tokens"],
     do_not_specialize_on_alignment=[
         "slot", "cu_seqlens", "computed", "certain", "emits", "accepted", "num_accepted", "history",
-        "length", "most", "ends", "emitted", "counts", "tokens", "last", "draft_slot",
+        "length", "most", "ends", "end_bits", "emitted", "counts", "tokens", "last", "draft_slot",
         "draft_computed",
     ],
 )  # fmt: skip
@@ -148,6 +152,8 @@ def _commit_tokens_kernel(
     most_stride,
     ends,
     ends_stride,
+    end_bits,
+    bits_stride,
     emitted,
     counts,
     tokens,
@@ -185,6 +191,10 @@ def _commit_tokens_kernel(
         b_ends = tl.load(ends + i_slot * ends_stride + o_end, mask=live & (o_end >= 0), other=-1)
         stops = (b_accepted[:, None] == b_ends[None, :]) & (o_out < count)[:, None]
         ended = tl.max(tl.max(stops.to(tl.int32), axis=1), axis=0) > 0
+        real = live & (o_out < count) & (b_accepted >= 0)
+        p_bits = end_bits + i_slot.to(tl.int64) * bits_stride + (b_accepted >> 5)
+        b_word = tl.load(p_bits, mask=real, other=0)
+        ended |= tl.max((b_word >> (b_accepted & 31)) & 1, axis=0) > 0
         ended |= known + count >= tl.load(most + i_slot * most_stride, mask=live, other=0)
         b_count = tl.where(ended, -count, count)
         tl.store(counts + i_row, b_count)
@@ -257,6 +267,8 @@ def commit_tokens(
         most_stride=ends.most.stride(0),
         ends=ends.tokens,
         ends_stride=ends.tokens.stride(0),
+        end_bits=ends.bits,
+        bits_stride=ends.bits.stride(0),
         emitted=emitted,
         counts=counts,
         tokens=out.tokens,

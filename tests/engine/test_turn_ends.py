@@ -113,21 +113,39 @@ def test_an_end_is_found_wherever_it_lies_among_the_last_drafts(steps_ahead: int
     here.finish()
 
 
-def test_a_stop_string_loses_the_end_only_where_a_queued_step_went_on() -> None:
-    """The text ends in front of it; with all tokens of a step kept the queued one holds it."""
+@pytest.mark.parametrize("kind", ["string", "two tokens"])
+def test_a_stop_string_loses_the_end_only_if_no_token_has_it_whole(kind: str) -> None:
+    """And then only where the queued step went on behind the text, which ends in front of it."""
     lost = dict.fromkeys((0, 1), 0)
     for steps_ahead in lost:
         here = world(num_draft=3, steps_ahead=steps_ahead, text=True)
         for at in range(1, 20):
             prompt = random.Random(at).choices(range(200), k=5)
-            options = here.stop(prompt, "string", at)
+            options = here.stop(prompt, kind, at)
             options["include_stop_str_in_output"] = bool(at % 2)
             one_turn(here, prompt, max_tokens=40, **options)
         lost[steps_ahead] = here.engine.stats().prefix.lost_turn_ends
         assert here.engine.stats().prefix.turn_ends == 19 - lost[steps_ahead]
         here.finish()
     assert lost[0] == 0
-    assert 0 < lost[1] < 19
+    assert lost[1] == 0 if kind == "string" else 0 < lost[1] < 19
+
+
+@pytest.mark.parametrize("options", OPTIONS[:8], ids=lambda o: "-".join(map(str, o.values())))
+def test_a_text_that_was_held_back_for_nothing_goes_on(options: dict[str, Any]) -> None:
+    """As if nothing had been, from where it was; in a pool without room to spare as well."""
+    for steps_ahead, blocks in ((0, (600, 90)), (1, (600, 90)), (1, (90, 8))):
+        here = world(**{"max_requests": 2, "num_blocks": blocks} | options, steps_ahead=steps_ahead)
+        requests = [
+            here.submit([number, 1, 2], max_tokens=25, held=tuple(range(number, 251, 3)))
+            for number in range(5)
+        ]
+        here.drain()
+        assert sum(request.restarts for request in requests) > 5
+        if blocks[0] == 600:
+            assert here.engine.stats().preemptions == 0
+            assert all(r.hit.tokens > len(r.prompt) for r in requests if r.restarts)
+        here.finish()
 
 
 def test_other_tails_behind_the_same_blocks_are_not_found() -> None:

@@ -102,12 +102,20 @@ class World:
     # -- what can happen -------------------------------------------------------------------------
 
     def submit(
-        self, prompt: list[int], tenant: str = "", lasts: float | None = None, **params: Any
+        self,
+        prompt: list[int],
+        tenant: str = "",
+        lasts: float | None = None,
+        held: tuple[int, ...] = (),
+        **params: Any,
     ) -> Request:
+        """held: tokens that the device takes for the end of the text, and the host does not."""
         with self.clock():
-            request = self.engine.submit(
+            request = self.engine.prepare(
                 prompt, SamplingParams(seed=1, **params), tenant=tenant, deadline=lasts
             )
+            request.stops += held
+            self.engine.add(request)
         self.requests.append(request)
         self.open[request] = request.hit
         return request
@@ -213,13 +221,14 @@ class World:
             request.finish_reason not in ("stop", "length")
             or not self.engine.scheduler.keeps_turn_ends
         ):
-            assert not request.turn_end
+            assert not request.turn_end or request.restarts
             return
         kept = request.length
         if request.params.stop and request.finish_reason == "stop":
             kept = kept_tokens(request)
             if not request.turn_end:  # a step that was queued ahead has gone on
                 assert self.engine.core.steps_ahead
+                assert " " in request.params.stop[0]  # in no token whole
                 self.events["lost turn ends"] += 1
                 return
         assert kept - 1 <= request.turn_end <= kept

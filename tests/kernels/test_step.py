@@ -52,7 +52,9 @@ class World:
         lines = draw(-1, 90, SLOTS + 1, num_draft + 3).to(DEVICE)
         self.drafts, self.length = lines[:, 1 : num_draft + 1], lines[:, num_draft + 2]
         stops = draw(-1, 400, SLOTS + 1, commit_tokens.MAX_ENDS + 1).to(DEVICE)
-        self.ends = TextEnds(draw(0, 90, SLOTS + 1, 3).to(DEVICE)[:, 1], stops[:, 1:])
+        bits = draw(-(2**31), 2**31 - 1, SLOTS + 1, 3) & draw(-(2**31), 2**31 - 1, SLOTS + 1, 3)
+        most = draw(0, 90, SLOTS + 1, 3).to(DEVICE)[:, 1]
+        self.ends = TextEnds(most, stops[:, 1:], bits.to(DEVICE))
         self.history = draw(0, 90, SLOTS + 1, LENGTH).to(DEVICE)
         self.computed = draw(0, 40, SLOTS).to(DEVICE)
         entries = draw(0, 3, 2 * SLOTS, entry.ENTRY_FIELDS)
@@ -72,6 +74,7 @@ class World:
         """Nothing ends a text."""
         self.ends.most.fill_(LENGTH)
         self.ends.tokens.fill_(-1)
+        self.ends.bits.zero_()
         return self.ends
 
     def prepared(
@@ -222,6 +225,7 @@ def test_the_mark_of_broken_logits_reaches_the_host_and_no_text() -> None:
 
 @kernels
 @pytest.mark.parametrize("name", ["commit_tokens", "commit_tokens_reference"])
+@pytest.mark.parametrize("listed", [False, True])
 @pytest.mark.parametrize(
     ("stops", "most", "ended"),
     [
@@ -235,7 +239,7 @@ def test_the_mark_of_broken_logits_reaches_the_host_and_no_text() -> None:
     ],
 )
 def test_counts_are_negative_where_a_text_ends(
-    name: str, stops: tuple[int, ...], most: int, ended: bool
+    name: str, stops: tuple[int, ...], most: int, ended: bool, listed: bool
 ) -> None:
     """At a token among those that it emits, or at its length."""
     world = World(2, [(1, 3, 2), (4, 3, 2)], seed=0)
@@ -248,7 +252,11 @@ def test_counts_are_negative_where_a_text_ends(
     tokens, counts = torch.stack([ints(70, 33, 44), ints(81, -1, -1)]), torch.zeros_like(at.slot)
     ends = world.endless()
     ends.most[1] = most
-    ends.tokens[1, : len(stops)] = ints(*stops)
+    if listed:
+        words = [sum(1 << t % 32 for t in stops if t // 32 == word) for word in range(3)]
+        ends.bits[1] = torch.tensor(words).int()
+    else:
+        ends.tokens[1, : len(stops)] = ints(*stops)
     getattr(commit_tokens, name)(
         at, tokens, ints(2, 1), world.history, world.length, ends, sent, counts, out, 4
     )
