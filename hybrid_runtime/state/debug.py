@@ -27,9 +27,8 @@ def check_accepted(step: Step, num_accepted: Tensor, ledger: Ledger, ends_texts:
         accepted = num_accepted[: len(step.rows)].cpu().numpy()
     current = step.current(ledger.generation, ledger.live)
     draft = step.rows.draft
-    if ends_texts:
-        accepted = np.abs(accepted)
-    bad = (accepted < 0) | (accepted > draft + 1) | ((accepted == 0) & (draft > 0))
+    count = np.abs(accepted) if ends_texts else accepted
+    bad = (count < 0) | (count > draft + 1) | ((count == 0) & (draft > 0))
     for i in np.flatnonzero(bad & current):
         lost = ": 0 with drafts means that the row is lost, and releases its slot"
         raise ValueError(

@@ -202,6 +202,20 @@ def evict(here: World, group: str, blocks: int) -> None:
     pool.put(pool.take(pool.free - pool.cached + blocks))
 
 
+@pytest.mark.parametrize(("blocks", "hit"), [(9, 0), (10, 9)])
+def test_who_goes_on_leaves_room_for_the_copy(blocks: int, hit: int) -> None:
+    """Beside the block that it is made of, which makes no room while it is copied."""
+    here = world(num_draft=0, kv_block_size=4, num_blocks=(blocks, 30), steps_ahead=0)
+    first = one_turn(here, [1, 2, 0, 1, 1, 2], max_tokens=4)
+    assert first.turn_end == 9
+    here.submit([7] * 15, max_tokens=16)
+    here.step()
+    turn = here.submit([*first.tokens.tolist(), 1, 2], max_tokens=1)
+    here.step()
+    assert turn.hit.tokens == hit
+    here.finish()
+
+
 @pytest.mark.parametrize("group", ["kv", "state"])
 def test_an_end_whose_blocks_made_room_says_so(group: str) -> None:
     here = world(num_draft=0, kv_block_size=4, steps_ahead=0)
@@ -301,7 +315,8 @@ def test_an_end_comes_back_from_the_host_with_both_or_not_at_all(missing: str | 
 
 def test_after_a_reset_no_end_is_found() -> None:
     here = world(num_draft=3, steps_ahead=1, host_blocks=(60, 60))
-    first = one_turn(here, [1, 2, 0])
+    first = one_turn(here, [1, 2, 0], max_tokens=3)
+    assert len(here.engine.prefix_cache._ends) == 1
     here.engine.reset_prefix_cache()
     here.forget()
     assert len(here.engine.prefix_cache._ends) == 0
