@@ -33,7 +33,9 @@ class Frame:
     batch: the same rows, as a forward pass takes them.
     positions: where their Mamba states are read and written.
     draft_inputs: of the drafter's passes.
-    emitted: int32 `[rows, K + 2]`, emitted tokens (tail -1) and, last, their count.
+    emitted: int32 `[rows, K + 2]`, emitted tokens (tail -1) and, last, their count, negative where
+        the text has ended.
+    num_accepted: int32 `[rows]`, the same counts, for the state manager.
     accept: which drafts are accepted; None where no row emits.
     in_order: all rows run d + 1 tokens, so each token's logits are needed, in order.
     pad: tokens of a row beyond those of the step.
@@ -41,7 +43,6 @@ class Frame:
         one by one.
     hidden: where verify leaves its hidden states; None: in memory of its own.
     verify_output: what the target's pass leaves for acceptance and drafter.
-    num_accepted: int32 `[rows]`, what acceptance leaves for the state manager.
     logprobs: int32 `[rows, d + 1, 1 + 2 * most]`, of the emitted tokens, if they are wanted.
     """
 
@@ -53,13 +54,13 @@ class Frame:
     positions: StatePositions
     draft_inputs: DraftInputs
     emitted: Tensor
+    num_accepted: Tensor
     accept: Acceptance | None
     in_order: bool
     pad: int
     graphs: dict[tuple[Phase, int], Hashable] = field(default_factory=dict)
     hidden: Tensor | None = None
     verify_output: VerifyOutput | None = None
-    num_accepted: Tensor | None = None
     logprobs: Tensor | None = None
 
     def graph_of(self, phase: Phase) -> Hashable | None:
@@ -73,7 +74,7 @@ class Frame:
 class StepBuffers:
     """Memory of the largest step.
 
-    inputs, draft_inputs, emitted: as of `Frame`.
+    inputs, draft_inputs, emitted, num_accepted: as of `Frame`.
     nothing: what a step emits of which no row reaches the end of its text.
     """
 
@@ -88,6 +89,7 @@ class StepBuffers:
         self.inputs = StepInputs.empty(rows, max_tokens, num_draft, device)
         self.draft_inputs = DraftInputs.empty(rows, max_tokens, num_draft, device)
         self.emitted = torch.zeros((rows, num_draft + 2), dtype=torch.int32, device=device)
+        self.num_accepted = torch.zeros(rows, dtype=torch.int32, device=device)
         self.nothing = Accepted(
             tokens=torch.full((rows, num_draft + 1), -1, dtype=torch.int32, device=device),
             num_accepted=torch.zeros(rows, dtype=torch.int32, device=device),
@@ -133,6 +135,7 @@ class StepBuffers:
             positions=self._positions(inputs),
             draft_inputs=self.draft_inputs.first(shape.rows, shape.tokens),
             emitted=self.emitted[: shape.rows],
+            num_accepted=self.num_accepted[: shape.rows],
             accept=accept,
             in_order=shape == StepShape.decoding(shape.decode_rows, row_tokens - 1),
             pad=pad,
@@ -143,7 +146,7 @@ class StepBuffers:
         before a frame is run, `Phases.prepare` must give its decoding rows theirs, because the
         prompts' kernels count from behind them and would write in front of their memory."""
         self._manager.positions.clear()
-        for part in (*self.inputs, *self.draft_inputs, self.emitted):
+        for part in (*self.inputs, *self.draft_inputs, self.emitted, self.num_accepted):
             part.zero_()
         self.inputs.slot.fill_(-1)
         self.draft_inputs.slot.fill_(-1)

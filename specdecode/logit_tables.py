@@ -75,25 +75,27 @@ class Biases:
         self._lines.index_copy_(0, lines[:, 0].long(), lines[:, 1:])
 
 
-class AllowedTokens:
-    """A bit per slot and token of the vocabulary.
+class TokenSets:
+    """A set of tokens of each slot, a bit per token of the vocabulary.
 
     bits: int32 `[slots + 1, ceil(vocabulary / 32)]`, as of `Penalties.allowed`.
 
-    slots: requests that run at once. depth: of the staging buffers.
+    slots: requests that run at once. depth: of the staging buffers. full: of slots that have no set
+    of their own: all tokens, else none.
     """
 
-    def __init__(self, slots: int, vocabulary: int, depth: int, device: torch.device) -> None:
-        words = -(-vocabulary // 32)
-        self.bits = torch.full((slots + 1, words), -1, dtype=torch.int32, device=device)
+    def __init__(
+        self, slots: int, vocabulary: int, depth: int, device: torch.device, full: bool
+    ) -> None:
+        words, self._rest = -(-vocabulary // 32), -1 if full else 0
+        self.bits = torch.full((slots + 1, words), self._rest, dtype=torch.int32, device=device)
         self._staging = Staging(slots, 1 + words, depth, device, Waits())
 
     def admit(self, entries: Sequence[tuple[int, Sequence[int] | None]]) -> None:
-        """Slots and the tokens that they can draw from now on (None: all), by one copy to the
-        device."""
+        """Slots and their sets from now on (None: they have none), by one copy to the device."""
         index, packed = self._staging.take()
         for line, (slot, tokens) in zip(packed, entries, strict=False):
-            line[0], line[1:] = slot, -1
+            line[0], line[1:] = slot, self._rest
             if tokens is not None:
                 bits = np.zeros(32 * self.bits.shape[1], np.uint8)
                 bits[list(tokens)] = 1

@@ -101,11 +101,13 @@ class Phases:
             num_accepted=accepted.num_accepted,
             history=self.sequences.history,
             length=self.sequences.length,
+            ends=self.sequences.ends,
             emitted=frame.emitted,
+            counts=frame.num_accepted,
             out=frame.draft_inputs,
             max_scheduled=frame.batch.max_scheduled,
         )
-        frame.num_accepted, frame.logprobs = accepted.num_accepted, accepted.logprobs
+        frame.logprobs = accepted.logprobs
 
     def verify_and_accept(self, frame: Frame) -> None:
         """Both, in one graph."""

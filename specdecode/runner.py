@@ -164,7 +164,6 @@ class SpecDecodeRunner:
             self._phases.prepare(frame, step.entries, len(rows))
             self._verify_and_accept(frame)
             assert frame.verify_output is not None
-            assert frame.num_accepted is not None
             if on_verified is not None:
                 first_token = frame.batch.cu_seqlens[padding:]
                 on_verified(step.number, frame.verify_output.hidden, first_token)
@@ -180,7 +179,8 @@ class SpecDecodeRunner:
 
     def read(self, step: Step, reason: str) -> NDArray[np.int32]:
         """What a step emitted, `[rows, K + 2]`: up to K + 1 tokens (tail -1) and their count, 0
-        where the row is in the middle of its prompt. Waits if it must, for that `reason`."""
+        where the row is in the middle of its prompt, negative where the text has ended by what the
+        device knows. Waits if it must, for that `reason`."""
         n = len(step.rows)
         settle = None if self.manager.readback else self.manager.prepare_settle(step)
         asked = time.perf_counter()

@@ -1,6 +1,7 @@
 """Tokens, lengths, drafts and sampling parameters of every slot, on the device."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -11,15 +12,41 @@ from hybrid_runtime.device.sync import Waits, allowed
 from hybrid_runtime.device.transfer import Part, PinnedBuffers
 from hybrid_runtime.kernels.sampling.penalties import Penalties
 from hybrid_runtime.kernels.sampling.rows import SamplingTensors
-from hybrid_runtime.specdecode.logit_tables import AllowedTokens, Ban, Biases
+from hybrid_runtime.kernels.step.commit_tokens import MAX_ENDS, TextEnds
+from hybrid_runtime.specdecode.logit_tables import Ban, Biases, TokenSets
 from hybrid_runtime.specdecode.sampling import SamplingParams
 
 # Words of a slot's line. The seed takes two, at an offset that suits a 64-bit integer.
 _SEED, _TEMPERATURE, _TOP_K, _TOP_P, _MIN_P, _LENGTH, _PROMPT = 0, 2, 3, 4, 5, 6, 7
-_REPETITION, _PRESENCE, _FREQUENCY, _DRAFTS = 8, 9, 10, 12
+_REPETITION, _PRESENCE, _FREQUENCY, _MOST, _ENDS = 8, 9, 10, 11, 12
+_DRAFTS = _ENDS + MAX_ENDS
 
-Admission = tuple[int, Sequence[int] | NDArray[np.int32], int, SamplingParams, int, Sequence[Ban]]
-"""Slot, tokens, how many of these are the prompt, parameters, seed and what is banned."""
+ENDLESS = 2**31 - 1
+"""`Admission.most` of a text that no length ends."""
+
+
+class Admission(NamedTuple):
+    """A sequence that takes a slot.
+
+    slot: that it takes.
+    tokens: known so far.
+    prompt: how many of these are the prompt.
+    params, seed: by which tokens are drawn.
+    bans: tokens that are not.
+    most, ends: tokens of the longest text, and at most `MAX_ENDS` tokens that end it. The counts
+        of a step that reaches such an end are negative, and its row does not run any more.
+    stops: any number of tokens more that end it, see `engine.stop_tokens`.
+    """
+
+    slot: int
+    tokens: Sequence[int] | NDArray[np.int32]
+    prompt: int
+    params: SamplingParams
+    seed: int
+    bans: Sequence[Ban] = ()
+    most: int = ENDLESS
+    ends: Sequence[int] = ()
+    stops: tuple[int, ...] = ()
 
 
 class Sequences:
@@ -29,6 +56,7 @@ class Sequences:
     history: int32 `[slots + 1, max_length]`, prompt and emitted tokens.
     length: int32 `[slots + 1]`, how many.
     prompt_length: int32 `[slots + 1]`, how many of them are the prompt's.
+    ends: where the texts end.
     drafts: int32 `[slots + 1, K]`, proposed for the next step; -1 where there is none.
     draft_probs: float32 `[slots + 1, K, V]`, what drafts were drawn from; None if none are.
     sampling: parameters, by slot.
@@ -59,6 +87,12 @@ class Sequences:
         floats = self._lines.view(torch.float32)
         self.length = self._lines[:, _LENGTH]
         self.prompt_length = self._lines[:, _PROMPT]
+        # A buffer comes round again only after the step that it was filled for has been read.
+        self._depth = steps_ahead + 2
+        self._stops = TokenSets(slots, vocabulary, self._depth, device, full=False)
+        self._stopped: set[int] = set()  # slots that have such a set
+        self.ends = TextEnds(self._lines[:, _MOST], self._lines[:, _ENDS:_DRAFTS], self._stops.bits)
+        self._lines[:, _MOST], self._lines[:, _ENDS:_DRAFTS] = ENDLESS, -1
         self.drafts = self._lines[:, _DRAFTS : _DRAFTS + num_draft]
         self.drafts.fill_(-1)
         self.sampling = SamplingTensors(
@@ -72,18 +106,17 @@ class Sequences:
         if sampled_drafts:
             shape = (slots + 1, num_draft, vocabulary)
             self.draft_probs = torch.zeros(shape, dtype=torch.float32, device=device)
-        # A buffer comes round again only after the step that it was filled for has been read.
-        fields, self._depth = self._words + max_length, steps_ahead + 2
+        fields = self._words + max_length
         self._staging = PinnedBuffers(slots, fields, self._depth, device, Waits())
         self._biases: Biases | None = None
-        self._allowed: AllowedTokens | None = None
+        self._allowed: TokenSets | None = None
         self._rounding_seed: Tensor | None = None
 
     def admit(self, entries: Sequence[Admission]) -> None:
         """Start sequences, by two copies to the device for each."""
         index, packed = self._staging.take()
         copies: list[tuple[Tensor, Part]] = []
-        for i, (slot, tokens, prompt, params, seed, _) in enumerate(entries):
+        for i, (slot, tokens, prompt, params, seed, _, most, ends, _) in enumerate(entries):
             line, words, end = packed[i], self._words, self._words + len(tokens)
             line[_SEED : _SEED + 2].view(np.int64)[0] = seed
             line.view(np.float32)[_TEMPERATURE] = _finite(params.temperature)
@@ -95,22 +128,29 @@ class Sequences:
             line.view(np.float32)[_FREQUENCY] = params.frequency_penalty
             line[_LENGTH] = len(tokens)
             line[_PROMPT] = prompt
-            line[_DRAFTS:words] = -1
+            line[_MOST] = most
+            line[_ENDS:words] = -1  # no drafts either
+            line[_ENDS : _ENDS + len(ends)] = ends
             line[words:end] = tokens
             copies.append((self._lines[slot], (i, slice(words))))
             copies.append((self.history[slot, : len(tokens)], (i, slice(words, end))))
         self._staging.copy(index, copies)
 
+        stops = [(e.slot, e.stops or None) for e in entries if e.stops or e.slot in self._stopped]
+        if stops:
+            self._stops.admit(stops)
+            self._stopped.update(slot for slot, tokens in stops if tokens)
+            self._stopped.difference_update(slot for slot, tokens in stops if not tokens)
         if self._rounding_seed is not None:
             self._rounding_seed.copy_(self._lines[:, _SEED])
-        if self._biases is None and any(e[3].logit_bias or e[5] for e in entries):
+        if self._biases is None and any(e.params.logit_bias or e.bans for e in entries):
             self._biases = self._new_biases()
         if self._biases is not None:
-            self._biases.admit([(e[0], e[3].logit_bias, e[5]) for e in entries])
-        if self._allowed is None and any(e[3].allowed_token_ids is not None for e in entries):
+            self._biases.admit([(e.slot, e.params.logit_bias, e.bans) for e in entries])
+        if self._allowed is None and any(e.params.allowed_token_ids is not None for e in entries):
             self._allowed = self._new_allowed()
         if self._allowed is not None:
-            self._allowed.admit([(e[0], e[3].allowed_token_ids) for e in entries])
+            self._allowed.admit([(e.slot, e.params.allowed_token_ids) for e in entries])
 
     @property
     def rounding_seed(self) -> Tensor:
@@ -155,10 +195,10 @@ class Sequences:
         with torch.inference_mode(False), allowed("the table of biases is made"):
             return Biases(len(self.history) - 1, self._depth, self.history.device)
 
-    def _new_allowed(self) -> AllowedTokens:
+    def _new_allowed(self) -> TokenSets:
         slots, device = len(self.history) - 1, self.history.device
         with torch.inference_mode(False), allowed("the table of allowed tokens is made"):
-            return AllowedTokens(slots, self._vocabulary, self._depth, device)
+            return TokenSets(slots, self._vocabulary, self._depth, device, full=True)
 
     def propose(self, slot: Tensor, drafts: Tensor, probs: Tensor | None) -> None:
         """Keep what the drafter proposes for the next step.

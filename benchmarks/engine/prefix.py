@@ -2,12 +2,19 @@
 
     python benchmarks/engine/prefix.py
     python benchmarks/engine/prefix.py --shape tiny --isl 120 --alike 100
+    python benchmarks/engine/prefix.py --trace chat --side-by-side 8,64
+    python benchmarks/engine/prefix.py --trace chat --shape tiny --system 40 --message 9 --answer 9
 
 Every repeat sends a fresh random prompt (the miss) and, once that has ended, the same again (the
 hit); then a fresh prompt no longer than what a full hit leaves to run (*remainder*), which is the
 least that a hit can take. With a host tier the device forgets the prompt in between, so that the
 hit's blocks come from pinned host memory (*host hit*). Time to first token is the host's, from
 `submit` until the token is there, on an idle engine with its graphs captured.
+
+`--trace chat` plays conversations side by side instead: a system prompt that all of them share, and
+turns of a message and an answer, whose length is drawn around `--answer`. Each turn's prompt is all
+that was said before and the new message. It counts the tokens that run of each prompt behind the
+first turn, and times its first token.
 """
 
 from __future__ import annotations
@@ -18,6 +25,7 @@ import random
 import statistics
 import sys
 import time
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -25,7 +33,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1] / "common"))
 
 import torch
-from record import arguments, environment, save, show
+from record import arguments, environment, numbers, plain, save, show
 from shapes import SHAPES, build, config
 
 from hybrid_runtime.engine import Engine, EngineConfig, Request, SamplingParams
@@ -156,7 +164,97 @@ def alike(bench: Bench, tokens: int) -> Row:
     }
 
 
-def run(args: argparse.Namespace) -> tuple[Row, Path]:
+class Talk:
+    """One conversation: all tokens of its turns so far, the requests of those that have ended."""
+
+    def __init__(self, system: list[int]) -> None:
+        self.tokens, self.turns = list(system), list[Request]()
+        self.open: Request | None = None
+
+
+def chat(
+    model: NemotronH, head: MTPHead, args: argparse.Namespace, many: int, caching: bool
+) -> Row:
+    """`many` conversations side by side, each turn submitted when the last answer has ended."""
+    longest = args.system + args.turns * (args.message + 2 * args.answer)
+    options = EngineConfig(
+        drafter="mtp",
+        num_speculative_tokens=DRAFTS,
+        max_requests=many,
+        max_model_len=longest,
+        synthetic_acceptance=ACCEPTANCE,
+        prefix_caching=caching,
+    )
+    engine = Engine(model, options, head=head)
+    engine.capture()
+    draw, words = random.Random(args.seed), model.config.vocab_size
+    system = [draw.randrange(words) for _ in range(args.system)]
+    talks = [Talk(system) for _ in range(many)]
+    called: dict[Request, float] = {}
+    started, going = time.perf_counter(), True
+    while going:
+        going = False
+        for talk in talks:
+            if talk.open is not None and talk.open.finish_reason is not None:
+                if talk.open.error is not None:
+                    raise talk.open.error
+                talk.turns.append(talk.open)
+                talk.tokens, talk.open = talk.open.tokens.tolist(), None
+            if talk.open is None and len(talk.turns) < args.turns:
+                talk.tokens += [draw.randrange(words) for _ in range(args.message)]
+                answer = draw.randint(args.answer // 2, args.answer * 3 // 2)
+                now = time.perf_counter()
+                talk.open = engine.submit(
+                    talk.tokens, SamplingParams(max_tokens=answer, ignore_eos=True)
+                )
+                called[talk.open] = now
+            going |= talk.open is not None
+        engine.step()
+    seconds = time.perf_counter() - started
+    stats = engine.stats()
+    engine.close()
+    later = [turn for talk in talks for turn in talk.turns[1:]]
+    times = sorted(1e3 * (turn.times[0][0] - called[turn]) for turn in later)
+    run_tokens = [len(turn.prompt) - turn.hit.tokens for turn in later]
+    return {
+        "conversations": many,
+        "prefix_caching": caching,
+        "turns": len(later),
+        "run_tokens": statistics.mean(run_tokens),
+        "run_tokens_per_new": statistics.mean(run_tokens) / args.message,
+        "ttft_ms": {
+            "mean": statistics.mean(times),
+            "p50": statistics.median(times),
+            "p99": times[int(0.99 * (len(times) - 1))],
+        },
+        "seconds": seconds,
+        "output_tokens": sum(len(turn.output) for talk in talks for turn in talk.turns),
+        "turn_ends": stats.prefix.turn_ends,
+        "lost_turn_ends": stats.prefix.lost_turn_ends,
+        "turn_hits": stats.prefix.turn_hits,
+        "short": dict(Counter(str(turn.hit.short) for turn in later)),
+        "preemptions": stats.preemptions,
+        "mean_acceptance_length": stats.mean_acceptance_length,
+        "block_size": engine.scheduler.block_size,
+        "repeats": {"ttft_ms": times, "run_tokens": run_tokens},
+    }
+
+
+def run_chat(args: argparse.Namespace) -> tuple[Row, Path]:
+    """The chat trace with the cache and without, for each number of conversations."""
+    result, model, head = begun(args)
+    result["trace"] = {n: getattr(args, n) for n in ("system", "turns", "message", "answer")}
+    path = Path()
+    for many in args.side_by_side:
+        for caching in (True, False):
+            result["rows"].append(chat(model, head, args, many, caching))
+            gc.collect()
+            path = save("prefix-chat", result, args.out)  # a time limit costs only the last
+    return result, path
+
+
+def begun(args: argparse.Namespace) -> tuple[Row, NemotronH, MTPHead]:
+    """What every result has, and the model."""
     device = torch.device(args.device)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     model, head = build(config(SHAPES[args.shape]), device, dtype, args.seed)
@@ -167,8 +265,14 @@ def run(args: argparse.Namespace) -> tuple[Row, Path]:
         "dtype": str(dtype).removeprefix("torch."),
         "drafts": DRAFTS,
         "rows": [],
-        "identical_prompts": [],
     }
+    return result, model, head
+
+
+def run(args: argparse.Namespace) -> tuple[Row, Path]:
+    result, model, head = begun(args)
+    result["identical_prompts"] = []
+    device = model.device
     path = Path()
     ways: list[tuple[int | None, RetentionPolicy]] = [(None, "all"), (None, "prompt")]
     kinds: tuple[LayoutKind, LayoutKind] = ("replay", "columns")
@@ -206,7 +310,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--max-tokens-per-step", type=int, default=8192)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--trace", choices=["chat"], help="conversations instead of single prompts")
+    parser.add_argument("--system", type=int, default=2000, help="tokens of the system prompt")
+    parser.add_argument("--turns", type=int, default=8, help="of each conversation")
+    parser.add_argument("--message", type=int, default=200, help="tokens that are new in a turn")
+    parser.add_argument("--answer", type=int, default=300, help="mean tokens of an answer")
+    parser.add_argument(
+        "--side-by-side", type=numbers, default=[8, 64], help="conversations, by commas"
+    )
     args = parser.parse_args(argv)
+    if args.trace == "chat":
+        result, path = run_chat(args)
+        rows = [
+            {k: v for k, v in row.items() if k != "ttft_ms"}
+            | {f"{k} ms": v for k, v in row["ttft_ms"].items()}
+            for row in result["rows"]
+        ]
+        show(f"chat, {result['name']}", plain(rows, "repeats"))
+        print(path)
+        return 0
     result, path = run(args)
     names = ("state_layout", "block_size", "retention", "host_tier", "run_tokens")
     show(

@@ -107,6 +107,12 @@ class BlockPool:
         found: list[Any] = [*map(self._block.get, keys)]
         return found[: found.index(None)] if None in found else found
 
+    def demote(self, key: bytes) -> None:
+        """Let the content of `key` make room before any other, unless somebody owns it."""
+        block = self._block.get(key)
+        if block is not None and block in self._idle:
+            self._idle.move_to_end(block, last=False)
+
     def evicted(self, key: bytes) -> bool:
         """Whether the content of `key` was there once, as far back as is remembered."""
         return key in self._evicted
@@ -246,6 +252,10 @@ class BlockTable:
         self.pool.share(blocks)
         start = self._start + slot * self.columns + first
         self.tables.write([*range(start, start + len(blocks))], list(blocks))
+
+    def give(self, slot: int, column: int, block: int) -> None:
+        """Let a slot own a block that was just taken for it."""
+        self.tables.write([self._start + slot * self.columns + column], block)
 
     def _drop(self, cells: list[int]) -> None:
         self.pool.put(self.tables.read(cells))

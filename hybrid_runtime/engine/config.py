@@ -177,8 +177,9 @@ class EngineConfig:
     """Let prompts start from what earlier ones with the same beginning and tenant have left."""
 
     retention: RetentionPolicy = "all"
-    """Boundaries whose states are kept for that: "all"; "prompt": where a prompt could be hit again
-    or a known prefix ends; a number: those and every so many tokens (a multiple of the block)."""
+    """Boundaries whose states are kept for that, besides the ends of texts: "all"; "prompt": where
+    a prompt could be hit again or a known prefix ends; a number: those and every so many tokens (a
+    multiple of the block)."""
 
     host_blocks: tuple[int, int] | None = None
     """KV blocks and state blocks in pinned host memory, for what the device has no room for."""

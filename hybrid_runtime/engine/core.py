@@ -27,6 +27,7 @@ from hybrid_runtime.engine.scheduler import Schedule, Scheduler
 from hybrid_runtime.engine.stats import Counts
 from hybrid_runtime.specdecode.acceptance import Acceptance, Adjusted
 from hybrid_runtime.specdecode.runner import SpecDecodeRunner
+from hybrid_runtime.specdecode.sequences import Admission
 from hybrid_runtime.state.step import Checkpoint, Step
 
 logger = logging.getLogger(__name__)
@@ -36,12 +37,14 @@ class Results(NamedTuple):
     """What a step has brought.
 
     emitted: int32 `[rows, K + 2]`, tokens of each row (tail -1) and their count.
+    held: bool `[rows]`, the device takes the text for ended and runs the row no more.
     embeddings: by row.
     logprobs: of the tokens, int32 `[rows, K + 1, words]`; None if no row wants them.
     prompt_logprobs: of prompts, int32 `[tokens, words]` by row.
     """
 
     emitted: NDArray[np.int32]
+    held: Bools
     embeddings: dict[int, Tensor]
     logprobs: NDArray[np.int32] | None
     prompt_logprobs: dict[int, NDArray[np.int32]]
@@ -203,15 +206,16 @@ class EngineCore:
         late = self._expire()
         admitted = self._scheduler.admit()
         if admitted:
-            for request in admitted:
-                self._ledger.expect(request, self.eos, self._tokenizer is not None)
-            self._runner.sequences.admit(
-                [
-                    (r.slot, r.device_tokens, len(r.prompt), r.params, r.seed, r.bans)
-                    for r in admitted
-                ]
-            )
+            self._runner.sequences.admit([self._admission(request) for request in admitted])
         return late, self._scheduler.schedule()
+
+    def _admission(self, request: Request) -> Admission:
+        """What the device is told of a request; where its text ends if the state is kept there."""
+        r, ends = request, self._ledger.expect(request, self.eos, self._tokenizer is not None)
+        known = Admission(r.slot, r.device_tokens, len(r.prompt), r.params, r.seed, r.bans)
+        if not (self._scheduler.keeps_turn_ends and r.max_tokens):
+            return known
+        return known._replace(most=int(self._ledger.most[r.slot]), ends=ends, stops=r.stops)
 
     def _expire(self) -> list[Request]:
         """End the requests whose time is over."""
@@ -320,11 +324,14 @@ class EngineCore:
                 ended.append((request, reason))
                 changed[row] = True
         if ended:
-            # The last state of a prompt without output has been filed; after an error it may be
-            # anything.
-            self._scheduler.close([r for r, reason in ended if r.max_tokens and reason != "error"])
+            # That of a prompt without output has been filed; after an error it may be anything.
+            closed = [r for r, reason in ended if r.max_tokens and reason != "error"]
+            self._scheduler.close(closed, turns=True)
             for request, reason in ended:
                 self._end(request, reason)
+        for row in (results.held & live).nonzero()[0].tolist():
+            if requests[row].finish_reason is None:  # its text says otherwise
+                self._scheduler.resume(requests[row])
         return [requests[row] for row in changed.nonzero()[0].tolist()]
 
     def _settle(self, schedule: Schedule, emitted: Ints) -> Bools:
@@ -389,7 +396,9 @@ class EngineCore:
                 logprobs = self._runner.read_logprobs(step, why)
             of_prompts = self.prompt_logprobs
             scores = {} if of_prompts is None else of_prompts.read(schedule, step, why)
-        return Results(emitted, embeddings, logprobs, scores)
+        held = emitted[:, -1] < 0
+        np.abs(emitted[:, -1], out=emitted[:, -1])
+        return Results(emitted, held, embeddings, logprobs, scores)
 
     def _checkpoints(self, step: Step) -> dict[int, list[Checkpoint]]:
         """The checkpoints that a step has left, by slot; none without a prefix cache."""

@@ -29,6 +29,7 @@ from hybrid_runtime.engine.pooler import Pooling, pooled_from, stacked
 from hybrid_runtime.engine.progress import progress_bar, timed
 from hybrid_runtime.engine.request import Completion, Request, raise_first
 from hybrid_runtime.engine.stats import EngineStats
+from hybrid_runtime.engine.stop_tokens import StopTokens
 from hybrid_runtime.engine.summary import log_engine
 from hybrid_runtime.engine.tokenize import (
     Prompt,
@@ -99,6 +100,9 @@ class Engine(OneProcess):
             lambda: build.prompt_logprobs(config, model, self.waits),
         )  # fmt: skip
         log_engine(config, layout, model, plan)
+        self._stop_tokens = None
+        if tokenizer is not None and ahead and self.scheduler.keeps_turn_ends:
+            self._stop_tokens = StopTokens(tokenizer, model.vocab_size)
         self._ids = count()
         self._owner, self._memory = Owner(), memory
 
@@ -184,8 +188,9 @@ class Engine(OneProcess):
         seed = secrets.randbits(63) if params.seed is None else params.seed
         banned = bans(params, len(tokens), self.tokenizer, self.core.eos, vocabulary)
         request = Request(
-            next(self._ids), tokens, params, seed, tenant=tenant, lasts=deadline, bans=banned
-        )
+            next(self._ids), tokens, params, seed, tenant=tenant, lasts=deadline, bans=banned,
+            stops=() if self._stop_tokens is None else self._stop_tokens.of(params),
+        )  # fmt: skip
         self.scheduler.check(request)
         return request
 

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from hybrid_runtime.kernels.step.commit_tokens import MAX_ENDS
 from hybrid_runtime.specdecode.sampling import SamplingParams
 from hybrid_runtime.state.rows import StepRows
 
@@ -23,8 +24,6 @@ SAMPLED, ADJUSTED, ALLOWED, LOGPROBS, ONE_BY_ONE = (1 << bit for bit in range(5)
 """Bits of WANTS. Temperature above 0; other logits than the model's; only some tokens allowed;
 log-probabilities of its output; each token must be looked at, since it makes text or may end it."""
 
-MAX_ENDS = 8
-"""End tokens of a request that are looked for in all rows at once; with more it is ONE_BY_ONE."""
 _NO_TOKEN = np.iinfo(np.int64).min
 
 
@@ -102,9 +101,10 @@ class Ledger:
         line[:EPOCH] = hit, hit, hit, length, length, most, prompt, hit, filed, turn, 0
         request.line = line
 
-    def expect(self, request: HasLine, eos: Collection[int], text: bool) -> None:
-        """Note what a running request wants of each step. eos: tokens that end a text. text: its
-        output is decoded."""
+    def expect(self, request: HasLine, eos: Collection[int], text: bool) -> tuple[int, ...]:
+        """Note what a running request wants of each step; the tokens that end its text, none if
+        there are more than `MAX_ENDS`, which each token must be compared with. eos: those of any
+        text. text: its output is decoded."""
         params = request.params
         wants = SAMPLED * (params.temperature != 0)
         wants |= ADJUSTED * bool(request.bans or params.adjusts)
@@ -118,6 +118,7 @@ class Ledger:
             self._ends[request.slot] = _NO_TOKEN
             self._ends[request.slot, 0, : len(ends)] = list(ends)
         self.wants[request.slot] = wants
+        return tuple(ends) if len(ends) <= MAX_ENDS else ()
 
     def leave(self, request: HasLine) -> None:
         """Take a request out of its slot; it keeps its numbers."""

@@ -106,6 +106,12 @@ class Memory:
         if self.kv.device_table.is_cuda:
             torch.cuda.empty_cache()  # PyTorch would keep it for itself
 
+    def copy_keys(self, source: int, target: int) -> None:
+        """Launch a copy of a KV block's keys and values, of all layers."""
+        for layer in self.caches.kv.values():
+            for part in layer:
+                part[target].copy_(part[source])
+
     def host_tier(self, num_blocks: tuple[int, int]) -> HostTier:
         """Host memory for KV blocks and state blocks."""
         groups = {

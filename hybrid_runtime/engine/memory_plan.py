@@ -89,7 +89,10 @@ def units(
     return Units(
         kv_block=elements * config.kv_dtype(model).itemsize * kv_block,
         state_block=layout.page_bytes * states,
-        slot=layout.record_bytes * states + 4 * words + 4 * config.num_draft * drawn,
+        slot=layout.record_bytes * states
+        + 4 * words
+        + model.vocab_size // 8
+        + 4 * config.num_draft * drawn,
     )
 
 

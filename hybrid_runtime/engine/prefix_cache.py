@@ -1,10 +1,15 @@
-"""Prefix cache: blocks of keys and values, and the states at their ends, found by their content.
+"""Prefix cache: blocks of keys and values, and states, found by the tokens that they are of.
 
-A hit needs both kinds, at one boundary, a multiple of a state's block: all keys and values below
-it, whose blocks may be smaller, and the checkpoint at it. The key of KV block `i` is a hash of all
-tokens up to its end, begun with the tenant's name, so that no tenant finds what another one has
-computed; the key of a checkpoint is that of the KV block that ends there. Keys and values are filed
-from boundary to boundary, since between two nobody can hit.
+A hit needs both kinds, at one position: all keys and values below it, and the checkpoint at it.
+Checkpoints lie at boundaries, multiples of a state's block, and, at any position, where a request
+has ended: the end of a turn, behind which the next one goes on. The key of KV block `i` is a hash
+of all tokens up to its end, begun with the tenant's name, so that no tenant finds what another one
+has computed; the key of a checkpoint is that of the KV block that ends there. Behind the last full
+block the tokens of the partial one are hashed to the key of both this block and the state. While a
+request runs, keys and values are filed from boundary to boundary, and at its end up to there.
+
+A partial block is never written below the position that it was filed for. Who hits there gets a
+copy, to write on behind that position; full blocks and states are shared.
 
 What a drafter needs of the prefix: its keys and values lie in the same blocks as the target's. They
 were written with the true next token at every position but the block's last, whose next token is
@@ -16,15 +21,17 @@ and a hit always leaves at least one token to run.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
+from typing import NamedTuple
 
-from hybrid_runtime.engine.block_pool import BlockPool, BlockTable
+from hybrid_runtime.engine.block_pool import REMEMBERED, BlockTable
 from hybrid_runtime.engine.config import RetentionPolicy
 from hybrid_runtime.engine.offload.cache import HostCache
 from hybrid_runtime.engine.request import Hit, Request, ShortHit
 from hybrid_runtime.engine.state_blocks import StateBlocks, Wanted
+from hybrid_runtime.engine.turn_ends import TurnEnds, tail_key
 from hybrid_runtime.state.step import Checkpoint
 
 KEYS, STATE = "kv", "state"
@@ -39,6 +46,10 @@ class PrefixStats:
     evictions: blocks that made room for others.
     host_blocks: blocks that came from the host tier.
     short: admissions by why their hit was not longer, see `Hit`; None is not counted.
+    turn_ends: requests whose state was filed where their text ended.
+    lost_turn_ends: those whose state was not there any more, because a step that was queued before
+        the end was known had gone on: a stop string ended the text.
+    turn_hits: admissions that went on at the end of a turn.
     """
 
     queried_tokens: int = 0
@@ -46,16 +57,37 @@ class PrefixStats:
     evictions: int = 0
     host_blocks: int = 0
     short: Counter[str] = field(default_factory=Counter)
+    turn_ends: int = 0
+    lost_turn_ends: int = 0
+    turn_hits: int = 0
 
     @property
     def hit_rate(self) -> float:
         return self.hit_tokens / self.queried_tokens if self.queried_tokens else 0.0
 
 
+class Place(NamedTuple):
+    """Where a prefix can be hit.
+
+    full: KV blocks in front of it. tail: tokens behind them.
+    key: of the state, and of the partial block that has these tokens.
+    turn: it is the end of a turn, and no boundary.
+    """
+
+    full: int = 0
+    tail: int = 0
+    key: bytes = b""
+    turn: bool = False
+
+
+Has = Callable[[str, bytes], bool]
+"""Whether the block of a group with a key is there."""
+
+
 class PrefixCache:
     """Files blocks of two pools and finds them again. block: tokens between two boundaries.
     kv_block: tokens of a KV block, a divisor of it. retention: which boundaries have their state
-    saved, see `EngineConfig`."""
+    saved, see `EngineConfig`. copy_keys: launches a copy of one KV block to another."""
 
     def __init__(
         self,
@@ -64,28 +96,36 @@ class PrefixCache:
         block: int,
         kv_block: int,
         retention: RetentionPolicy,
+        copy_keys: Callable[[int, int], None],
         host: HostCache | None = None,
     ) -> None:
         self.keys, self.state, self.block, self.retention = keys, state, block, retention
-        self.host = host
+        self.host, self.kv_block, self._copy_keys = host, kv_block, copy_keys
+        most = REMEMBERED * state.pool.size
+        if host is not None:
+            most += host.tier.groups[STATE].size
+        self._ends = TurnEnds(most)
+        self._pools = {KEYS: keys.pool, STATE: state.pool}
         # KV blocks from one boundary to the next.
         self._each = block // kv_block
         self._stats = PrefixStats()
 
     @property
     def min_cacheable_tokens(self) -> int:
-        """Prompts shorter than this can never hit."""
+        """Prompts shorter than this can hit the end of a turn, and nothing else."""
         return self.block + 1
 
     def clear(self) -> None:
         """Forget all content, the host's too; blocks that requests own stay theirs."""
         self.keys.pool.clear()
         self.state.pool.clear()
+        self._ends.clear()
         if self.host is not None:
             self.host.clear()
 
     def reset(self) -> None:
         """Forget what the host has, after an exception anywhere; the tables have been reset."""
+        self._ends.clear()
         if self.host is not None:
             self.host.reset()
 
@@ -96,55 +136,82 @@ class PrefixCache:
     def find(self, request: Request) -> Hit:
         """The longest hit for what is known of a request's text, `most_hit` at the most."""
         self._hash(request)
-        most = (request.length - 1) // self.block
-        if not most:
-            return Hit(short="short_prompt")
-        hashes, each = request.hashes, self._each
-        keys = self.keys.pool.find_leading(hashes[: most * each])
+        block, each, hashes = self.block, self._each, request.hashes
+        most = (request.length - 1) // block
+        keys = self.keys.pool.find_leading(hashes[: (request.length - 1) // self.kv_block])
         known = len(keys) // each
         short: ShortHit | None = None
         if known < most:
-            last = self._keys(request, known)[-1]  # filed with those before it
+            last = hashes[(known + 1) * each - 1]  # filed with those before it
             if self.keys.pool.find(last) is not None or self.keys.pool.evicted(last):
                 short = "evicted_keys"
-        usable = count = min(known, request.most_hit // self.block)
+        usable = min(known, request.most_hit // block)
         if usable < known:
             short = "prompt_logprobs" if request.pooled_from is None else "pooled"
-        while count and self.state.pool.find(hashes[count * each - 1]) is None:
-            count -= 1
-        if count < usable:
-            gone = self.state.pool.evicted(hashes[usable * each - 1])
-            short = "evicted_checkpoint" if gone else "no_checkpoint"
-        state = self.state.pool.find(hashes[count * each - 1]) if count else None
+        place, gone = self._deepest(request, len(keys), self._here)
+        tokens = place.full * self.kv_block + place.tail
+        if gone is not None:
+            short = gone
+        elif tokens < usable * block:
+            evicted = self.state.pool.evicted(hashes[usable * each - 1])
+            short = "evicted_checkpoint" if evicted else "no_checkpoint"
+        elif not tokens and not most:
+            short = "short_prompt"
+        if not tokens:
+            return Hit(known=known * block, short=short)
         return Hit(
-            count * self.block, tuple(keys[: count * each]), state, known * self.block, short
+            tokens,
+            tuple(keys[: place.full]),
+            self.state.pool.find(place.key),
+            max(known * block, tokens),
+            short,
+            self.keys.pool.find(place.key) if place.tail else None,
+            place.key if place.turn else None,
         )
+
+    def _deepest(self, request: Request, full: int, has: Has) -> tuple[Place, ShortHit | None]:
+        """The deepest place of a request whose first `full` KV blocks, and those in front of them,
+        are there, and why a turn that ended deeper cannot be gone on with, if one did."""
+        size, most, gone = self.kv_block, request.most_hit, None
+        for count in range(min(full, most // size), -1, -1):
+            parent, first = self._parent(request, count), count * size
+            if self._ends.any_behind(parent):
+                tail = request.span(first, min(first + size - 1, most))
+                for key, tokens in self._ends.matching(parent, tail):
+                    if has(STATE, key) and (not tokens or has(KEYS, key)):
+                        return Place(count, tokens, key, turn=True), gone
+                    gone = gone or self._gone(key)
+            if count and has(STATE, parent):
+                return Place(count, 0, parent), gone
+        return Place(), gone
+
+    def _gone(self, key: bytes) -> ShortHit | None:
+        """What of the end of a turn had to make room."""
+        if self.state.pool.evicted(key):
+            return "evicted_checkpoint"
+        return "evicted_keys" if self.keys.pool.evicted(key) else None
 
     def promote(self, request: Request, hit: Hit) -> Hit:
         """The hit after blocks that only the host has were copied to the device, if that makes it
         longer. There must be room on the device for all of the request."""
         if self.host is None:
             return hit
-        pools = {KEYS: self.keys.pool, STATE: self.state.pool}
-        hashes, each = request.hashes, self._each
-        most = request.most_hit // self.block
-        count = min(hit.known // self.block, most)
-        while count < most and self._anywhere(KEYS, pools[KEYS], self._keys(request, count)):
-            count += 1
-        first = hit.tokens // self.block
-        while count > first and not self._anywhere(STATE, pools[STATE], [hashes[count * each - 1]]):
-            count -= 1
-        if count == first:
+        hashes, most = request.hashes, request.most_hit // self.kv_block
+        full = min(hit.known // self.kv_block, most)
+        while full < most and self._anywhere(KEYS, hashes[full]):
+            full += 1
+        place, _ = self._deepest(request, full, self._anywhere)
+        if place.full * self.kv_block + place.tail <= hit.tokens:
             return hit
-        wanted = {KEYS: hashes[: count * each], STATE: [hashes[count * each - 1]]}
-        for group, hashes in wanted.items():
-            pool = pools[group]
+        wanted = {KEYS: hashes[: place.full] + [place.key] * (place.tail > 0), STATE: [place.key]}
+        for group, keys in wanted.items():
+            pool = self._pools[group]
             # Those that are here must not make room for the others.
-            here = [block for key in hashes if (block := pool.find(key)) is not None]
+            here = [block for key in keys if (block := pool.find(key)) is not None]
             if group == STATE and hit.state is not None:
                 here.append(hit.state)  # all there is, if a copy fails
             pool.share(here)
-            absent = [key for key in hashes if pool.find(key) is None]
+            absent = [key for key in keys if pool.find(key) is None]
             if absent and len(absent) <= pool.free:
                 taken = pool.take(len(absent))
                 # Behind copies to the host that still read these blocks, see `CopyStream`.
@@ -156,16 +223,13 @@ class PrefixCache:
             pool.put(here)
         return self.find(request)
 
-    def _keys(self, request: Request, index: int) -> list[bytes]:
-        """Of the KV blocks between boundary number `index` and the next."""
-        return request.hashes[index * self._each : (index + 1) * self._each]
+    def _here(self, group: str, key: bytes) -> bool:
+        """Whether a block is on the device."""
+        return self._pools[group].find(key) is not None
 
-    def _anywhere(self, group: str, pool: BlockPool, keys: Iterable[bytes]) -> bool:
-        """Whether each of these is on the device or on the host."""
-        return all(
-            pool.find(key) is not None or (self.host is not None and self.host.has(group, key))
-            for key in keys
-        )
+    def _anywhere(self, group: str, key: bytes) -> bool:
+        """Whether it is on the device or on the host."""
+        return self._here(group, key) or (self.host is not None and self.host.has(group, key))
 
     def order_reuse(self, keys: list[int], state: list[int]) -> None:
         """These blocks were just handed out: let the launches that write them run behind copies
@@ -181,8 +245,29 @@ class PrefixCache:
         self._stats.hit_tokens += hit.tokens
         if hit.short is not None:
             self._stats.short[hit.short] += 1
-        if hit.state is not None:
-            self.keys.adopt(request.slot, 0, hit.keys)
+        if hit.state is None:
+            return
+        self.keys.adopt(request.slot, 0, hit.keys)
+        if hit.turn is not None:
+            self._stats.turn_hits += 1
+            tail = hit.tokens - len(hit.keys) * self.kv_block
+            self._ends.add(self._parent(request, len(hit.keys)), hit.turn, tail)
+        if hit.partial is not None and hit.turn is not None:
+            self._copy_partial(request.slot, len(hit.keys), hit.partial, hit.turn)
+
+    def _copy_partial(self, slot: int, column: int, source: int, key: bytes) -> None:
+        """Give a slot its own copy of a partial block, behind the launches that wrote that one."""
+        pool = self.keys.pool
+        pool.share([source])  # or it would be what makes room
+        if not pool.free:  # it is all that there is: nobody else owns it
+            pool.put([source])
+            pool.forget(key)
+        (block,) = pool.take(1)
+        if block != source:
+            self.order_reuse([block], [])
+            self._copy_keys(source, block)
+            pool.put([source])
+        self.keys.give(slot, column, block)
 
     def wanted(self, request: Request) -> Wanted:
         """Where checkpoints of this request are worth a block."""
@@ -205,7 +290,7 @@ class PrefixCache:
     def is_unfiled(self, request: Request, checkpoint: Checkpoint) -> bool:
         """Whether this checkpoint, in a block that the request owns, can be filed and is not."""
         self._hash(request)
-        index = checkpoint.position // self.block * self._each
+        index = checkpoint.position // self.kv_block
         if index > len(request.hashes) or self.state.block(checkpoint) < 0:
             return False
         return self.state.pool.find(request.hashes[index - 1]) is None
@@ -226,31 +311,75 @@ class PrefixCache:
         span = slice(request.filed * each, max(request.filed, full) * each)
         keys = [*zip(hashes[span], self.keys.blocks(request.slot, span), strict=True)]
         request.filed = max(request.filed, full)
-        for group, pool, blocks in (
-            (STATE, self.state.pool, states),
-            (KEYS, self.keys.pool, keys),
-        ):
-            new = [(key, block) for key, block in blocks if pool.file(key, block)]
-            if new and self.host is not None:
-                self.host.store(group, [key for key, _ in new], [block for _, block in new])
+        self._file(STATE, states)
+        self._file(KEYS, keys)
         for checkpoint in checkpoints:
             self.state.filed(checkpoint)
 
+    def _file(self, group: str, blocks: Iterable[tuple[bytes, int]]) -> None:
+        """File blocks that a request owns, each under its key, where no other is."""
+        pool = self._pools[group]
+        new = [(key, block) for key, block in blocks if pool.file(key, block)]
+        if new and self.host is not None:
+            self.host.store(group, [key for key, _ in new], [block for _, block in new])
+
+    def has_turn_end(self, request: Request, position: int) -> bool:
+        """Whether the state of so many of its tokens can be found."""
+        return self.state.pool.find(self._key(request, position)) is not None
+
+    def file_turn_end(self, request: Request, end: Checkpoint) -> None:
+        """Let the next turn find where a request has ended, before the request is retired: the
+        state, unless there is one, and all keys and values in front of it."""
+        slot, position = request.slot, end.position
+        full, tail = divmod(position, self.kv_block)
+        key = self._key(request, position)
+        keys = [*zip(request.hashes[:full], self.keys.blocks(slot, slice(0, full)), strict=True)]
+        if tail:
+            keys.append((key, self.keys.block(slot, full)))
+        self._file(KEYS, keys)
+        self._file(STATE, [(key, self.state.block(end))])
+        if position % self.block:
+            self._ends.add(self._parent(request, full), key, tail)
+        self._stats.turn_ends += 1
+        request.turn_end = position
+
+    def note_lost_turn_end(self) -> None:
+        """The state where a text ended is not there any more."""
+        self._stats.lost_turn_ends += 1
+
+    def retired(self, request: Request) -> None:
+        """What a request owned is free: if it has left the end of a turn, the one that it went on
+        from is not what the next turn looks for, and makes room first."""
+        if request.turn_end and request.hit.turn is not None:
+            for pool in self._pools.values():
+                pool.demote(request.hit.turn)
+
     def forget(self, request: Request) -> None:
         """Drop the blocks that a request has computed or found; who owns them keeps them."""
-        for pool in (self.keys.pool, self.state.pool):
-            for key in request.hashes:
+        keys = request.hashes + [key for key in [request.hit.turn] if key is not None]
+        for pool in self._pools.values():
+            for key in keys:
                 pool.forget(key)
         if self.host is not None:
-            self.host.forget(request.hashes)
+            self.host.forget(keys)
+
+    def _parent(self, request: Request, full: int) -> bytes:
+        """Key of the last of so many KV blocks of a request; of none, its tenant's."""
+        return request.hashes[full - 1] if full else sha256(request.tenant.encode()).digest()
+
+    def _key(self, request: Request, position: int) -> bytes:
+        """Key of the state of a request after so many tokens."""
+        self._hash(request)
+        full, tail = divmod(position, self.kv_block)
+        return tail_key(self._parent(request, full), request.span(position - tail, position))
 
     def _hash(self, request: Request) -> None:
-        """Hash the KV blocks of all tokens known, up to the last boundary."""
-        hashes, size = request.hashes, self.block // self._each
-        first, last = len(hashes) * size, request.length // self.block * self.block
+        """Hash the full KV blocks of all tokens known."""
+        hashes, size = request.hashes, self.kv_block
+        first, last = len(hashes) * size, request.length // size * size
         if first == last:
             return
-        parent = hashes[-1] if hashes else sha256(request.tenant.encode()).digest()
+        parent = self._parent(request, len(hashes))
         tokens = request.span(first, last)
         data, step = tokens.tobytes(), size * tokens.itemsize
         for start in range(0, len(data), step):

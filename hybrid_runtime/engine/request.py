@@ -45,6 +45,8 @@ class Hit:
     tokens: leading tokens that need not run, because keys, values and a state are there.
     keys: their KV blocks. state: block of the checkpoint behind them, None without a hit.
     known: leading tokens whose keys and values are there, with a checkpoint or without.
+    partial: block of the keys and values behind `keys`, which is copied; None if there are none.
+    turn: key of the end of a turn, if that is what was found.
     short: why `tokens` is not more. "short_prompt": the prompt is not longer than `block_size`.
     "pooled", "prompt_logprobs": an embedding, or log-probabilities of the prompt, need the hidden
     states that follow. "no_checkpoint": no state was saved where the known keys and values end.
@@ -57,6 +59,8 @@ class Hit:
     state: int | None = None
     known: int = 0
     short: ShortHit | None = None
+    partial: int | None = None
+    turn: bytes | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -79,11 +83,15 @@ class Request:
     tenant: requests of other tenants find nothing that it computed.
     restarts: how often it lost its slot before it ended.
     hit: what it found in the prefix cache when it was last admitted.
-    hashes: keys of its KV blocks in the prefix cache, up to a boundary, as far as they were needed.
+    hashes: keys of its full KV blocks in the prefix cache, as far as they were needed.
+    turn_end: tokens behind which the next turn can go on; 0: its state was not kept at its end.
+    cut: last tokens of the output that are not wholly in the text, because a stop string ended it
+        in front of them; as far as they came with the last ones.
     logprobs: of its output if asked for, perhaps of more; see `output_logprobs`.
     prompt_logprobs: of the leading tokens of its prompt if asked for, without the first's; see
     `all_prompt_logprobs`.
     bans: tokens that it must not emit, for good or for now.
+    stops: tokens that end its text because a stop string lies in them, see `StopTokens`.
     pooled_from: position of the first token that goes into an embedding; None: text is wanted.
     embedding: float32 `[hidden]` on the CPU, not normalised, once it has ended as "embedded".
     """
@@ -106,9 +114,12 @@ class Request:
     restarts: int = 0
     hit: Hit = field(default_factory=Hit)
     hashes: list[bytes] = field(default_factory=list)
+    turn_end: int = 0
+    cut: int = 0
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     bans: tuple[Ban, ...] = ()
+    stops: tuple[int, ...] = ()
     pooled_from: int | None = None
     embedding: Tensor | None = None
 
@@ -230,7 +241,7 @@ class Request:
         max_length: int,
     ) -> FinishReason | None:
         """Add emitted tokens up to where the request ends; why it ends, if it does."""
-        params = self.params
+        params, ends_at = self.params, list[int]()
         for token in tokens:
             ends = token in params.stop_token_ids or (token in eos and not params.ignore_eos)
             if ends and not params.include_stop_str_in_output:
@@ -242,9 +253,12 @@ class Request:
                     ids = self.prompt[-4:].tolist()
                     self.stream = DecodeStream(ids, params.skip_special_tokens)
                 self.text += self.stream.step(tokenizer, token) or ""
+            ends_at.append(len(self.text))
             if ends:
                 return "stop"
             if params.stop and len(self.output) > params.min_tokens and self._cut(known):
+                cut = sum(end > len(self.text) for end in ends_at)
+                self.cut = cut if cut < len(ends_at) else 0
                 return "stop"
             if len(self.output) >= params.max_tokens or self.length >= max_length:
                 return "length"

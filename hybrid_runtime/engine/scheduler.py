@@ -164,7 +164,7 @@ class Scheduler:
             self.waiting.popleft()
             if self.cache is not None:
                 hit = self.cache.promote(request, hit)
-            request.slot, request.hit = self._slots.pop(), hit
+            request.slot, request.hit, request.turn_end = self._slots.pop(), hit, 0
             blocks = hit.tokens // self.block_size
             turn = self._prompt_tokens + request.length - hit.tokens
             self.ledger.admit(request, hit.tokens, blocks, turn)
@@ -178,20 +178,44 @@ class Scheduler:
             admitted.append(request)
         return admitted
 
-    def close(self, requests: list[Request]) -> None:
+    @property
+    def keeps_turn_ends(self) -> bool:
+        """Whether the state at the end of a text can be found."""
+        return self.cache is not None and self.manager.ends_texts
+
+    def close(self, requests: list[Request], turns: bool = False) -> None:
         """Before these requests are retired: file what no later results will bring, the tokens that
-        queued steps run for certain and the checkpoints behind the last drafts."""
+        queued steps run for certain and the checkpoints behind the last drafts. turns: their texts
+        have ended, so that the next turn may go on there."""
         if self.cache is None or not requests:
             return
-        last: dict[int, Checkpoint] = {}
+        cache, folded = self.cache, list[Checkpoint]()
+        last, ends = dict[int, Checkpoint](), dict[int, Checkpoint]()
         for request in requests:
-            request.computed = request.computed_min
-            checkpoint = self.manager.last_checkpoint(request.slot)
-            if checkpoint is not None and self.cache.is_unfiled(request, checkpoint):
-                last[request.slot] = checkpoint
-        self.manager.flush(list(last.values()))
+            slot, end = request.slot, None
+            if not self.manager.has_ended(slot):  # or the queued step does nothing
+                request.computed = request.computed_min
+            if turns and self.keeps_turn_ends:
+                end = self.manager.last_state(slot, request.length - request.cut)
+                if end is None:
+                    cache.note_lost_turn_end()
+                else:
+                    ends[slot] = end
+                    if cache.has_turn_end(request, end.position):
+                        end = None
+            checkpoint = self.manager.last_checkpoint(slot)
+            if checkpoint is not None and end is not None and checkpoint.column == end.column:
+                checkpoint = None  # there is one block for both; the turn's end is deeper
+            if checkpoint is not None and cache.is_unfiled(request, checkpoint):
+                last[slot] = checkpoint
+            found = last.get(slot) if end is None else end
+            if found is not None:
+                folded.append(found)
+        self.manager.flush(folded)
         for request in requests:
-            self.cache.file(request, [last[request.slot]] if request.slot in last else [])
+            cache.file(request, [last[request.slot]] if request.slot in last else [])
+            if request.slot in ends:
+                cache.file_turn_end(request, ends[request.slot])
 
     def retire(self, request: Request) -> None:
         """Take a request out of its slot, or out of the queue; what it owned is free again."""
@@ -208,21 +232,32 @@ class Scheduler:
         self.ledger.leave(request)
         self._slots.append(request.slot)
         request.slot = -1
+        if self.cache is not None:
+            self.cache.retired(request)
 
     def preempt(self, request: Request) -> None:
         """Take a running request's blocks and let it begin again when there is room. Steps that are
         queued may still write them; later owners are launched later on the same stream."""
         self.close([request])
+        self._begin_again(request)
+        self.preemptions += 1
+
+    def resume(self, request: Request) -> None:
+        """Let a running request that the device holds back go on: from where it is."""
+        self.close([request], turns=True)
+        self._begin_again(request)
+
+    def _begin_again(self, request: Request) -> None:
         self.retire(request)
         request.forget()
         self.waiting.appendleft(request)
-        self.preemptions += 1
 
     def _room(self, request: Request, hit: Hit) -> bool:
         """Blocks for a request beside those who run, and what these may need any time."""
         slots = self._running
         keys = self._blocks(request.length + bool(request.max_tokens)) - len(hit.keys)
-        keys += self.kv.pool.unowned(hit.keys) + self._owed(slots)
+        found = hit.keys if hit.partial is None else (*hit.keys, hit.partial)
+        keys += self.kv.pool.unowned(found) + self._owed(slots)
         # Those admitted a moment ago have not taken theirs yet.
         table = self.ledger
         not_yet_allocated = np.count_nonzero(table.computed_max[slots] == table.hit[slots])

@@ -60,10 +60,11 @@ def _given_up(
             "model was made for (max_position_embeddings); longer texts may be worse"
         )
     if config.prefix_caching and block >= config.max_model_len:
+        ends = " but where a text has ended" if layout.replays else ""
         yield (
-            f"no prefix can be found again: states are saved every {block} tokens and requests "
-            f"have at most {config.max_model_len} (max_model_len); a smaller block_size would let "
-            "them"
+            f"no prefix can be found again{ends}: states are saved every {block} tokens and "
+            f"requests have at most {config.max_model_len} (max_model_len); a smaller block_size "
+            "would let them"
         )
     full = config.max_requests * -(-longest(config, device) // config.kv_block(block))
     if config.num_blocks is None and plan.num_blocks[0] < full:

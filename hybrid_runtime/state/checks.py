@@ -184,8 +184,9 @@ def check_checkpoints(
     checkpoints: Sequence[Checkpoint],
     ledger: Ledger,
     last_checkpoint: Callable[[int], Checkpoint | None],
+    last_state: Callable[[int, int], Checkpoint | None],
 ) -> None:
-    """Refuse all but what `last_checkpoint` gives for slots whose requests still hold them."""
+    """Refuse all but what these two give for slots whose requests still hold them."""
     if not isinstance(checkpoints, Sequence):
         raise ValueError(f"checkpoints is {checkpoints!r}; it must be a sequence of Checkpoint")
     seen = set[int]()
@@ -198,10 +199,11 @@ def check_checkpoints(
                 f"checkpoints[{i}] is {checkpoint}, whose request has left the slot; it must be "
                 "flushed before its slot is released"
             )
-        if checkpoint.slot in seen or checkpoint != last_checkpoint(checkpoint.slot):
+        slot, position = checkpoint.slot, checkpoint.position
+        if slot in seen or checkpoint not in (last_checkpoint(slot), last_state(slot, position)):
             raise ValueError(
-                f"checkpoints[{i}] is {checkpoint}; it must be what last_checkpoint(slot) gives "
-                "now, once"
+                f"checkpoints[{i}] is {checkpoint}; it must be what last_checkpoint(slot) or "
+                "last_state(slot, position) gives now, once"
             )
         seen.add(checkpoint.slot)
 

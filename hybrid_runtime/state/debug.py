@@ -18,16 +18,17 @@ from hybrid_runtime.state.rows import StepRows
 from hybrid_runtime.state.step import Step
 
 
-def check_accepted(step: Step, num_accepted: Tensor, ledger: Ledger) -> None:
+def check_accepted(step: Step, num_accepted: Tensor, ledger: Ledger, ends_texts: bool) -> None:
     """Wait, and raise `ValueError` for a count that the step cannot have, or that ends its request.
 
-    num_accepted: int32 `[rows]` or longer, on the device.
+    num_accepted: int32 `[rows]` or longer, on the device. ends_texts: negative ones are counts too.
     """
     with allowed("debug=True: accepted counts"):
         accepted = num_accepted[: len(step.rows)].cpu().numpy()
     current = step.current(ledger.generation, ledger.live)
     draft = step.rows.draft
-    bad = (accepted < 0) | (accepted > draft + 1) | ((accepted == 0) & (draft > 0))
+    count = np.abs(accepted) if ends_texts else accepted
+    bad = (count < 0) | (count > draft + 1) | ((count == 0) & (draft > 0))
     for i in np.flatnonzero(bad & current):
         lost = ": 0 with drafts means that the row is lost, and releases its slot"
         raise ValueError(

@@ -169,6 +169,8 @@ class InFlightSteps:
             raise ValueError(f"step is {step.number}; counts must be handed in in step order")
         ledger, rows, policy = self._ledger, step.rows, self._policy
         current = step.current(ledger.generation, ledger.live)
+        if ledger.ended:
+            current &= ~np.isin(rows.slot, list(ledger.ended))
         computed = np.where(current, ledger.computed[rows.slot], 0).astype(np.int64)
         certain = computed + rows.certain
         inside: list[Checkpoint] = []
@@ -183,6 +185,9 @@ class InFlightSteps:
         published."""
         ledger, rows = self._ledger, step.rows
         current, version, certain, outcome, inside = prepared
+        ended = NO_ROWS
+        if self._policy.ends_texts and accepted.min(initial=0) < 0:
+            ended, accepted = np.flatnonzero(current & (accepted < 0)), np.abs(accepted)
         if self._open[:1] != [step] or ledger.version != version:
             raise ValueError(f"step is {step.number}; no other call may come before its counts")
         bad = current & ((accepted < 0) | (accepted > rows.draft + 1))
@@ -207,6 +212,7 @@ class InFlightSteps:
             )
         for checkpoint in step.published:
             ledger.stored[checkpoint.slot] = checkpoint[2:]
+        ledger.ended.update(rows.slot[ended].tolist())
         final = certain + np.maximum(accepted, 1) - 1
         ledger.computed[rows.index[current]] = final[current]
         self._open.pop(0)

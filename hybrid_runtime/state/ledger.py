@@ -53,6 +53,7 @@ class Ledger:
     held: column of that state after it, exactly (replay).
     stored: int32 `[max_requests, 2]`, tokens in the last checkpoint of a settled step, 0 if there
         is none, and its column.
+    ended: slots whose last count was negative: their text has ended, and no later step runs them.
     version: changes with every admission, release and change of retention.
     """
 
@@ -79,6 +80,7 @@ class Ledger:
         self._row = np.arange(max_rows)
         self._admitted: list[int] = []
         self._special: set[int] = set()
+        self.ended: set[int] = set()
         self.version = 0
         self.block_size = block_size
         self.reset()
@@ -93,6 +95,7 @@ class Ledger:
         self.unfinished[:] = self.known[:] = NONE
         self._admitted.clear()
         self._special.clear()
+        self.ended.clear()
 
     def check_admission(self, slot: int, computed: int, column: int | None, columns: int) -> None:
         """Refuse what `admit` cannot take. columns: of the block table; 0: not known yet."""
@@ -130,6 +133,7 @@ class Ledger:
         self.generation[slot] += 1
         self.lines[slot, fields.ADMIT] = 0
         self._special.discard(slot)
+        self.ended.discard(slot)
         self.version += 1
 
     def holds(self, slot: int, generation: int) -> bool:

@@ -271,13 +271,14 @@ class HybridStateManager(OneProcess):
         where some are due (in the replay layout the next step stores them).
 
         num_accepted: int32 `[rows]` or longer; row i belongs to `step.rows.slot[i]`. It must stay
-        unchanged until the launches of the next `begin_step` are queued.
+        unchanged until the launches of the next `begin_step` are queued. -a (replay layout): a
+        tokens were accepted and the text ends among them; queued steps leave its state as it is.
         """
         self._bound()
         self._in_flight.require(step, ended=False)
         check_counts(num_accepted, len(step.rows), self.device)
         if self.debug:
-            check_accepted(step, num_accepted, self._ledger)
+            check_accepted(step, num_accepted, self._ledger, self._policy.ends_texts)
         candidates, current = step.candidates, None
         if not self._saved.undisturbed(step):
             rows = step.current(self._ledger.generation, self._ledger.live)
@@ -349,18 +350,40 @@ class HybridStateManager(OneProcess):
         self._ledger.require_live(slot)
         if not isinstance(self._policy, ReplayPolicy):
             return None
-        return self._policy.last_checkpoint(slot, self._in_flight.next_step(slot))
+        return self._policy.last_checkpoint(slot, self._queued(slot))
+
+    @property
+    def ends_texts(self) -> bool:
+        """Whether counts may be negative, see `end_step`: the layout is replay."""
+        return self._policy.ends_texts
+
+    def has_ended(self, slot: int) -> bool:
+        """Whether the last count that was read of the request in `slot` was negative."""
+        self._ledger.require_live(slot)
+        return slot in self._ledger.ended
+
+    def last_state(self, slot: int, most: int) -> Checkpoint | None:
+        """The state of a request that is about to be released, in the replay layout, after as many
+        of its first `most` tokens as have been computed. Its bytes are stored by `flush`, behind
+        the queued steps, unless the column is a checkpoint's. None: a queued step goes on behind
+        `most` tokens, or `flush` stores nothing.
+        """
+        self._ledger.require_live(slot)
+        if not isinstance(self._policy, ReplayPolicy):
+            return None
+        return self._policy.last_state(slot, self._queued(slot), most)
 
     def flush(self, checkpoints: Sequence[Checkpoint]) -> None:
-        """Store last checkpoints, just found, in one launch, or none if queued steps store them
-        all. The states of those in the live column are overwritten: release their slots next.
+        """Store last checkpoints or states, just found, in one launch; none if queued steps store
+        them all. The states of those in the live column are overwritten: release their slots next.
 
-        Raises `ValueError` for one that is not what `last_checkpoint` would give now: its request
-        has left the slot or has had a step since, it was flushed before, or it was changed."""
-        check_checkpoints(checkpoints, self._ledger, self.last_checkpoint)
+        Raises `ValueError` for one that is not what `last_checkpoint`, or `last_state` at its
+        position, would give now: its request has left the slot or has had a step since, it was
+        flushed before, or it was changed."""
+        check_checkpoints(checkpoints, self._ledger, self.last_checkpoint, self.last_state)
         if not isinstance(self._policy, ReplayPolicy):
             return
-        count = self._policy.flush(checkpoints)
+        count = self._policy.flush(checkpoints, self._queued)
         self._stats.rows_flushed += count
         self._stats.flush_launches += count > 0
 
@@ -379,6 +402,10 @@ class HybridStateManager(OneProcess):
         return stats
 
     # -- inside ----------------------------------------------------------------------------------
+
+    def _queued(self, slot: int) -> Step | None:
+        """The oldest step whose results have not been read that runs the request in `slot`."""
+        return None if slot in self._ledger.ended else self._in_flight.next_step(slot)
 
     def _columns_only(self, call: str, instead: str) -> ColumnsPolicy:
         if isinstance(self._policy, ColumnsPolicy):

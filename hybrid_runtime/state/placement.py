@@ -71,7 +71,12 @@ class Outcome(NamedTuple):
 
 
 class LayoutPolicy(Protocol):
-    """What each of the two layouts does in its own way."""
+    """What each of the two layouts does in its own way.
+
+    ends_texts: counts may be negative, see `HybridStateManager.end_step`.
+    """
+
+    ends_texts: bool
 
     @property
     def slots(self) -> Any:

@@ -109,6 +109,11 @@ class StepRows:
         put(self, "padded", np.count_nonzero(slot < 0) > 0)
         put(self, "chunked", np.count_nonzero(certain > 1) > 0)
 
+    @property
+    def folds(self) -> NDArray[np.bool_]:
+        """Replay: rows that fold what is pending and record their own tokens, bool `[rows]`."""
+        return self.draft > 0 if self.decodes is None else self.decodes
+
     @classmethod
     def exact(
         cls,

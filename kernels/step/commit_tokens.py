@@ -16,6 +16,22 @@ from torch import Tensor
 from hybrid_runtime.kernels.common.backend import runs_triton
 from hybrid_runtime.kernels.step.prepare_inputs import StepInputs
 
+MAX_ENDS = 8
+"""Most tokens of one sequence that can end it here; a power of two."""
+
+
+class TextEnds(NamedTuple):
+    """Where texts end as far as tokens tell, int32 by slot, with any stride between slots.
+
+    most: `[slots + 1]`, tokens of the longest text.
+    tokens: `[slots + 1, MAX_ENDS]`, dense; those that end a text when they are emitted, -1: none.
+    bits: `[slots + 1, words]`, dense; more of them, bit `t % 32` of word `t // 32` of token t.
+    """
+
+    most: Tensor
+    tokens: Tensor
+    bits: Tensor
+
 
 class DraftInputs(NamedTuple):
     """Inputs of the drafter's passes, int32 throughout.
@@ -52,7 +68,9 @@ def commit_tokens_reference(
     num_accepted: Tensor,
     history: Tensor,
     length: Tensor,
+    ends: TextEnds,
     emitted: Tensor,
+    counts: Tensor,
     out: DraftInputs,
     max_scheduled: int,
 ) -> None:
@@ -66,7 +84,10 @@ def commit_tokens_reference(
         history: int32 `[slots + 1, length]`, appended to behind `length` tokens; its last row is
             a spare one.
         length: int32 `[slots + 1]`, any stride, raised by the count.
+        ends: of the sequences.
         emitted: int32 `[rows, K + 2]`, gets the tokens and, last, their count: what the host reads.
+            The count is negative where a text has ended among the tokens.
+        counts: int32 `[rows]`, gets the same counts: what the next step's placement reads.
         out: written whole. Position p of the drafter sees token p + 1, so with n' tokens computed
             the first pass covers positions up to n' - 1, and pass i = 1, 2, ... runs n' + i - 1.
         max_scheduled: host upper bound of tokens per row.
@@ -78,12 +99,18 @@ def commit_tokens_reference(
     step = torch.arange(num_tokens, device=tokens.device)
     spare = history.shape[0] - 1  # takes what rows that emit less would write
     live = step < count[:, None]
-    where = torch.where(live, length[at].long()[:, None] + step, 0)
+    known = length[at].long()
+    stops = (tokens[:, :, None] == ends.tokens[at, None]) & live[:, :, None]
+    word = ends.bits[at[:, None], tokens.clamp(min=0).long() // 32]
+    listed = live & (tokens >= 0) & ((word >> tokens.clamp(min=0) % 32) & 1 > 0)
+    ended = stops.flatten(1).any(1) | listed.any(1) | (known + count >= ends.most[at])
+    where = torch.where(live, known[:, None] + step, 0)
     history[torch.where(live, at[:, None], spare), where] = tokens.clamp(min=0)
     length.index_add_(0, at, count.to(length.dtype))
     emitted.fill_(-1)
     emitted[:, :num_tokens] = torch.where(live, tokens, -1)
-    emitted[:, -1] = count
+    counts.copy_(torch.where(ended, -count, count))
+    emitted[:, -1] = counts
 
     start = inputs.cu_seqlens.long()
     token = torch.arange(inputs.tokens.shape[0], device=tokens.device)
@@ -104,7 +131,8 @@ def commit_tokens_reference(
     do_not_specialize=["accepted_stride", "rows", "num_tokens"],
     do_not_specialize_on_alignment=[
         "slot", "cu_seqlens", "computed", "certain", "emits", "accepted", "num_accepted", "history",
-        "length", "emitted", "tokens", "last", "draft_slot", "draft_computed",
+        "length", "most", "ends", "end_bits", "emitted", "counts", "tokens", "last", "draft_slot",
+        "draft_computed",
     ],
 )  # fmt: skip
 def _commit_tokens_kernel(
@@ -120,7 +148,14 @@ def _commit_tokens_kernel(
     history_stride,
     length,
     length_stride,
+    most,
+    most_stride,
+    ends,
+    ends_stride,
+    end_bits,
+    bits_stride,
     emitted,
+    counts,
     tokens,
     last,
     draft_slot,
@@ -130,6 +165,7 @@ def _commit_tokens_kernel(
     num_tokens,
     NUM_DRAFT: tl.constexpr,
     WIDTH: tl.constexpr,
+    ENDS: tl.constexpr,
     TILE: tl.constexpr,
 ):
     i_row = tl.program_id(0)
@@ -151,7 +187,18 @@ def _commit_tokens_kernel(
         known = tl.load(length + i_slot * length_stride, mask=live, other=0)
         tl.store(p_history + known + o_out, tl.maximum(b_accepted, 0), mask=o_out < count)
         tl.store(length + i_slot * length_stride, known + count, mask=live)
-        b_emitted = tl.where(o_out == NUM_DRAFT + 1, count, b_accepted)
+        o_end = tl.arange(0, ENDS)
+        b_ends = tl.load(ends + i_slot * ends_stride + o_end, mask=live & (o_end >= 0), other=-1)
+        stops = (b_accepted[:, None] == b_ends[None, :]) & (o_out < count)[:, None]
+        ended = tl.max(tl.max(stops.to(tl.int32), axis=1), axis=0) > 0
+        real = live & (o_out < count) & (b_accepted >= 0)
+        p_bits = end_bits + i_slot.to(tl.int64) * bits_stride + (b_accepted >> 5)
+        b_word = tl.load(p_bits, mask=real, other=0)
+        ended |= tl.max((b_word >> (b_accepted & 31)) & 1, axis=0) > 0
+        ended |= known + count >= tl.load(most + i_slot * most_stride, mask=live, other=0)
+        b_count = tl.where(ended, -count, count)
+        tl.store(counts + i_row, b_count)
+        b_emitted = tl.where(o_out == NUM_DRAFT + 1, b_count, b_accepted)
         p_emitted = emitted + i_row * (NUM_DRAFT + 2)
         tl.store(p_emitted + o_out, b_emitted, mask=o_out < NUM_DRAFT + 2)
         tl.store(last + i_row, tl.where(live, tl.maximum(start + end - 1 - n, 0), 0))
@@ -188,7 +235,9 @@ def commit_tokens(
     num_accepted: Tensor,
     history: Tensor,
     length: Tensor,
+    ends: TextEnds,
     emitted: Tensor,
+    counts: Tensor,
     out: DraftInputs,
     max_scheduled: int,
 ) -> None:
@@ -196,8 +245,9 @@ def commit_tokens(
     rows = tokens.shape[0]
     if not rows or not runs_triton(tokens):
         commit_tokens_reference(
-            inputs, tokens, num_accepted, history, length, emitted, out, max_scheduled
-        )
+            inputs, tokens, num_accepted, history, length, ends, emitted, counts, out,
+            max_scheduled,
+        )  # fmt: skip
         return
     num_draft = out.computed.shape[0]
     _commit_tokens_kernel[(rows, triton.cdiv(max(max_scheduled, 1), TILE))](
@@ -213,7 +263,14 @@ def commit_tokens(
         history_stride=history.stride(0),
         length=length,
         length_stride=length.stride(0),
+        most=ends.most,
+        most_stride=ends.most.stride(0),
+        ends=ends.tokens,
+        ends_stride=ends.tokens.stride(0),
+        end_bits=ends.bits,
+        bits_stride=ends.bits.stride(0),
         emitted=emitted,
+        counts=counts,
         tokens=out.tokens,
         last=out.last,
         draft_slot=out.slot,
@@ -223,6 +280,7 @@ def commit_tokens(
         num_tokens=inputs.tokens.shape[0],
         NUM_DRAFT=num_draft,
         WIDTH=triton.next_power_of_2(num_draft + 2),
+        ENDS=MAX_ENDS,
         TILE=TILE,
         num_warps=4,
     )

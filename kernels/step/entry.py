@@ -70,4 +70,5 @@ TARGET = Constant(2)
 """Row of `moves`: column to move it to, -1 = it stays."""
 
 DEAD = Constant(-2)
-"""Column of a slot whose step was discarded: never read or written again until re-admitted."""
+"""Column of a slot whose step was discarded, or whose text has ended: never read or written again
+until re-admitted."""

@@ -44,7 +44,8 @@ def finish_reference(
     line: int64 `[lines, ENTRY_FIELDS]`.
     computed, held, ahead: int32 `[slots]`, as they were before the previous step.
     previous: int32 `[4, rows]`, `placed` of the previous step.
-    accepted: int32 `[rows]` of it; a = 0 counts as 1, or makes a row with drafts `DEAD`.
+    accepted: int32 `[rows]` of it; a = 0 counts as 1, or makes a row with drafts `DEAD`; a < 0:
+        -a tokens were accepted, and the row is `DEAD`, because its text has ended.
     resets_offset: the columns layout's rule: `ahead` is 0 after a step that accepts all drafts
         and whose RESETS is set.
     """
@@ -52,9 +53,9 @@ def finish_reference(
     finishes = line[:, PREVIOUS] >= 0
     row = line[:, PREVIOUS].clamp(min=0)
     certain, column, draft, resets = previous[:, row].long()
-    count = torch.minimum(accepted[row].long(), draft + 1)
-    emitted = count.clamp(min=1)
-    dead = ((count <= 0) & (draft > 0)) | (column < 0)
+    count = accepted[row].long()
+    emitted = torch.minimum(count.abs(), draft + 1).clamp(min=1)
+    dead = (count < 0) | ((count == 0) & (draft > 0)) | (column < 0)
     after = emitted - 1
     if resets_offset:
         after = torch.where((resets > 0) & (emitted == draft + 1), 0, after)
@@ -95,9 +96,9 @@ def finish(
     certain = tl.load(previous + CERTAIN * previous_stride + row, mask=finishes, other=0)
     column = tl.load(previous + COLUMN * previous_stride + row, mask=finishes, other=-1)
     draft = tl.load(previous + PLACED_DRAFT * previous_stride + row, mask=finishes, other=0)
-    count = tl.minimum(tl.load(accepted + row, mask=finishes, other=1), draft + 1)
-    emitted = tl.maximum(count, 1)
-    dead = ((count <= 0) & (draft > 0)) | (column < 0)
+    count = tl.load(accepted + row, mask=finishes, other=1)
+    emitted = tl.maximum(tl.minimum(tl.abs(count), draft + 1), 1)
+    dead = (count < 0) | ((count == 0) & (draft > 0)) | (column < 0)
     after = emitted - 1
     if RESETS_OFFSET:
         resets = tl.load(previous + RESETS * previous_stride + row, mask=finishes, other=0)

@@ -29,6 +29,27 @@ def test_a_full_hit_leaves_the_tokens_after_the_last_boundary(tmp_path: Path) ->
         assert row["mean_acceptance_length"] > 1
 
 
+@pytest.mark.slow
+def test_a_chats_turns_run_what_is_new(tmp_path: Path) -> None:
+    out, turns = tmp_path / "a.json", 4
+    sizes = ["--system", "40", "--turns", str(turns), "--message", "9", "--answer", "9"]
+    arguments = ["--trace", "chat", "--shape", "tiny", "--device", "cpu", "--side-by-side", "1,3"]
+    assert prefix.main([*arguments, *sizes, "--out", str(out)]) == 0
+    rows = json.loads(out.read_text())["rows"]
+    assert [(r["conversations"], r["prefix_caching"]) for r in rows] == [
+        (many, caching) for many in (1, 3) for caching in (True, False)
+    ]
+    for row in rows:
+        many = row["conversations"]
+        assert row["turns"] == many * (turns - 1)
+        assert row["turn_ends"] == many * turns * row["prefix_caching"]
+        assert len(row["repeats"]["ttft_ms"]) == row["turns"]
+        if row["prefix_caching"]:
+            assert 9 <= min(row["repeats"]["run_tokens"]) <= max(row["repeats"]["run_tokens"]) <= 10
+        else:
+            assert min(row["repeats"]["run_tokens"]) > 40
+
+
 def test_a_request_holds_one_state_instead_of_one_per_guess() -> None:
     """Nemotron-3-Super, K = 3, fp32: 40 layers of 128 x 64 x 128 and a window of 6 x 10240."""
     rows = {(r["shape"], r["ssm_dtype"]): r for r in capacity.memory_table()}

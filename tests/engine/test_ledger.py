@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from hybrid_runtime.engine import Request, SamplingParams
-from hybrid_runtime.engine.ledger import MAX_ENDS, Ledger
+from hybrid_runtime.engine.ledger import Ledger
+from hybrid_runtime.kernels.step.commit_tokens import MAX_ENDS
 from hybrid_runtime.state.rows import StepRows
 
 EOS = (2,)

@@ -43,7 +43,7 @@ def test_nothing_is_given_up_where_all_is_well(caplog: pytest.LogCaptureFixture)
 GIVEN_UP: list[tuple[dict[str, Any], str]] = [
     (
         {"block_size": 256, "max_model_len": 200},
-        "no prefix can be found again: states are saved every 256",
+        "no prefix can be found again but where a text has ended: states are saved every 256",
     ),
     ({"drafter": "ngram", "sampled_drafts": True}, "sampled_drafts does nothing: drafter 'ngram'"),
     (

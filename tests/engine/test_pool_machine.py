@@ -36,6 +36,7 @@ options = st.fixed_dictionaries(
         "conv_layout": st.sampled_from(["SD", "DS"]),
         "strategy": st.sampled_from(["auto", "auto", "blocking", "defer", "always"]),
         "rule": st.sampled_from([HASH, HASH, HASH, DELTA]),
+        "text": st.booleans(),
     }
 )
 prompts = st.builds(
@@ -51,6 +52,9 @@ arrivals = st.fixed_dictionaries(
         "lasts": st.sampled_from([None, None, None, None, 3.0, 9.0]),
         "max_tokens": st.integers(1, MOST_OUTPUT),
         "temperature": st.sampled_from([0.0, 0.0, 0.9]),
+        "stops": st.sampled_from([None, None, "token", "string", "two tokens"]),
+        "at": st.integers(0, MOST_OUTPUT),
+        "include": st.booleans(),
     }
 )
 
@@ -69,7 +73,15 @@ class Life(RuleBasedStateMachine):
     @rule(arrivals=st.lists(arrivals, min_size=1, max_size=4))
     def submit(self, arrivals: list[dict[str, Any]]) -> None:
         for arrival in arrivals:
-            self.world.submit(**arrival)
+            self.submit_one(**arrival)
+
+    def submit_one(self, prompt: list[int], stops: str | None, at: int, **options: Any) -> None:
+        """stops: what ends the text, at that token or before."""
+        include, kind = options.pop("include"), stops if self.world.has_text else "token"
+        if stops is not None:
+            options |= self.world.stop(prompt, kind or "token", at)
+            options["include_stop_str_in_output"] = include
+        self.world.submit(prompt, **options)
 
     @precondition(lambda self: any(r.output for r in self.world.requests))
     @rule(which=st.integers(0, 99), more=st.lists(st.integers(0, 2), min_size=1, max_size=3))

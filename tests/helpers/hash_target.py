@@ -28,6 +28,8 @@ VOCABULARY = 251
 WINDOW = TAPS
 STATE_LAYERS = (0, 1)
 KV_LAYER = 2
+GARBAGE = 250
+"""Token that a row computes, and key that it leaves, if its state is not there."""
 
 
 def attended(keys: Sequence[int], values: Sequence[int]) -> int:
@@ -105,6 +107,10 @@ class HashTarget:
             run = tokens[starts[row] : starts[row + 1]].tolist()
             if slot < 0:  # padding
                 found += [0] * len(run)
+                continue
+            if int(positions.write_column[row]) < 0:  # its text has ended
+                self._attend([GARBAGE] * len(run), slot, int(batch.computed[row]), caches)
+                found += [GARBAGE] * len(run)
                 continue
             contexts = self._attend(run, slot, int(batch.computed[row]), caches)
             mixed = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from hashlib import sha256
 from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
 from unittest.mock import patch
@@ -11,6 +12,7 @@ import numpy as np
 from helpers.hash_target import (
     KV_LAYER,
     STATE_LAYERS,
+    VOCABULARY,
     WINDOW,
     HashDrafter,
     HashTarget,
@@ -19,6 +21,8 @@ from helpers.hash_target import (
     true_window,
 )
 from helpers.toy_recurrences import HASH, Rule
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 from hybrid_runtime.engine import Engine, EngineConfig, SamplingParams
 from hybrid_runtime.engine.block_pool import REMEMBERED, BlockPool, BlockTable
@@ -40,27 +44,38 @@ class Before(NamedTuple):
     restarts: int
 
 
+def word(token: int) -> str:
+    """Text of a token; no text has that of another token in it."""
+    return f"<{token}>"
+
+
 def fails(*_: object) -> None:
     raise RuntimeError("no copies today")
 
 
 class World:
-    """options: of `EngineConfig`, all that is not set here. events: what has happened, counted."""
+    """options: of `EngineConfig`, all that is not set here. text: requests have text, so that stop
+    strings can end it. events: what has happened, counted."""
 
-    def __init__(self, num_draft: int, rule: Rule = HASH, **options: Any) -> None:
-        self.now, self.rule = 0.0, rule
+    def __init__(
+        self, num_draft: int, rule: Rule = HASH, text: bool = False, **options: Any
+    ) -> None:
+        self.now, self.rule, self.has_text = 0.0, rule, text
         self.target = HashTarget(rule)
         self.sound = True  # False from a check that fails on
         self.interrupted = False  # once; a step's tokens may then be missing from the statistics
         config = EngineConfig(
             drafter="ngram" if num_draft else None,
             num_speculative_tokens=num_draft,
-            block_size=BLOCK,
-            max_model_len=48,
-            **options,
+            **{"block_size": BLOCK, "max_model_len": 48} | options,
         )
-        self.kv_block = config.kv_block(BLOCK)
-        self.engine = engine = Engine(cast(Any, self.target), config, eos_token_ids=())
+        self.block = config.block_size or BLOCK
+        self.kv_block = config.kv_block(self.block)
+        words = WordLevel({word(i): i for i in range(VOCABULARY)}, unk_token=word(0))
+        tokenizer = Tokenizer(words) if text else None
+        self.engine = engine = Engine(
+            cast(Any, self.target), config, tokenizer=tokenizer, eos_token_ids=()
+        )
         if num_draft:
             engine.runner.drafter = HashDrafter(num_draft, rule)
         engine.capture()  # with graphs=True
@@ -87,15 +102,31 @@ class World:
     # -- what can happen -------------------------------------------------------------------------
 
     def submit(
-        self, prompt: list[int], tenant: str = "", lasts: float | None = None, **params: Any
+        self,
+        prompt: list[int],
+        tenant: str = "",
+        lasts: float | None = None,
+        held: tuple[int, ...] = (),
+        **params: Any,
     ) -> Request:
+        """held: tokens that the device takes for the end of the text, and the host does not."""
         with self.clock():
-            request = self.engine.submit(
+            request = self.engine.prepare(
                 prompt, SamplingParams(seed=1, **params), tenant=tenant, deadline=lasts
             )
+            request.stops += held
+            self.engine.add(request)
         self.requests.append(request)
         self.open[request] = request.hit
         return request
+
+    def stop(self, prompt: list[int], kind: str, at: int) -> dict[str, Any]:
+        """Parameters that end the text behind a prompt with its token `at`, or where that, or with
+        "two tokens" that and the one before it, come first."""
+        tokens = true_text(prompt, at + 1, self.rule)
+        if kind == "token":
+            return {"stop_token_ids": (tokens[-1],)}
+        return {"stop": (" ".join(map(word, tokens[-1 - (kind == "two tokens") :])),)}
 
     def abort(self, which: int) -> None:
         request = list(self.open)[which % len(self.open)]
@@ -104,6 +135,10 @@ class World:
 
     def fail_next_step(self) -> None:
         self.target.fails = True
+
+    def forget(self) -> None:
+        """The caches have been emptied: nothing was ever there."""
+        self.ever = {"kv": set(), "state": set()}
 
     def break_copies(self, broken: bool) -> None:
         if self.host is not None:
@@ -123,6 +158,7 @@ class World:
         for request in self.open:
             assert (request.error is not None) <= failing
             self._name(request)
+            self._check_turn_end(request)
             if request.hit is not self.open[request]:
                 self._check_hit(request, before, expected)
                 self.open[request] = request.hit
@@ -168,13 +204,61 @@ class World:
             text = request.tenant, tuple(tokens[: number * self.kv_block])
             assert self.text_of.setdefault(key, text) == text
             assert self.key_of.setdefault(text, key) == key
+        if request.turn_end:
+            full, tail = divmod(request.turn_end, self.kv_block)
+            key = request.hashes[full - 1] if full else sha256(request.tenant.encode()).digest()
+            if tail:
+                last = np.array(tokens[request.turn_end - tail : request.turn_end], np.int32)
+                key = sha256(key + last.tobytes()).digest()
+            text = request.tenant, tuple(tokens[: request.turn_end])
+            assert self.text_of.setdefault(key, text) == text
+            assert self.key_of.setdefault(text, key) == key
+
+    def _check_turn_end(self, request: Request) -> None:
+        """A text that has ended can be gone on with where it ended; but for its last token, which
+        need not have been run."""
+        if (
+            request.finish_reason not in ("stop", "length")
+            or not self.engine.scheduler.keeps_turn_ends
+        ):
+            assert not request.turn_end or request.restarts
+            return
+        kept = request.length
+        if request.params.stop and request.finish_reason == "stop":
+            kept = kept_tokens(request)
+            if not request.turn_end:  # a step that was queued ahead has gone on
+                assert self.engine.core.steps_ahead
+                assert " " in request.params.stop[0]  # in no token whole
+                self.events["lost turn ends"] += 1
+                return
+        assert kept - 1 <= request.turn_end <= kept
+        # Where counts are read early, a step that went on behind a stop string is known as well.
+        assert request.turn_end == min(kept, request.computed) or request.params.stop
+        self.events["turn ends"] += 1
+
+    def wanted_text(self, request: Request) -> tuple[list[int], str]:
+        """The output, and why it ends there."""
+        params, output = request.params, list[int]()
+        for token in true_text(request.prompt.tolist(), params.max_tokens, self.rule):
+            stops = token in params.stop_token_ids
+            if stops and not params.include_stop_str_in_output:
+                return output, "stop"
+            output.append(token)
+            if stops:
+                return output, "stop"
+            shown = " ".join(map(word, output))
+            if any(stop in shown for stop in params.stop):
+                return output, "stop"
+        return output, "length"
 
     def _check_texts(self) -> None:
         for request in self.open:
-            limit = request.params.max_tokens
-            text = true_text(request.prompt.tolist(), limit, self.rule)
+            text, reason = self.wanted_text(request)
             assert request.output == text[: len(request.output)]
-            assert (request.finish_reason == "length") == (len(request.output) == limit)
+            if request.finish_reason in ("stop", "length"):
+                assert (request.finish_reason, len(request.output)) == (reason, len(text))
+            if request.output == text and reason == "length":
+                assert request.finish_reason == "length"
             assert sum(count for _, count in request.times) == len(request.output)
         emitted = sum(len(r.output) for r in self.requests)
         assert self.interrupted or self.engine.stats().emitted == emitted
@@ -214,8 +298,10 @@ class World:
         }
         for key, block in self.pools["kv"]._block.items():
             _, tokens = self.text_of[key]
-            assert keys[block] == list(tokens[-self.kv_block :])
-            assert values[block] == list(range(len(tokens) - self.kv_block, len(tokens)))
+            first = (len(tokens) - 1) // self.kv_block * self.kv_block
+            here = len(tokens) - first
+            assert keys[block][:here] == list(tokens[first:])
+            assert values[block][:here] == list(range(first, len(tokens)))
         for key, block in self.pools["state"]._block.items():
             tenant, tokens = self.text_of[key]
             wanted = true_states(tokens, self.rule)
@@ -246,10 +332,17 @@ class World:
 
     def _wanted(self, tenant: str, tokens: tuple[int, ...]) -> bool:
         retention, depth = self.engine.prefix_cache.retention, len(tokens)
+        if any(
+            (r.tenant, r.turn_end, tuple(r.tokens[:depth].tolist())) == (tenant, depth, tokens)
+            for r in self.requests
+        ):
+            return True
+        if depth % self.block:
+            return False
         if retention == "all" or (retention != "prompt" and depth % int(retention) == 0):
             return True
         return any(
-            depth in ((request.prefill - 1) // BLOCK * BLOCK, request.hit.known)
+            depth in ((request.prefill - 1) // self.block * self.block, request.hit.known)
             for request in self.open
             if (request.tenant, tuple(request.tokens[:depth].tolist())) == (tenant, tokens)
         )
@@ -262,12 +355,13 @@ class World:
             return None, 0
         request = self.engine.scheduler.waiting[0]
         tokens, hit = tuple(request.tokens.tolist()), 0
-        for end in range(self.kv_block, len(tokens), self.kv_block):
+        for end in range(1, len(tokens)):
             key = self.key_of.get((request.tenant, tokens[:end]), b"")
-            if key not in self.pools["kv"]._block:
-                break
-            if key in self.pools["state"]._block:
+            has_keys = key in self.pools["kv"]._block
+            if has_keys and key in self.pools["state"]._block:
                 hit = end
+            if not (has_keys or end % self.kv_block):
+                break
         return request, hit
 
     def _check_hit(
@@ -277,14 +371,16 @@ class World:
         expected: tuple[Request | None, int],
     ) -> None:
         hit, (tokens, epoch) = request.hit, before[request]
-        most = (len(tokens) - 1) // BLOCK * BLOCK
+        most = len(tokens) - 1
         others = [
             common(tokens, past.tokens)
             for other, past in before.items()
             if other.tenant == request.tenant and (other is not request or epoch)
         ]
         assert 0 <= hit.tokens <= hit.known <= min(max(others, default=0), most)
-        assert hit.tokens % BLOCK == hit.known % BLOCK == 0
+        assert hit.tokens % self.block == 0 or hit.turn is not None
+        assert hit.known % self.block == 0 or hit.known == hit.tokens
+        self.events["hits of turn ends"] += hit.turn is not None
         first, at_least = expected
         if request is first:
             assert hit.tokens == at_least or (self.host is not None and hit.tokens > at_least)
@@ -300,21 +396,45 @@ class World:
             key = self.key_of.get((request.tenant, tuple(tokens[:end])))
             return key in self.ever[group]
 
-        assert (hit.short == "short_prompt") == (most == 0)
-        if hit.short == "short_prompt":
+        deeper = range(hit.tokens + 1, most + 1)
+        turns = [end for end in deeper if end % self.block]
+        if hit.short in ("evicted_checkpoint", "evicted_keys") and any(
+            was_there(group, end) for end in turns for group in ("state", "kv")
+        ):
+            return  # the end of a turn
+        most = most // self.block * self.block
+        assert (hit.short == "short_prompt") == (most == hit.tokens == 0)
+        if not most:
             return
         if hit.tokens < hit.known:
             gone, group, end = "evicted_checkpoint", "state", hit.known
             absent: str | None = "no_checkpoint"
         else:
-            gone, group, end = "evicted_keys", "kv", hit.known + BLOCK
+            gone, group, end = (
+                "evicted_keys",
+                "kv",
+                hit.known // self.block * self.block + self.block,
+            )
             absent = None
-        there = was_there(group, end) and hit.known + (group == "kv") <= most
+        there = was_there(group, end) and end <= most
         pool = self.pools[group]
         if pool.evictions <= REMEMBERED * pool.size:
             assert hit.short == (gone if there else absent)
         else:  # it may have been forgotten
             assert hit.short in (gone if there else absent, absent)
+
+
+def kept_tokens(request: Request) -> int:
+    """Prompt and output, as far as all of their text is in front of a stop string that begins among
+    the tokens that came last; else all."""
+    shown, last = "", request.times[-1][1]
+    kept = 0
+    for count, token in enumerate(request.output, 1):
+        shown += " " * bool(shown) + word(token)
+        if len(shown) <= len(request.text):
+            kept = count
+    cut = len(request.output) - kept
+    return request.length - (cut if cut < last else 0)
 
 
 def common(one: list[int], other: list[int]) -> int:

@@ -145,8 +145,9 @@ class Script:
             guess = [-1] * self.k
             if emits:
                 right = next(self.errors) % (self.k + 2)
-                # The last step may emit more than was asked for.
-                text = next(t for t in self.texts if t[: len(known)] == known[: len(t)])
+                # The last step may emit more than was asked for, and one behind it anything.
+                texts = (t for t in self.texts if t[: len(known)] == known[: len(t)])
+                text = next(texts, known)
                 guess = [*text[len(known) :], *[0] * self.k][: self.k]
                 if right <= self.k:  # k + 1: offer no draft at all
                     guess = [t if i < right else (t + 1) % VOCABULARY for i, t in enumerate(guess)]

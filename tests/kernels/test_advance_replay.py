@@ -6,6 +6,7 @@ in a process of its own.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -259,10 +260,43 @@ def test_kernel_stores_what_align_says(rule: RetentionRule, window: int, cuts: b
 
 
 @kernels
+@kernels
+@pytest.mark.parametrize("act", [advance_replay, advance_replay_reference])
+@pytest.mark.parametrize(("draft", "accepted", "computed"), [(3, 4, 9), (3, 2, 7), (0, 1, 6)])
+def test_kernel_runs_no_text_that_has_ended(
+    act: Callable[..., None], draft: int, accepted: int, computed: int
+) -> None:
+    """A step that was queued before that was known leaves its state as it is, and so do later ones;
+    the count is exact."""
+    device, place = Device(2), ReplayPlace(11, 15, ring_length(3, 15), cuts=True)
+    device.slots.written.fill_(6)
+    device.placed[0].zero_()
+    device.placed[0][fields.CERTAIN] = 6
+    device.placed[0][fields.COLUMN] = place.live_column
+    device.placed[0][fields.PLACED_DRAFT] = draft
+    lines = np.zeros((2, fields.ENTRY_FIELDS), np.int32)
+    lines[:, fields.SLOT] = lines[:, fields.PREVIOUS] = 0, 1
+    lines[:, fields.SCHEDULED], lines[:, fields.DRAFT], lines[:, fields.DECODES] = 4, 3, 1
+    lines[:, fields.FIRST_SAVE], lines[:, fields.FIRST_COLUMN] = 7, 0
+    entries = torch.from_numpy(lines).to(DEVICE)
+    for number in range(2):
+        counts = torch.tensor([-accepted, accepted], dtype=torch.int32, device=DEVICE)
+        previous, placed = device.placed[number % 2], device.placed[1 - number % 2]
+        act(entries, 2, 2, device.slots, previous, counts, placed, device.positions, place)
+        ended, runs = torch.stack(list(device.positions)).T.tolist()
+        assert ended == list(IDLE)
+        assert runs[ReplayPositions._fields.index("write_column")] == place.live_column
+        assert device.slots.held.tolist() == [fields.DEAD, place.live_column]
+        if not number:
+            assert device.slots.computed.tolist() == [computed, computed]
+            assert device.slots.written[0] == 6
+
+
 @pytest.mark.parametrize("n", [1, 5, 17, 150])
 @pytest.mark.parametrize(("block", "window"), [(4, 15), (16, 15), (16, 4), (16, 0)])
 def test_kernel_and_reference_agree(n: int, block: int, window: int) -> None:
-    """Over histories: counts of 0 and beyond the drafts, dead rows, new tenants, padded rows."""
+    """Over histories: counts of 0 and beyond the drafts, dead rows, ended texts, new tenants and
+    padded rows."""
     rng = np.random.default_rng(n)
     mine, theirs = Device(n), Device(n)
     before, busy = np.empty(0, np.int32), np.zeros(n, bool)
@@ -271,6 +305,8 @@ def test_kernel_and_reference_agree(n: int, block: int, window: int) -> None:
         lines, count, rows = entries_of(rng, n, busy, before, block)
         counts = rng.integers(0, 6, n)
         counts[rng.random(n) < 0.7] = 4
+        if n > 5:  # of few slots none would be left
+            counts[rng.random(n) < 0.1] *= -1
         accepted = torch.from_numpy(counts.astype(np.int32)).to(DEVICE)
         held = [t.clone() for t in (lines, accepted)]
         for device, act in ((mine, advance_replay), (theirs, advance_replay_reference)):

@@ -20,7 +20,7 @@ from hybrid_runtime.kernels.step import (
     prepare_inputs,
     write_cells,
 )
-from hybrid_runtime.kernels.step.commit_tokens import DraftInputs
+from hybrid_runtime.kernels.step.commit_tokens import DraftInputs, TextEnds
 from hybrid_runtime.kernels.step.prepare_inputs import StepInputs
 
 GPU = torch.cuda.is_available()
@@ -51,6 +51,10 @@ class World:
         self.num_draft, self.rows = num_draft, rows
         lines = draw(-1, 90, SLOTS + 1, num_draft + 3).to(DEVICE)
         self.drafts, self.length = lines[:, 1 : num_draft + 1], lines[:, num_draft + 2]
+        stops = draw(-1, 400, SLOTS + 1, commit_tokens.MAX_ENDS + 1).to(DEVICE)
+        bits = draw(-(2**31), 2**31 - 1, SLOTS + 1, 3) & draw(-(2**31), 2**31 - 1, SLOTS + 1, 3)
+        most = draw(0, 90, SLOTS + 1, 3).to(DEVICE)[:, 1]
+        self.ends = TextEnds(most, stops[:, 1:], bits.to(DEVICE))
         self.history = draw(0, 90, SLOTS + 1, LENGTH).to(DEVICE)
         self.computed = draw(0, 40, SLOTS).to(DEVICE)
         entries = draw(0, 3, 2 * SLOTS, entry.ENTRY_FIELDS)
@@ -65,6 +69,13 @@ class World:
         self.tokens = sum(s for _, s, _ in rows)
         self.longest = max([s for _, s, _ in rows], default=1)
         self.accepted = [1 + int(draw(0, d + 1, 1)) for _, _, d in rows]
+
+    def endless(self) -> TextEnds:
+        """Nothing ends a text."""
+        self.ends.most.fill_(LENGTH)
+        self.ends.tokens.fill_(-1)
+        self.ends.bits.zero_()
+        return self.ends
 
     def prepared(
         self, prepare: Callable[..., None], padded: int, pad: int, behind: int
@@ -140,10 +151,11 @@ def committed(
     history, length = world.history.clone(), world.length.clone()
     out = DraftInputs.empty(rows, at.tokens.shape[0], world.num_draft, DEVICE)
     sent = torch.full((rows, width + 1), -77, dtype=torch.int32, device=DEVICE)
+    signed = torch.full((rows,), -77, dtype=torch.int32, device=DEVICE)
     garbage(out)
     tokens = tokens[:, :columns].contiguous()
-    act(at, tokens, counts, history, length, sent, out, world.longest)
-    yield from (history[:SLOTS], length[:SLOTS], sent, *out)
+    act(at, tokens, counts, history, length, world.ends, sent, signed, out, world.longest)
+    yield from (history[:SLOTS], length[:SLOTS], sent, signed, *out)
 
 
 @kernels
@@ -153,7 +165,7 @@ def test_commit_tokens(case: tuple[int, list[tuple[int, int, int]]]) -> None:
     found = list(committed(world, commit_tokens.commit_tokens))
     wanted = list(committed(world, commit_tokens.commit_tokens_reference))
     for name, a, b in zip(
-        ("history", "length", "emitted", *DraftInputs._fields), found, wanted, strict=True
+        ("history", "length", "emitted", "counts", *DraftInputs._fields), found, wanted, strict=True
     ):
         assert torch.equal(a, b), name
 
@@ -179,7 +191,11 @@ def test_commit_tokens_by_hand() -> None:
     out = DraftInputs.empty(2, 7, 2, DEVICE)
     sent = torch.zeros(2, 4, dtype=torch.int32, device=DEVICE)
     tokens = torch.stack([ints(70, 33, -1), ints(-1, -1, -1)])
-    commit_tokens.commit_tokens(at, tokens, ints(2, 0), world.history, world.length, sent, out, 4)
+    counts, ends = torch.zeros_like(at.slot), world.endless()
+    commit_tokens.commit_tokens(
+        at, tokens, ints(2, 0), world.history, world.length, ends, sent, counts, out, 4
+    )
+    assert counts.tolist() == [2, 0]
     assert world.history[1, 6:8].tolist() == [70, 33]
     assert world.length[[1, 3]].tolist() == [8, 9]
     assert sent.tolist() == [[70, 33, -1, 2], [-1, -1, -1, 0]]
@@ -198,10 +214,55 @@ def test_the_mark_of_broken_logits_reaches_the_host_and_no_text() -> None:
     out = DraftInputs.empty(2, 7, 2, DEVICE)
     sent = torch.zeros(2, 4, dtype=torch.int32, device=DEVICE)
     tokens = torch.stack([ints(70, -3, -1), ints(-1, -1, -1)])
-    commit_tokens.commit_tokens(at, tokens, ints(2, 0), world.history, world.length, sent, out, 4)
+    counts, ends = torch.zeros_like(at.slot), world.endless()
+    commit_tokens.commit_tokens(
+        at, tokens, ints(2, 0), world.history, world.length, ends, sent, counts, out, 4
+    )
     assert sent[0].tolist() == [70, -3, -1, 2]
     assert world.history[1, 6:8].tolist() == [70, 0]
     assert (out.tokens >= 0).all()
+
+
+@kernels
+@pytest.mark.parametrize("name", ["commit_tokens", "commit_tokens_reference"])
+@pytest.mark.parametrize("listed", [False, True])
+@pytest.mark.parametrize(
+    ("stops", "most", "ended"),
+    [
+        ((), 9, False),
+        ((70,), 9, True),
+        ((5, 6, 7, 8, 9, 10, 11, 33), 9, True),
+        ((44,), 9, False),  # emitted by no row: behind the count
+        ((12, 81), 9, False),  # in the text, and emitted by another row
+        ((), 8, True),
+        ((), 7, True),
+    ],
+)
+def test_counts_are_negative_where_a_text_ends(
+    name: str, stops: tuple[int, ...], most: int, ended: bool, listed: bool
+) -> None:
+    """At a token among those that it emits, or at its length."""
+    world = World(2, [(1, 3, 2), (4, 3, 2)], seed=0)
+    world.computed[:] = ints(0, 5, 0, 2, 3, 0)
+    world.length[1], world.length[4] = 6, 4
+    world.history[1, :6] = ints(10, 11, 12, 13, 14, 15)
+    at = world.prepared(prepare_inputs.prepare_inputs, 0, 0, 0)
+    out = DraftInputs.empty(2, 6, 2, DEVICE)
+    sent = torch.zeros(2, 4, dtype=torch.int32, device=DEVICE)
+    tokens, counts = torch.stack([ints(70, 33, 44), ints(81, -1, -1)]), torch.zeros_like(at.slot)
+    ends = world.endless()
+    ends.most[1] = most
+    if listed:
+        words = [sum(1 << t % 32 for t in stops if t // 32 == word) for word in range(3)]
+        ends.bits[1] = torch.tensor(words).int()
+    else:
+        ends.tokens[1, : len(stops)] = ints(*stops)
+    getattr(commit_tokens, name)(
+        at, tokens, ints(2, 1), world.history, world.length, ends, sent, counts, out, 4
+    )
+    assert counts.tolist() == sent[:, -1].tolist() == [-2 if ended else 2, 1]
+    assert sent[:, :-1].tolist() == [[70, 33, -1], [81, -1, -1]]
+    assert world.length[[1, 4]].tolist() == [8, 5]
 
 
 @kernels
@@ -220,7 +281,7 @@ def test_cells_are_written_and_no_others(count: int) -> None:
 
 
 PREPARE = {"WIDTH": 8, "ROWS": 64, "TILE": 128}
-COMMIT = {"WIDTH": 8, "TILE": 128}
+COMMIT = {"WIDTH": 8, "ENDS": 8, "TILE": 128}
 COMPILED: list[tuple[Any, dict[str, Any]]] = [
     *((prepare_inputs._prepare_inputs_kernel, PREPARE | {"NUM_DRAFT": k}) for k in (0, 3)),
     *((commit_tokens._commit_tokens_kernel, COMMIT | {"NUM_DRAFT": k}) for k in (0, 1, 3)),

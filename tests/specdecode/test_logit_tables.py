@@ -6,9 +6,9 @@ from hybrid_runtime.specdecode.logit_tables import (
     FOREVER,
     MAX_BAD_WORD_TOKENS,
     MAX_END_TOKENS,
-    AllowedTokens,
     Ban,
     Biases,
+    TokenSets,
 )
 from hybrid_runtime.specdecode.sampling import MAX_BAD_WORDS, MAX_LOGIT_BIAS
 
@@ -43,7 +43,7 @@ def test_the_most_bans_that_a_request_may_have_fit() -> None:
 
 
 def test_a_slots_allowed_tokens_are_those_of_its_last_request() -> None:
-    table = AllowedTokens(2, 40, 1, CPU)
+    table = TokenSets(2, 40, 1, CPU, full=True)
     table.admit([(1, [0, 33])])
     assert table.bits.tolist() == [[-1, -1], [1, 2], [-1, -1]]
     table.admit([(1, None), (0, [31])])

@@ -33,7 +33,7 @@ from hybrid_runtime.specdecode.sampling import (
     SamplingParams,
     uniform,
 )
-from hybrid_runtime.specdecode.sequences import Sequences
+from hybrid_runtime.specdecode.sequences import Admission, Sequences
 from hybrid_runtime.specdecode.shape import StepShape, most_rows
 from hybrid_runtime.state.layout import LayoutKind, StateLayout
 from hybrid_runtime.state.manager import HybridStateManager
@@ -143,7 +143,7 @@ class Runs:
     def admit(self, slot: int) -> None:
         self.manager.admit(slot)
         self.runner.sequences.admit(
-            [(slot, PROMPTS[slot], len(PROMPTS[slot]), self.params[slot], 100 + slot, ())]
+            [Admission(slot, PROMPTS[slot], len(PROMPTS[slot]), self.params[slot], 100 + slot)]
         )
 
     def step(self, num_draft: dict[int, int], accept: Acceptance) -> dict[int, list[int]]:

@@ -155,7 +155,7 @@ def test_what_an_in_place_step_moves_from_must_be_owned(accepted: int) -> None:
 
 
 @layouts
-@pytest.mark.parametrize("bad", [0, -1, 5])
+@pytest.mark.parametrize("bad", [0, -5, 5])
 def test_debug_names_a_count_that_ends_a_request(kind: str, bad: int) -> None:
     made = two_running(kind, own_all=True).manager
     assert made.debug
@@ -166,6 +166,22 @@ def test_debug_names_a_count_that_ends_a_request(kind: str, bad: int) -> None:
     assert made.holds(0)
     made.end_step(step, counts(1, 4))
     assert made.accepted(step).tolist() == [1, 4]
+
+
+def test_debug_lets_texts_end_in_the_replay_layout_alone() -> None:
+    for kind in ("columns", "replay"):
+        made = two_running(kind, own_all=True).manager
+        step = made.begin_step(StepRows.exact([1, 0], [5, 5], [4, 4], [3, 3]))
+        if kind == "columns":
+            with pytest.raises(ValueError, match=r"num_accepted\[1\] is -3"):
+                made.end_step(step, counts(1, -3))
+            continue
+        made.end_step(step, counts(1, -3))
+        assert made.accepted(step).tolist() == [1, 3]
+        assert [made.has_ended(slot) for slot in (0, 1)] == [True, False]
+        made.release(0)
+        made.admit(0)
+        assert not made.has_ended(0)
 
 
 def test_debug_lets_rows_without_requests_be() -> None:

@@ -46,6 +46,8 @@ from hybrid_runtime.state.step import Step, StepPositions
 class ColumnsPolicy:
     """Copies accepted states to where the next step or a prefix hit looks for them."""
 
+    ends_texts = False
+
     def __init__(
         self,
         layout: StateLayout,

@@ -41,9 +41,23 @@ class FlushInputs(NamedTuple):
     seed: Tensor | None = None
 
 
+class LiveState(NamedTuple):
+    """A request's state once all that is queued has run.
+
+    certain: tokens that are in it whatever is accepted, the fewest that it can be folded to.
+    computed: the most.
+    written: those in memory. column: where.
+    """
+
+    certain: int
+    computed: int
+    written: int
+    column: int
+
+
 class Flusher:
-    """Finds last checkpoints from exact counts, and folds those that no step is going to store.
-    column: see `LayoutPolicy.column`.
+    """Finds last checkpoints and last states from exact counts, and folds those that no step is
+    going to store. column: see `LayoutPolicy.column`.
 
     A checkpoint is folded into the live block. The request needs that no longer, so no block has to
     be allocated when blocks may be scarce.
@@ -60,11 +74,12 @@ class Flusher:
         waits: Waits,
         device: torch.device,
         column: Callable[[StepRows, Ints], Ints],
+        ring_tokens: int,
     ) -> None:
         slots = ledger.max_requests
         self._recurrence, self._table, self._source = recurrence, table, source
         self._live, self._ring = place.live_column, place.ring
-        self._cuts, self._column = place.cuts, column
+        self._cuts, self._column, self._ring_tokens = place.cuts, column, ring_tokens
         self._ledger = ledger
         self._slot = torch.arange(slots, dtype=torch.int32, device=device)
         self._read = torch.full_like(self._slot, self._live)
@@ -100,6 +115,38 @@ class Flusher:
             wanted, column = ledger.stored[slot].tolist()
         return Checkpoint(slot, int(ledger.generation[slot]), wanted, column) if wanted else None
 
+    def state(self, slot: int, step: Step | None, most: int) -> Checkpoint | None:
+        """The state after as many of the first `most` tokens as can be, see
+        `HybridStateManager.last_state`. step: as of `find`."""
+        flushed = self._ledger.known[slot, Ledger.OPEN_STEP] == Ledger.FLUSHED
+        if self._source is None or flushed or (step is not None and not step.ended):
+            return None
+        live = self._live_state(slot, step)
+        position = min(most, live.computed)
+        if position < max(live.certain, 1) or live.column < 0:
+            return None
+        return Checkpoint(slot, int(self._ledger.generation[slot]), position, live.column)
+
+    def _live_state(self, slot: int, step: Step | None) -> LiveState:
+        """Of a request that `step`, or none, still has to run."""
+        ledger, at = self._ledger, np.array([slot])
+        certain, computed = ledger.certain[at], ledger.computed[at]
+        written, held = ledger.written[at], ledger.held[at]
+        if step is not None:
+            rows, row = step.rows, np.flatnonzero(step.rows.slot == slot)
+            draft, scheduled, kept = rows.draft[row], rows.scheduled[row], step.kept.of(row)
+            after = computed + scheduled - draft
+            stored = arithmetic.replay_checkpoint(certain, computed, after, draft, kept)
+            writes = arithmetic.replay_writes(
+                computed - written, scheduled, rows.folds[row], stored.position > 0,
+                held == self._live, self._ring_tokens,
+            )  # fmt: skip
+            ends = (draft == 0) & kept.keeps(after)
+            column = self._column(rows, np.full(len(rows), after[0]))[row]
+            held = np.where(ends, column, self._live)
+            written, certain, computed = np.where(writes, after, written), after, after
+        return LiveState(int(certain[0]), int(computed[0]), int(written[0]), int(held[0]))
+
     def prepare(self) -> None:
         """Compile what `fold` launches, with a row that touches nothing."""
         if self._source is not None:
@@ -107,24 +154,29 @@ class Flusher:
             packed[0, 0] = -1
             self._launch(self._source, index, 1)
 
-    def fold(self, checkpoints: Sequence[Checkpoint]) -> int:
-        """Fold those that belong in the live column, as `find` gives them, in one launch; how
-        many."""
+    def fold(self, checkpoints: Sequence[Checkpoint], queued: Callable[[int], Step | None]) -> int:
+        """Fold those that belong in the live column, as `find` and `state` give them, in one
+        launch, or none if all are there already; how many. queued: the step that still runs a
+        slot."""
         rows = [s for s in checkpoints if s.column == self._live]
-        if not rows or self._source is None:
-            return 0
-        table = self._ledger
-        index, packed = self._staging.take()
-        for i, checkpoint in enumerate(rows):
-            packed[0, i] = slot = checkpoint.slot
-            packed[1, slot] = checkpoint.position - table.written[slot]
-            packed[2, slot] = table.written[slot] % self._ring
-            packed[3, slot] = checkpoint.position - table.certain[slot]
-            packed[4, slot] = checkpoint.position
-        self._launch(self._source, index, len(rows))
+        states = [self._live_state(s.slot, queued(s.slot)) for s in rows]
+        pending = [
+            (s.slot, s.position, live)
+            for s, live in zip(rows, states, strict=True)
+            if not live.written == live.certain == s.position
+        ]
+        if pending and self._source is not None:
+            index, packed = self._staging.take()
+            for i, (slot, position, live) in enumerate(pending):
+                packed[0, i] = slot
+                packed[1, slot] = position - live.written
+                packed[2, slot] = live.written % self._ring
+                packed[3, slot] = position - live.certain
+                packed[4, slot] = position
+            self._launch(self._source, index, len(pending))
         for checkpoint in rows:
-            table.flushed(checkpoint.slot, checkpoint.position)
-        return len(rows)
+            self._ledger.flushed(checkpoint.slot, checkpoint.position)
+        return len(pending)
 
     def _launch(self, source: FlushInputs, index: int, count: int) -> None:
         listed, pending, cursor, offset, certain = self._staging.upload(index, 5)

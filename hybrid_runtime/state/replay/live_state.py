@@ -54,9 +54,13 @@ class ReplayPolicy:
     be pending, and they write in every step. A row never writes the checkpoint that it starts from,
     because it may not name that column.
 
+    A text that has ended, as a negative count says, is not run by steps that are queued for it.
+
     Which wanted positions a step stores depends on the counts of the last one only, not on when
     the state was written.
     """
+
+    ends_texts = True
 
     def __init__(
         self,
@@ -87,6 +91,7 @@ class ReplayPolicy:
         self._flusher = Flusher(
             self.layout.recurrence, states, flush_inputs, self._place, self._ledger,
             self._depth, self._waits, self.slots.computed.device, self.column,
+            self.layout.ring_tokens,
         )  # fmt: skip
 
     def admit(self, slot: int) -> None:
@@ -110,7 +115,7 @@ class ReplayPolicy:
         return np.where(position == at[:, 0], to[:, 0], to[:, 1])
 
     def state_columns(self, rows: StepRows) -> StateColumns:
-        certain, decodes = rows.certain_min, decoding(rows)
+        certain, decodes = rows.certain_min, rows.folds
         if rows.saves is None or np.count_nonzero(rows.draft) == len(rows):
             return StateColumns(-1, -1, certain, decodes)
         at, to = rows.saves
@@ -121,7 +126,7 @@ class ReplayPolicy:
     def pack(self, packed: NDArray[np.int32], rows: StepRows) -> tuple[StepPlan, int]:
         known = pack_rows(packed, self._ledger, rows)
         entry = packed[: len(rows)]
-        entry[:, fields.DECODES] = decodes = decoding(rows)
+        entry[:, fields.DECODES] = decodes = rows.folds
         before = entry[:, SAVES].copy().reshape(-1, 2, 2)  # those of the slots' last rows
         entry[:, SAVES] = 0, -1, 0, -1
         if rows.saves is not None:
@@ -227,7 +232,7 @@ class ReplayPolicy:
             column = np.where(ends, self.column(rows, certain), self._live)
             outcome = Outcome(stored.position, stores, stored.extra)
         writes = current & arithmetic.replay_writes(
-            computed - table.written[slot], rows.scheduled, decoding(rows),
+            computed - table.written[slot], rows.scheduled, rows.folds,
             stores, table.held[slot] == self._live, self.layout.ring_tokens,
         )  # fmt: skip
         every = np.count_nonzero(current) == len(slot)
@@ -244,8 +249,11 @@ class ReplayPolicy:
     def last_checkpoint(self, slot: int, step: Step | None) -> Checkpoint | None:
         return None if self._flusher is None else self._flusher.find(slot, step)
 
-    def flush(self, checkpoints: Sequence[Checkpoint]) -> int:
-        return 0 if self._flusher is None else self._flusher.fold(checkpoints)
+    def last_state(self, slot: int, step: Step | None, most: int) -> Checkpoint | None:
+        return None if self._flusher is None else self._flusher.state(slot, step, most)
+
+    def flush(self, checkpoints: Sequence[Checkpoint], queued: Callable[[int], Step | None]) -> int:
+        return 0 if self._flusher is None else self._flusher.fold(checkpoints, queued)
 
     def compile_flush(self) -> None:
         if self._flusher is not None:
@@ -295,11 +303,6 @@ class ReplayPolicy:
             Refusal(both & (to[:, 0] == to[:, 1]), to, "save_to", "two different columns"),
             Refusal(_any(taken), to, "save_to", read),
         ]
-
-
-def decoding(rows: StepRows) -> Bools:
-    """Rows that fold what is pending and record their own tokens, bool `[rows]`."""
-    return rows.draft > 0 if rows.decodes is None else rows.decodes
 
 
 def _any(flags: Bools) -> Bools:

@@ -1,0 +1,63 @@
+"""Ends of turns inside a KV block: which tokens have been left behind which full blocks."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from hashlib import sha256
+
+from hybrid_runtime.engine.tokenize import Tokens
+
+
+def tail_key(parent: bytes, tail: Tokens) -> bytes:
+    """Key of what is left of a text behind its full KV blocks. parent: key of the last of these.
+    tail: fewer tokens than a block has; without any, the key is that of the block."""
+    return sha256(parent + tail.tobytes()).digest() if len(tail) else parent
+
+
+class TurnEnds:
+    """Keys of the ends of turns, by the key of the full KV blocks in front of them.
+
+    It only says where to look: state and keys are there as long as the pools, or the host, find
+    them. most: keys that are remembered, those that were used last.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        # Tokens behind the full blocks, by key, by the key of these blocks.
+        self._behind: dict[bytes, dict[bytes, int]] = {}
+        self._parent: OrderedDict[bytes, bytes] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._parent)
+
+    def clear(self) -> None:
+        self._behind.clear()
+        self._parent.clear()
+
+    def add(self, parent: bytes, key: bytes, tokens: int) -> None:
+        """A turn has ended so many tokens behind these blocks; or it was found again."""
+        self._behind.setdefault(parent, {})[key] = tokens
+        self._parent[key] = parent
+        self._parent.move_to_end(key)
+        if len(self._parent) > self._most:
+            self.forget(next(iter(self._parent)))
+
+    def forget(self, key: bytes) -> None:
+        parent = self._parent.pop(key, None)
+        if parent is None:
+            return
+        del self._behind[parent][key]
+        if not self._behind[parent]:
+            del self._behind[parent]
+
+    def any_behind(self, parent: bytes) -> bool:
+        """Whether some turn has ended behind these blocks."""
+        return parent in self._behind
+
+    def matching(self, parent: bytes, tail: Tokens) -> Iterator[tuple[bytes, int]]:
+        """Ends behind these blocks with which `tail` begins, the longest first: key and tokens."""
+        behind = self._behind.get(parent, {})
+        for tokens in sorted(set(behind.values()), reverse=True):
+            if tokens <= len(tail) and (key := tail_key(parent, tail[:tokens])) in behind:
+                yield key, tokens
