@@ -106,7 +106,8 @@ class DraftLength:
         self._last_rows = max(rows, 1)
         wanted = self._choose(rows)
         verify = self._proposed if self._tries else min(wanted, self._proposed)
-        return StepDrafts(verify, verify, min(wanted, self.after(verify)[-1]))
+        propose = wanted if wanted <= verify else min(wanted, self.after(verify)[-1])
+        return StepDrafts(verify, verify, propose)
 
     def queued(self, drafts: StepDrafts) -> None:
         """The last step planned was queued."""

@@ -186,7 +186,7 @@ class SpecDecodeRunner:
         asked = time.perf_counter()
         values = self._results.read(step.number, reason)
         took = self.pace.read(step.number, asked, time.perf_counter())
-        if took is not None and not took.shape.prompt_rows:
+        if took is not None and self.drafts.adaptive and not took.shape.prompt_rows:
             shape = took.shape
             self.drafts.took(shape.decode_rows, shape.row_tokens - 1, took.seconds)
         if len(values):

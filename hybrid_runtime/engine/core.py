@@ -9,7 +9,6 @@ from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from heapq import heapify, heappop, heappush
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -23,6 +22,7 @@ from hybrid_runtime.engine.logprobs import unpack
 from hybrid_runtime.engine.pooler import Pooler
 from hybrid_runtime.engine.prompt_logprobs import PromptLogprobs
 from hybrid_runtime.engine.request import BrokenLogits, FinishReason, Request
+from hybrid_runtime.engine.results import Results
 from hybrid_runtime.engine.scheduler import Schedule, Scheduler
 from hybrid_runtime.engine.stats import Counts
 from hybrid_runtime.specdecode.acceptance import Acceptance, Adjusted
@@ -31,23 +31,6 @@ from hybrid_runtime.specdecode.sequences import Admission
 from hybrid_runtime.state.step import Checkpoint, Step
 
 logger = logging.getLogger(__name__)
-
-
-class Results(NamedTuple):
-    """What a step has brought.
-
-    emitted: int32 `[rows, K + 2]`, tokens of each row (tail -1) and their count.
-    held: bool `[rows]`, the device takes the text for ended and runs the row no more.
-    embeddings: by row.
-    logprobs: of the tokens, int32 `[rows, K + 1, words]`; None if no row wants them.
-    prompt_logprobs: of prompts, int32 `[tokens, words]` by row.
-    """
-
-    emitted: NDArray[np.int32]
-    held: Bools
-    embeddings: dict[int, Tensor]
-    logprobs: NDArray[np.int32] | None
-    prompt_logprobs: dict[int, NDArray[np.int32]]
 
 
 class EngineCore:
@@ -298,7 +281,8 @@ class EngineCore:
 
     def _hand_out(self, schedule: Schedule, step: Step) -> list[Request]:
         """Read a step's results and give each request its own."""
-        results = self._read(schedule, step)
+        why = "tokens handed to the caller" + ("" if self._queue else ", nothing queued behind")
+        results = Results.read(step, schedule, self._runner, self.pooler, self.prompt_logprobs, why)
         checkpoints, now = self._checkpoints(step), time.perf_counter()
         requests, index, cache = schedule.requests, schedule.rows.index, self._scheduler.cache
         live = self._settle(schedule, results.emitted)
@@ -345,7 +329,8 @@ class EngineCore:
         self.counts.steps += 1
         self.counts.draft_steps += int(np.count_nonzero(drafted))
         self.counts.draft_emitted += int(count[drafted].sum())
-        self._scheduler.drafts.verified(schedule.drafts.made, count[drafted] - 1)
+        if schedule.drafts.made:
+            self._scheduler.drafts.verified(schedule.drafts.made, count[drafted] - 1)
         return live
 
     def _append_plain(self, schedule: Schedule, emitted: Ints, live: Bools, now: float) -> Bools:
@@ -384,21 +369,6 @@ class EngineCore:
         if not request.max_tokens and request.computed == request.prefill:
             return "length"
         return None
-
-    def _read(self, schedule: Schedule, step: Step) -> Results:
-        """A step's results; waits until the device has them."""
-        why = "tokens handed to the caller" + ("" if self._queue else ", nothing queued behind")
-        with allowed(why):
-            emitted = self._runner.read(step, why)
-            embeddings = {} if self.pooler is None else self.pooler.read(schedule, step, why)
-            logprobs = None
-            if schedule.has_logprobs:
-                logprobs = self._runner.read_logprobs(step, why)
-            of_prompts = self.prompt_logprobs
-            scores = {} if of_prompts is None else of_prompts.read(schedule, step, why)
-        held = emitted[:, -1] < 0
-        np.abs(emitted[:, -1], out=emitted[:, -1])
-        return Results(emitted, held, embeddings, logprobs, scores)
 
     def _checkpoints(self, step: Step) -> dict[int, list[Checkpoint]]:
         """The checkpoints that a step has left, by slot; none without a prefix cache."""

@@ -217,10 +217,8 @@ class World:
     def _check_turn_end(self, request: Request) -> None:
         """A text that has ended can be gone on with where it ended; but for its last token, which
         need not have been run."""
-        if (
-            request.finish_reason not in ("stop", "length")
-            or not self.engine.scheduler.keeps_turn_ends
-        ):
+        keeps = self.engine.scheduler.keeps_turn_ends
+        if not keeps or request.finish_reason not in ("stop", "length"):
             assert not request.turn_end or request.restarts
             return
         kept = request.length
@@ -410,11 +408,7 @@ class World:
             gone, group, end = "evicted_checkpoint", "state", hit.known
             absent: str | None = "no_checkpoint"
         else:
-            gone, group, end = (
-                "evicted_keys",
-                "kv",
-                hit.known // self.block * self.block + self.block,
-            )
+            gone, group, end = "evicted_keys", "kv", (hit.known // self.block + 1) * self.block
             absent = None
         there = was_there(group, end) and end <= most
         pool = self.pools[group]
@@ -439,12 +433,8 @@ def kept_tokens(request: Request) -> int:
 
 def common(one: list[int], other: list[int]) -> int:
     """Length of the common beginning."""
-    count = 0
-    for a, b in zip(one, other, strict=False):
-        if a != b:
-            break
-        count += 1
-    return count
+    differ = (i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
+    return next(differ, min(len(one), len(other)))
 
 
 def owned_blocks(blocks: BlockTable | StateBlocks, slot: int) -> list[int]:
