@@ -12,6 +12,7 @@ from hybrid_runtime.device.compile import compiling
 from hybrid_runtime.device.graphs import Graphs
 from hybrid_runtime.kernels.step.entry import ENTRY_FIELDS, SCHEDULED, SLOT
 from hybrid_runtime.specdecode.acceptance import Acceptance
+from hybrid_runtime.specdecode.draft_length import StepCost
 from hybrid_runtime.specdecode.frame import Frame, Phase
 from hybrid_runtime.specdecode.phases import LayeredTarget, Phases
 from hybrid_runtime.specdecode.shape import PaddedShapes, StepShape
@@ -120,9 +121,9 @@ class CapturedSteps:
         if progress is not None:
             progress(len(work), len(work))
 
-    def costs(self, accept: Acceptance) -> dict[tuple[int, int], float]:
-        """Seconds that steps take in which all rows decode, by rows and drafts, as many of them
-        proposed as verified; the rows are all padding. None on a CPU. Waits for the device."""
+    def costs(self, accept: Acceptance) -> dict[tuple[int, int], StepCost]:
+        """What steps take in which all rows decode, by rows and drafts; the rows are all padding.
+        None on a CPU. Waits for the device."""
         if self._phases.manager.device.type != "cuda":
             return {}
         events = {}
@@ -131,15 +132,19 @@ class CapturedSteps:
             frame = self._decoding(shape, accept, drafts)
             self._prepare(frame)
             for _ in range(2):  # the first one finds its weights anywhere
-                begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                begin, between, end = (torch.cuda.Event(enable_timing=True) for _ in range(3))
                 begin.record()
                 self.launch("verify_and_accept", frame)
+                between.record()
                 if self._phases.drafter is not None:
                     self.launch("draft", frame)
                 end.record()
-            events[shape.decode_rows, drafts] = begin, end
+            events[shape.decode_rows, drafts] = begin, between, end
         torch.cuda.synchronize(self._phases.manager.device)
-        return {key: begin.elapsed_time(end) / 1e3 for key, (begin, end) in events.items()}
+        return {
+            key: StepCost(begin.elapsed_time(between) / 1e3, between.elapsed_time(end) / 1e3)
+            for key, (begin, between, end) in events.items()
+        }
 
     def _with_prompts(self, accepts: Sequence[Acceptance]) -> list[Work]:
         """All shapes of steps with prompts."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-import math
+import statistics
 from bisect import bisect_left
+from collections import deque
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -20,7 +21,10 @@ UNMEASURED = 3
 HYSTERESIS = 1.03
 """How many times as many tokens per second another number must promise."""
 EXPLORE = 32
-"""One step in so many tries the next larger number of drafts."""
+"""One step in so many tries the next larger number of drafts, and one the next smaller."""
+RECENT = 5
+"""Steps with a number of drafts by whose median their cost is known: one that was held up by
+something else does not count."""
 ROWS = 128
 """Rows that have tried a position, after which older ones count for 1 / e."""
 PRIOR, PRIOR_ROWS = 0.8, 16.0
@@ -39,6 +43,17 @@ class StepDrafts(NamedTuple):
     verify: int
     made: int
     propose: int
+
+
+class StepCost(NamedTuple):
+    """Seconds of a padded step.
+
+    verify: of so many drafts, acceptance included.
+    propose: of so many.
+    """
+
+    verify: float
+    propose: float
 
 
 class DraftStats(NamedTuple):
@@ -62,9 +77,11 @@ class DraftLength:
 
     A step of `rows` rows with k drafts each brings rows * (1 + S_1 + ... + S_k) tokens, where S_j,
     the survival of position j, is how often the first j drafts are all accepted. It costs what its
-    padded size took when it was captured, whose rows are all padding, and for each row what its
-    state and its context add: learnt from the steps themselves. The best number of drafts has the
-    most tokens per second; the choice changes for `HYSTERESIS` times as many.
+    padded size took when it was captured, whose rows are all padding, and what real rows add by
+    their states and contexts: learnt from the steps themselves, for each size and number. A number
+    that a size has not had yet is taken to add as much a token as the nearest one that it has had.
+    The best number of drafts has the most tokens per second; the choice changes for `HYSTERESIS`
+    times as many.
 
     most: most drafts of a row, K.
     adaptive: choose; False: always K.
@@ -81,12 +98,14 @@ class DraftLength:
         self.beside_prompts = self._level(UNMEASURED)
         self.chosen = self._level(most if first is None else first)
         self._proposed = self.beside_prompts
-        self._costs: dict[int, dict[int, float]] = {}
+        self._costs: dict[int, dict[int, StepCost]] = {}
         self._sizes: list[int] = []
-        # Decaying sums: rows that got as far as a position's draft, and those that accepted it;
-        # seconds that steps took beyond their padded size, and their rows.
+        # By size and number of drafts, seconds that the last steps took beyond padded ones, and
+        # their medians.
+        self._more: dict[int, dict[int, deque[float]]] = {}
+        self._median: dict[int, dict[int, float]] = {}
+        # Decaying sums: rows that got as far as a position's draft, and those that accepted it.
         self._reached, self._accepted = np.zeros(most), np.zeros(most)
-        self._more, self._rows = 0.0, 0.0
         # Steps until a larger number is proposed, and whether the last step has done so.
         self._until_explored, self._tries = EXPLORE, False
         self._last_rows = 1
@@ -106,6 +125,8 @@ class DraftLength:
         self._last_rows = max(rows, 1)
         wanted = self._choose(rows)
         verify = self._proposed if self._tries else min(wanted, self._proposed)
+        if self._until_explored == EXPLORE // 2 and self._sizes:
+            verify = self._below(verify)
         propose = wanted if wanted <= verify else min(wanted, self.after(verify)[-1])
         return StepDrafts(verify, verify, propose)
 
@@ -132,10 +153,18 @@ class DraftLength:
         measured."""
         if not self._sizes:
             return {}
-        costs = self._costs[self._size(rows)]
-        more = rows * self._more / self._rows if self._rows else 0.0
+        size = self._size(rows)
         tokens = np.concatenate([[1.0], 1 + self.survival().cumsum()])
-        return {k: float(rows * tokens[k] / (costs[k] + more)) for k in self.levels}
+        return {k: float(rows * tokens[k] / self._expected(size, k)) for k in self.levels}
+
+    def _expected(self, size: int, drafts: int) -> float:
+        """Seconds of a step of that padded size."""
+        known, cost = self._median.get(size, {}), self._costs[size][drafts]
+        more = known.get(drafts)
+        if more is None and known:
+            near = min(known, key=lambda k: abs(k - drafts))
+            more = known[near] * (drafts + 1) / (near + 1)
+        return cost.verify + cost.propose + (more or 0.0)
 
     def stats(self) -> DraftStats:
         survival = self.survival()
@@ -155,10 +184,10 @@ class DraftLength:
             survival[j] = whole
         return survival
 
-    def measured(self, costs: Mapping[tuple[int, int], float]) -> None:
-        """Learn what padded steps cost: seconds by (rows, drafts), of all levels for each size."""
-        for (rows, drafts), seconds in costs.items():
-            self._costs.setdefault(rows, {})[drafts] = seconds
+    def measured(self, costs: Mapping[tuple[int, int], StepCost]) -> None:
+        """Learn what padded steps cost, by (rows, drafts), of all levels for each size."""
+        for (rows, drafts), cost in costs.items():
+            self._costs.setdefault(rows, {})[drafts] = cost
         self._sizes = sorted(self._costs)
 
     def verified(self, made: int, accepted: NDArray[np.int32]) -> None:
@@ -171,17 +200,23 @@ class DraftLength:
         self._reached = decay * self._reached + reached
         self._accepted = decay * self._accepted + kept
 
-    def took(self, rows: int, drafts: int, seconds: float) -> None:
+    def took(self, rows: int, verified: int, proposed: int, seconds: float) -> None:
         """Learn that a step of so many rows, all decoding, took so long."""
-        if not self._sizes or drafts not in self.levels:
+        if not self._sizes or verified not in self.levels or proposed not in self.levels:
             return
-        decay, padded = math.exp(-rows / ROWS), self._costs[self._size(rows)][drafts]
-        self._more = decay * self._more + max(seconds - padded, 0.0)
-        self._rows = decay * self._rows + rows
+        size = self._size(rows)
+        padded = self._costs[size][verified].verify + self._costs[size][proposed].propose
+        recent = self._more.setdefault(size, {}).setdefault(verified, deque(maxlen=RECENT))
+        recent.append(max(seconds - padded, 0.0))
+        self._median.setdefault(size, {})[verified] = statistics.median(recent)
 
     def _level(self, drafts: int) -> int:
         """The largest that is not above, or the smallest."""
         return max((k for k in self.levels if k <= drafts), default=self.levels[0])
+
+    def _below(self, drafts: int) -> int:
+        """The next smaller level, or the smallest."""
+        return self._level(drafts - 1)
 
     def _size(self, rows: int) -> int:
         return self._sizes[min(bisect_left(self._sizes, rows), len(self._sizes) - 1)]

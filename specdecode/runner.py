@@ -98,6 +98,7 @@ class SpecDecodeRunner:
         self._copies = torch.cuda.Stream(device) if cuda else None
         self._copied = torch.cuda.Event() if cuda else None
         self._padding = [slice(0, 0)] * (steps_ahead + 1)
+        self._proposed = [0] * (steps_ahead + 1)
 
     @property
     def drafter(self) -> Drafter | None:
@@ -148,6 +149,7 @@ class SpecDecodeRunner:
         try:
             turn = step.number % len(self._padding)
             self._padding[turn] = slice(decode_rows, decode_rows + padding)
+            self._proposed[turn] = propose
             self._wait_for_copies()
             if padded is not None:
                 assert self._captured is not None
@@ -187,8 +189,9 @@ class SpecDecodeRunner:
         values = self._results.read(step.number, reason)
         took = self.pace.read(step.number, asked, time.perf_counter())
         if took is not None and self.drafts.adaptive and not took.shape.prompt_rows:
-            shape = took.shape
-            self.drafts.took(shape.decode_rows, shape.row_tokens - 1, took.seconds)
+            verified = took.shape.row_tokens - 1
+            proposed = self._proposed[step.number % len(self._proposed)]
+            self.drafts.took(took.shape.decode_rows, verified, proposed, took.seconds)
         if len(values):
             emitted = values.reshape(n, -1)
         else:

@@ -8,7 +8,7 @@ that nothing but the drafts changes. Prompts run before; steps that change the n
 are those that the curve gives steps of so many drafts in the mean: what a few steps happen to get
 says less. What is learnt while a number is fixed is kept from the engine. Then the load ramps:
 requests come until there are as many as given, and leave again, and what steps get is set against
-the best number found for so many.
+the number that was best for so many, fixed, right behind it.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Decoding:
         drafts = self.adaptive
         if fixed is not None:
             drafts = DraftLength(MOST, True, fixed)  # which never learns what steps cost
-        self.engine.scheduler.drafts = drafts
+        self._use(drafts)
         for _ in range(3 if fixed is not None else 1):  # a number rises by one level a step
             self.engine.step()
         start, verified = time.perf_counter(), []
@@ -74,13 +74,16 @@ class Decoding:
             verified.append(drafts.plan(len(self._requests), prompts=False).verify)
             self.engine.step()
         seconds = time.perf_counter() - start
-        self.engine.scheduler.drafts = self.adaptive
+        self._use(self.adaptive)
         tokens = len(self._requests) * sum(self._tokens[count] for count in verified)
         return {
             "tok_s": tokens / seconds,
             "step_ms": 1e3 * seconds / steps,
             "drafts": statistics.fmean(verified),
         }
+
+    def _use(self, drafts: DraftLength) -> None:
+        self.engine.scheduler.drafts = self.engine.runner.drafts = drafts
 
 
 def measure(args: argparse.Namespace, curve: str) -> Iterator[list[Row]]:
@@ -129,14 +132,16 @@ def measure(args: argparse.Namespace, curve: str) -> Iterator[list[Row]]:
         for row in rows:
             if row["requests"] == count:
                 row["best"], row["of_best"] = best, row["tok_s"] / best
+            if row["requests"] == count and row["fixed"] is None:
+                row["expected"] = runs.adaptive.tokens_per_second(count)
         yield rows
-    best_of = {row["requests"]: row["best"] for row in rows}
+    best_of = {row["requests"]: row["fixed"] for row in rows if row["tok_s"] == row["best"]}
     for count in [*args.rows, *reversed(args.rows[:-1])]:
         runs.become(count)
-        one = runs.measure(args.steps, None)
-        of_best = {"best": best_of[count], "of_best": one["tok_s"] / best_of[count]}
+        one, fixed = runs.measure(args.steps, None), runs.measure(args.steps, best_of[count])
+        of_best = {"best": fixed["tok_s"], "of_best": one["tok_s"] / fixed["tok_s"]}
         rows.append({"curve": curve, "requests": count, "fixed": "ramp"} | one | of_best)
-    yield rows
+        yield rows
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -162,7 +167,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for rows in measure(args, curve):
             path = save(f"drafts-{args.shape}", about | {"rows": [*done, *rows]}, args.out)
         done += rows
-    shown = [{k: v for k, v in row.items() if k != "repeats"} for row in done]
+    shown = [{k: v for k, v in row.items() if k not in ("repeats", "expected")} for row in done]
     show(f"drafts by load, {about['name']}", shown)
     print(path)
     return 0

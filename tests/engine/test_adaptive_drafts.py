@@ -10,6 +10,7 @@ from helpers.small_engine import Make, drain, same_text
 from transformers import NemotronHForCausalLM
 
 from hybrid_runtime.engine import Engine, SamplingParams
+from hybrid_runtime.specdecode.draft_length import StepCost
 
 SIZES = range(1, 9)
 PARAMS = {
@@ -24,8 +25,8 @@ PARAMS = {
 def prefer(runs: Engine, drafts: int) -> None:
     """Have so many drafts be by far the cheapest; any number becomes the best one."""
     known = runs.runner.drafts
-    known.measured({(rows, k): 1.0 for rows in SIZES for k in known.levels})
-    known.measured({(rows, drafts): 1e-6 for rows in SIZES})
+    known.measured({(rows, k): StepCost(1.0, 0.0) for rows in SIZES for k in known.levels})
+    known.measured({(rows, drafts): StepCost(1e-6, 0.0) for rows in SIZES})
 
 
 def texts(runs: Engine, prompts: Any, params: list[SamplingParams], numbers: Any = ()) -> Any:

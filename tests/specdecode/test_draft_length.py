@@ -1,27 +1,43 @@
 """How many drafts steps get, on a device whose costs and a drafter whose luck are made up."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybrid_runtime.specdecode.draft_length import EXPLORE, HYSTERESIS, DraftLength, StepDrafts
+from hybrid_runtime.specdecode.draft_length import (
+    EXPLORE,
+    HYSTERESIS,
+    DraftLength,
+    StepCost,
+    StepDrafts,
+)
 
 SIZES = (1, 8, 64, 256)
 QWEN, KIMI = (0.93, 0.80, 0.66, 0.58, 0.44, 0.39, 0.24), (0.84, 0.61, 0.42, 0.35, 0.22, 0.10, 0.24)
 WEIGHTS, TOKEN, STATE, PASS = 4e-3, 20e-6, 25e-6, 0.25e-3
 
 
-def padded(rows: int, drafts: int) -> float:
-    """Seconds of a step over padding: weights or arithmetic, whichever is more, and passes of a
-    draft head; nothing goes through states."""
-    return max(WEIGHTS, rows * (drafts + 1) * TOKEN) + drafts * PASS
+Real = Callable[[int, int, int], float]
+"""Seconds of a step by rows, drafts verified and drafts proposed."""
 
 
-def real(rows: int, drafts: int) -> float:
-    return padded(rows, drafts) + rows * STATE
+def padded(rows: int, drafts: int) -> StepCost:
+    """Of a step over padding: weights or arithmetic, whichever is more, and passes of a draft head;
+    nothing goes through states."""
+    return StepCost(max(WEIGHTS, rows * (drafts + 1) * TOKEN), drafts * PASS)
+
+
+def real(rows: int, verified: int, proposed: int) -> float:
+    """Rows add as much whatever their drafts are."""
+    return padded(rows, verified).verify + padded(rows, proposed).propose + rows * STATE
+
+
+def by_token(rows: int, verified: int, proposed: int) -> float:
+    """Most of what a draft costs is what real rows add."""
+    return 9e-3 + rows * 30e-6 * (verified + 1) + proposed * PASS
 
 
 def measured(drafts: DraftLength) -> DraftLength:
@@ -30,7 +46,12 @@ def measured(drafts: DraftLength) -> DraftLength:
 
 
 def run(
-    drafts: DraftLength, rows: int, steps: int, survival: Sequence[float], seed: int = 0
+    drafts: DraftLength,
+    rows: int,
+    steps: int,
+    survival: Sequence[float],
+    seed: int = 0,
+    costs: Real = real,
 ) -> list[StepDrafts]:
     """Steps of so many rows, whose drafts survive as `survival` says; their plans."""
     luck, plans = np.random.default_rng(seed), []
@@ -39,26 +60,23 @@ def run(
         drafts.queued(plan)
         u = luck.random(rows)[:, None]
         drafts.verified(plan.made, (u < np.array(survival[: plan.verify])).sum(1).astype(np.int32))
-        drafts.took(rows, plan.verify, real(rows, plan.verify))
+        drafts.took(rows, plan.verify, plan.propose, costs(rows, plan.verify, plan.propose))
         plans.append(plan)
     return plans
 
 
-def best(rows: int, survival: Sequence[float], levels: Sequence[int]) -> dict[int, float]:
-    return {k: rows * (1 + sum(survival[:k])) / real(rows, k) for k in levels}
-
-
+@pytest.mark.parametrize("costs", [real, by_token])
 @pytest.mark.parametrize("survival", [QWEN, tuple(sorted(KIMI, reverse=True))])
 @pytest.mark.parametrize("rows", SIZES)
 def test_the_choice_is_as_good_as_the_best_number_of_drafts(
-    rows: int, survival: Sequence[float]
+    rows: int, survival: Sequence[float], costs: Real
 ) -> None:
     drafts = measured(DraftLength(7, adaptive=True))
-    plans = run(drafts, rows, 4000 // rows + 300, survival)
-    speeds = best(rows, survival, drafts.levels)
+    plans = run(drafts, rows, 4000 // rows + 300, survival, costs=costs)
+    speeds = {k: rows * (1 + sum(survival[:k])) / costs(rows, k, k) for k in drafts.levels}
     settled = plans[len(plans) // 2 :]
     tokens = sum(1 + sum(survival[: plan.verify]) for plan in settled) * rows
-    speed = tokens / sum(real(rows, plan.verify) for plan in settled)
+    speed = tokens / sum(costs(rows, plan.verify, plan.propose) for plan in settled)
     assert speed >= max(speeds.values()) / HYSTERESIS * 0.99
     assert drafts.chosen in {k for k, s in speeds.items() if s > max(speeds.values()) / 1.05}
 
@@ -74,7 +92,7 @@ def test_a_load_that_rises_and_falls_changes_the_number() -> None:
 
 def test_drafts_that_are_never_right_are_given_up_and_tried_again() -> None:
     drafts = DraftLength(7, adaptive=True)
-    drafts.measured({(8, k): 1 + 0.2 * k for k in drafts.levels})
+    drafts.measured({(8, k): StepCost(1, 0.2 * k) for k in drafts.levels})
     run(drafts, 8, 400, (0.0,) * 7)
     assert drafts.chosen == 0
     plans = run(drafts, 8, 3 * EXPLORE, (0.0,) * 7)
@@ -97,10 +115,9 @@ def test_steps_verify_what_was_proposed(
         if number == 5:
             measured(drafts)
         if number > 5:  # any number may become the best
-            drafts.measured({(size, k): 1.0 for size in SIZES for k in drafts.levels})
-            drafts.measured(
-                {(size, drafts.levels[number % len(drafts.levels)]): cost for size in SIZES}
-            )
+            drafts.measured({(size, k): StepCost(1.0, 0) for size in SIZES for k in drafts.levels})
+            cheap = drafts.levels[number % len(drafts.levels)]
+            drafts.measured({(size, cheap): StepCost(cost, 0) for size in SIZES})
         plan = drafts.plan(rows, prompts)
         assert drafts.plan(rows, prompts) == plan
         assert 0 <= plan.made <= plan.verify <= most
@@ -133,10 +150,11 @@ def test_nearly_equal_numbers_do_not_take_turns() -> None:
     even = {k: 1 + survival[:k].sum() for k in drafts.levels}  # equal tokens per second
     for step in range(20):
         lucky = step % 2
-        drafts.measured({(1, k): even[k] * (0.98 if k == 3 * lucky else 1) for k in drafts.levels})
+        cheap = {k: even[k] * (0.98 if k == 3 * lucky else 1) for k in drafts.levels}
+        drafts.measured({(1, k): StepCost(cost, 0) for k, cost in cheap.items()})
         drafts.plan(1, prompts=False)
         assert drafts.chosen == 1
-    drafts.measured({(1, 3): even[3] * 0.9})
+    drafts.measured({(1, 3): StepCost(even[3] * 0.9, 0)})
     drafts.plan(1, prompts=False)
     assert drafts.chosen == 3
 
@@ -150,3 +168,31 @@ def test_survival_counts_only_drafts_that_were_made() -> None:
     # Nothing is known of these; each goes on as the one before.
     assert later == pytest.approx([first * 0.75, first * 0.75**2], abs=0.02)
     assert drafts.stats().expected == pytest.approx(1 + first + sum(later))
+
+
+def test_what_a_number_costs_is_learnt_from_steps_that_try_it() -> None:
+    """The next larger one and the next smaller one, each once in `EXPLORE` steps."""
+    drafts = measured(DraftLength(7, adaptive=True, first=3))
+    plans = run(drafts, 64, 20 * EXPLORE, QWEN, costs=lambda rows, k, _: 1.0 if k == 3 else 9.0)
+    assert drafts.chosen == 3
+    tried = [plan.verify for plan in plans[10 * EXPLORE :]]
+    assert tried.count(1) == tried.count(5) == 10
+    run(drafts, 64, 20 * EXPLORE, QWEN, costs=lambda rows, k, _: max(1.0, 3.0 * k - 2))
+    assert drafts.chosen == 1
+
+
+def test_a_step_that_was_held_up_changes_nothing() -> None:
+    drafts = measured(DraftLength(7, adaptive=True))
+    run(drafts, 64, 300, QWEN)
+    before = drafts.tokens_per_second(64)
+    drafts.took(64, drafts.chosen, drafts.chosen, 5.0)
+    assert drafts.tokens_per_second(64) == pytest.approx(before)
+
+
+def test_drafts_for_the_next_step_are_not_what_a_number_costs() -> None:
+    """A step that verifies one and proposes seven tells what one costs."""
+    drafts = measured(DraftLength(7, adaptive=True))
+    before = drafts.tokens_per_second(8)
+    seven = padded(8, 7).propose
+    drafts.took(8, 1, 7, padded(8, 1).verify + seven)
+    assert drafts.tokens_per_second(8) == pytest.approx(before)
