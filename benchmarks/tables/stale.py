@@ -26,6 +26,7 @@ CODE: dict[str, tuple[str, ...]] = {
     "capture": DECODE,
     "draft-head": ("kernels/sampling/narrow_head.py",),
     "fp8-accuracy": FP8,
+    "fp8-large": DECODE,
     "fp8-products": ("kernels/linear",),
     "fp8-steps": DECODE,
     "fp8-texts": (*FP8, "hybrid_runtime/checkpoints/python-small/model.safetensors"),
