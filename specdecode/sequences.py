@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -203,13 +204,19 @@ class Sequences:
     def propose(self, slot: Tensor, drafts: Tensor, probs: Tensor | None) -> None:
         """Keep what the drafter proposes for the next step.
 
+        Of fewer than K the others are still those of earlier steps, which never hurts unless they
+        were drawn: whether such a draft was accepted is in the text by now, so that verifying it
+        again would change the distribution. Then they are -1.
+
         slot: int32 `[rows]`, -1 where there is nothing to keep.
         drafts: int32 `[rows, count]`, at most K.
         probs: float32 `[rows, count, V]`, what they were drawn from; None if they were not drawn.
         """
         at = torch.where(slot >= 0, slot, self.history.shape[0] - 1).long()
         count = drafts.shape[1]
-        self.drafts[:, :count].index_copy_(0, at, drafts)
+        if self.draft_probs is not None:
+            drafts = F.pad(drafts, (0, self.drafts.shape[1] - count), value=-1)
+        self.drafts[:, : drafts.shape[1]].index_copy_(0, at, drafts)
         if probs is not None and self.draft_probs is not None:
             self.draft_probs[:, :count].index_copy_(0, at, probs)
 

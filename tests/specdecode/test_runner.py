@@ -146,9 +146,11 @@ class Runs:
             [Admission(slot, PROMPTS[slot], len(PROMPTS[slot]), self.params[slot], 100 + slot)]
         )
 
-    def step(self, num_draft: dict[int, int], accept: Acceptance) -> dict[int, list[int]]:
+    def step(
+        self, num_draft: dict[int, int], accept: Acceptance, propose: int | None = None
+    ) -> dict[int, list[int]]:
         """What each slot emits with so many drafts; those whose prompts have not run yet run
-        them."""
+        them. propose: as of `SpecDecodeRunner.step`."""
         slots = sorted(num_draft, key=lambda slot: self.computed[slot] == 0)
         decodes = [self.computed[slot] > 0 for slot in slots]
         drafts = [num_draft[slot] if d else 0 for slot, d in zip(slots, decodes, strict=True)]
@@ -156,7 +158,8 @@ class Runs:
         rows = StepRows.exact(
             slots, [self.computed[slot] for slot in slots], np.add(certain, drafts), drafts
         )
-        self.last = step = self.runner.step(rows, StepShape.of(rows, sum(decodes)), accept)
+        shape = StepShape.of(rows, sum(decodes))
+        self.last = step = self.runner.step(rows, shape, accept, propose=propose)
         emitted = self.runner.read(step, "test").tolist()
         for slot, one, row in zip(slots, certain, emitted, strict=True):
             self.computed[slot] += one + row[-1] - 1
@@ -287,6 +290,21 @@ def test_steps_emit_what_the_reference_does(
     runs = Runs(kind, drawn, params, captured=captured)
     runs.runner.capture([accept])
     assert {1, K + 1} <= held_against_the_reference(runs, accept, drawn, drafts)
+
+
+@CAPTURED
+def test_a_drawn_draft_is_verified_once(captured: bool) -> None:
+    """By the text one can tell whether it was accepted: of fewer drafts than a step verifies the
+    others are none, and not those of an earlier step."""
+    runs = Runs("replay", True, [HOT] * 3, captured=captured)
+    slots, proposed = range(len(PROMPTS)), [0, *[K, 1, 0] * 4]
+    for slot in slots:
+        runs.admit(slot)
+    steps = [runs.step(dict.fromkeys(slots, K), rejection, count) for count in proposed[1:]]
+    for slot in slots:
+        sampling = runs.runner.sequences.sampling.select(torch.tensor([slot]))
+        found = [step[slot] for step in steps]
+        assert found == reference_steps(PROMPTS[slot], sampling, True, proposed[:-1])
 
 
 @CAPTURED
