@@ -81,7 +81,7 @@ class Sequences:
         steps_ahead: int = 1,
     ) -> None:
         device = torch.device(device)
-        self.num_draft, self._vocabulary = num_draft, vocabulary
+        self.num_draft, self.vocabulary = num_draft, vocabulary
         self._words = _DRAFTS + num_draft + num_draft % 2
         self._lines = torch.zeros((slots + 1, self._words), dtype=torch.int32, device=device)
         self.history = torch.zeros((slots + 1, max_length), dtype=torch.int32, device=device)
@@ -199,7 +199,7 @@ class Sequences:
     def _new_allowed(self) -> TokenSets:
         slots, device = len(self.history) - 1, self.history.device
         with torch.inference_mode(False), allowed("the table of allowed tokens is made"):
-            return TokenSets(slots, self._vocabulary, self._depth, device, full=True)
+            return TokenSets(slots, self.vocabulary, self._depth, device, full=True)
 
     def propose(self, slot: Tensor, drafts: Tensor, probs: Tensor | None) -> None:
         """Keep what the drafter proposes for the next step.

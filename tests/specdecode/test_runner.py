@@ -362,6 +362,20 @@ def test_what_is_captured() -> None:
     assert set(graphs) - ahead == {("verify_and_accept", key), ("draft", (*key, K))}
 
 
+def test_costs_are_those_of_different_tokens() -> None:
+    """A model with experts reads the weights of few of them for many tokens that are alike."""
+    runs = Runs("replay", False, [COLD] * 3, captured=True)
+    captured = runs.runner._captured
+    assert captured is not None
+    for shape in captured.shapes.decoding():
+        frame = captured.frame(shape, greedy, K)
+        captured._prepare(frame)
+        captured._spread_tokens(frame)
+        tokens = frame.inputs.tokens.tolist()
+        assert len({*tokens}) == len(tokens) == shape.tokens
+        assert {0} <= {*tokens} <= {*range(VOCABULARY)}
+
+
 def test_a_kind_of_acceptance_that_comes_late_takes_no_others_graph() -> None:
     runs = Runs("replay", False, [COLD] * 3, captured=True)
     runs.runner.capture([greedy])
