@@ -389,5 +389,10 @@ def test_the_ends_that_are_remembered_are_the_last_used() -> None:
     assert list(ends.matching(b"other", tokens)) == []
     ends.forget(keys[3])
     ends.forget(keys[1])
+    ends.add(b"chain", keys[0], 0)
+    ends.add(b"chain", keys[2], 2)
+    assert list(ends.matching(b"chain", tokens)) == [(keys[2], 2), (b"chain", 0)]
+    ends.forget(keys[0])
+    ends.forget(keys[2])
     assert not ends.any_behind(b"chain")
     assert len(ends) == 0
