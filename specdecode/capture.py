@@ -131,6 +131,7 @@ class CapturedSteps:
             drafts = shape.row_tokens - 1
             frame = self._decoding(shape, accept, drafts)
             self._prepare(frame)
+            self._spread_tokens(frame)
             for _ in range(2):  # the first one finds its weights anywhere
                 begin, between, end = (torch.cuda.Event(enable_timing=True) for _ in range(3))
                 begin.record()
@@ -208,6 +209,12 @@ class CapturedSteps:
         looked for behind them."""
         self._padded[:, SCHEDULED].fill_(frame.shape.row_tokens)
         self._phases.prepare(frame, self._padded, frame.shape.decode_rows)
+
+    def _spread_tokens(self, frame: Frame) -> None:
+        """Let all tokens differ: equal ones would take the same routed experts, whose weights cost
+        as much as those of one token."""
+        tokens, last = frame.inputs.tokens, self._phases.sequences.vocabulary - 1
+        tokens.copy_(torch.linspace(0, last, len(tokens), dtype=torch.float64))
 
     def _record(self, phase: Phase, key: Hashable, frame: Frame) -> None:
         """Capture one phase of a frame; `launch` replays it from then on."""

@@ -36,7 +36,8 @@ class StepDrafts(NamedTuple):
     """Drafts of a step.
 
     verify: of each row that decodes.
-    made: the first so many of them were proposed; the others are older ones, never missed.
+    made: the first so many of them were proposed; the others are older ones, or none, see
+        `Sequences.propose`.
     propose: behind the step, for the next one.
     """
 

@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -80,7 +81,7 @@ class Sequences:
         steps_ahead: int = 1,
     ) -> None:
         device = torch.device(device)
-        self.num_draft, self._vocabulary = num_draft, vocabulary
+        self.num_draft, self.vocabulary = num_draft, vocabulary
         self._words = _DRAFTS + num_draft + num_draft % 2
         self._lines = torch.zeros((slots + 1, self._words), dtype=torch.int32, device=device)
         self.history = torch.zeros((slots + 1, max_length), dtype=torch.int32, device=device)
@@ -198,10 +199,14 @@ class Sequences:
     def _new_allowed(self) -> TokenSets:
         slots, device = len(self.history) - 1, self.history.device
         with torch.inference_mode(False), allowed("the table of allowed tokens is made"):
-            return TokenSets(slots, self._vocabulary, self._depth, device, full=True)
+            return TokenSets(slots, self.vocabulary, self._depth, device, full=True)
 
     def propose(self, slot: Tensor, drafts: Tensor, probs: Tensor | None) -> None:
         """Keep what the drafter proposes for the next step.
+
+        Of fewer than K the others are still those of earlier steps, which never hurts unless they
+        were drawn: whether such a draft was accepted is in the text by now, so that verifying it
+        again would change the distribution. Then they are -1.
 
         slot: int32 `[rows]`, -1 where there is nothing to keep.
         drafts: int32 `[rows, count]`, at most K.
@@ -209,7 +214,9 @@ class Sequences:
         """
         at = torch.where(slot >= 0, slot, self.history.shape[0] - 1).long()
         count = drafts.shape[1]
-        self.drafts[:, :count].index_copy_(0, at, drafts)
+        if self.draft_probs is not None:
+            drafts = F.pad(drafts, (0, self.drafts.shape[1] - count), value=-1)
+        self.drafts[:, : drafts.shape[1]].index_copy_(0, at, drafts)
         if probs is not None and self.draft_probs is not None:
             self.draft_probs[:, :count].index_copy_(0, at, probs)
 

@@ -50,6 +50,7 @@ def run(args: argparse.Namespace, save: Callable[[Row], object]) -> None:
         "text": str(args.perplexity),
         "window": window,
         "ssm_dtype": args.ssm_dtype[0],
+        "kv_cache_dtype": args.kv_cache_dtype,
         "rows": [],
     }
     rows: list[Row] = result["rows"]
@@ -144,6 +145,7 @@ def _measured(
         window,
         max_tokens_per_step=args.max_tokens_per_step,
         ssm_dtype=args.ssm_dtype[0],
+        kv_cache_dtype=args.kv_cache_dtype,
         block_size=args.block_size,
         graphs=False,  # of prompts alone there is nothing to replay
     )

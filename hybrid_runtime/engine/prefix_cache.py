@@ -351,8 +351,9 @@ class PrefixCache:
         """What a request owned is free: if it has left the end of a turn, the one that it went on
         from is not what the next turn looks for, and makes room first."""
         if request.turn_end and request.hit.turn is not None:
-            for pool in self._pools.values():
-                pool.demote(request.hit.turn)
+            self.state.pool.demote(request.hit.turn)
+            if request.hit.partial is not None:  # or it is a full block, in front of the new end
+                self.keys.pool.demote(request.hit.turn)
 
     def forget(self, request: Request) -> None:
         """Drop the blocks that a request has computed or found; who owns them keeps them."""

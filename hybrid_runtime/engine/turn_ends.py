@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
 from hashlib import sha256
 
 from hybrid_runtime.engine.tokenize import Tokens
@@ -55,9 +54,17 @@ class TurnEnds:
         """Whether some turn has ended behind these blocks."""
         return parent in self._behind
 
-    def matching(self, parent: bytes, tail: Tokens) -> Iterator[tuple[bytes, int]]:
+    def matching(self, parent: bytes, tail: Tokens) -> list[tuple[bytes, int]]:
         """Ends behind these blocks with which `tail` begins, the longest first: key and tokens."""
-        behind = self._behind.get(parent, {})
-        for tokens in sorted(set(behind.values()), reverse=True):
-            if tokens <= len(tail) and (key := tail_key(parent, tail[:tokens])) in behind:
-                yield key, tokens
+        behind, found, hashed = self._behind.get(parent, {}), list[tuple[bytes, int]](), 0
+        # Every length in one pass over the tokens: where KV blocks are large there may be many.
+        data, size, digest = tail.tobytes(), tail.itemsize, sha256(parent)
+        for tokens in sorted(set(behind.values())):
+            if tokens > len(tail):
+                break
+            digest.update(data[hashed * size : tokens * size])
+            hashed = tokens
+            key = digest.digest() if tokens else parent
+            if key in behind:
+                found.append((key, tokens))
+        return found[::-1]

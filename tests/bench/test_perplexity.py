@@ -123,6 +123,14 @@ def test_without_rounding_there_is_one_line(
     assert "difference" not in capsys.readouterr().out
 
 
+def test_keys_and_values_in_8_bits_change_it(tmp_path: Path) -> None:
+    (plain,), (rounded,) = (
+        measure(tmp_path, "--kv-cache-dtype", dtype)["rows"] for dtype in ("auto", "fp8")
+    )
+    assert rounded["nll_per_token"] != plain["nll_per_token"]
+    assert rounded["nll_per_token"] == pytest.approx(plain["nll_per_token"], rel=0.1)
+
+
 @pytest.mark.parametrize(
     ("given", "wrong", "message"),
     [

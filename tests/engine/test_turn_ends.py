@@ -246,6 +246,21 @@ def test_a_newer_end_supersedes_the_one_that_it_went_on_from() -> None:
     here.finish()
 
 
+def test_what_is_superseded_is_no_block_that_the_newer_end_stands_on() -> None:
+    """An end at the end of a full KV block has no block of its own."""
+    here = world(num_draft=0, kv_block_size=2, steps_ahead=0)
+    one_turn(here, [5, 6, 0])  # used longest ago
+    first = one_turn(here, [1, 2, 0], max_tokens=4)
+    assert first.turn_end == 6
+    assert first.turn_end % here.engine.scheduler.block_size
+    second = one_turn(here, [*first.tokens.tolist(), 1])
+    assert second.hit.turn is not None
+    evict(here, "kv", 1)
+    third = one_turn(here, [*second.tokens.tolist(), 2])
+    assert third.hit.tokens == second.turn_end
+    here.finish()
+
+
 @pytest.mark.parametrize("how", ["abort", "deadline", "error"])
 def test_a_turn_without_an_end_supersedes_nothing(how: str) -> None:
     here = world(num_draft=0, steps_ahead=0)
@@ -379,5 +394,10 @@ def test_the_ends_that_are_remembered_are_the_last_used() -> None:
     assert list(ends.matching(b"other", tokens)) == []
     ends.forget(keys[3])
     ends.forget(keys[1])
+    ends.add(b"chain", keys[0], 0)
+    ends.add(b"chain", keys[2], 2)
+    assert list(ends.matching(b"chain", tokens)) == [(keys[2], 2), (b"chain", 0)]
+    ends.forget(keys[0])
+    ends.forget(keys[2])
     assert not ends.any_behind(b"chain")
     assert len(ends) == 0

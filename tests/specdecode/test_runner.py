@@ -146,9 +146,11 @@ class Runs:
             [Admission(slot, PROMPTS[slot], len(PROMPTS[slot]), self.params[slot], 100 + slot)]
         )
 
-    def step(self, num_draft: dict[int, int], accept: Acceptance) -> dict[int, list[int]]:
+    def step(
+        self, num_draft: dict[int, int], accept: Acceptance, propose: int | None = None
+    ) -> dict[int, list[int]]:
         """What each slot emits with so many drafts; those whose prompts have not run yet run
-        them."""
+        them. propose: as of `SpecDecodeRunner.step`."""
         slots = sorted(num_draft, key=lambda slot: self.computed[slot] == 0)
         decodes = [self.computed[slot] > 0 for slot in slots]
         drafts = [num_draft[slot] if d else 0 for slot, d in zip(slots, decodes, strict=True)]
@@ -156,7 +158,8 @@ class Runs:
         rows = StepRows.exact(
             slots, [self.computed[slot] for slot in slots], np.add(certain, drafts), drafts
         )
-        self.last = step = self.runner.step(rows, StepShape.of(rows, sum(decodes)), accept)
+        shape = StepShape.of(rows, sum(decodes))
+        self.last = step = self.runner.step(rows, shape, accept, propose=propose)
         emitted = self.runner.read(step, "test").tolist()
         for slot, one, row in zip(slots, certain, emitted, strict=True):
             self.computed[slot] += one + row[-1] - 1
@@ -290,6 +293,21 @@ def test_steps_emit_what_the_reference_does(
 
 
 @CAPTURED
+def test_a_drawn_draft_is_verified_once(captured: bool) -> None:
+    """By the text one can tell whether it was accepted: of fewer drafts than a step verifies the
+    others are none, and not those of an earlier step."""
+    runs = Runs("replay", True, [HOT] * 3, captured=captured)
+    slots, proposed = range(len(PROMPTS)), [0, *[K, 1, 0] * 4]
+    for slot in slots:
+        runs.admit(slot)
+    steps = [runs.step(dict.fromkeys(slots, K), rejection, count) for count in proposed[1:]]
+    for slot in slots:
+        sampling = runs.runner.sequences.sampling.select(torch.tensor([slot]))
+        found = [step[slot] for step in steps]
+        assert found == reference_steps(PROMPTS[slot], sampling, True, proposed[:-1])
+
+
+@CAPTURED
 @KINDS
 def test_plain_decoding_emits_what_the_reference_does(kind: LayoutKind, captured: bool) -> None:
     runs = Runs(kind, False, [COLD, WARM, HOT], num_draft=0, captured=captured)
@@ -342,6 +360,20 @@ def test_what_is_captured() -> None:
     runs.step({0: 1, 1: 1, 2: 1}, greedy)
     key = StepShape.decoding(3, 1), greedy
     assert set(graphs) - ahead == {("verify_and_accept", key), ("draft", (*key, K))}
+
+
+def test_costs_are_those_of_different_tokens() -> None:
+    """A model with experts reads the weights of few of them for many tokens that are alike."""
+    runs = Runs("replay", False, [COLD] * 3, captured=True)
+    captured = runs.runner._captured
+    assert captured is not None
+    for shape in captured.shapes.decoding():
+        frame = captured.frame(shape, greedy, K)
+        captured._prepare(frame)
+        captured._spread_tokens(frame)
+        tokens = frame.inputs.tokens.tolist()
+        assert len({*tokens}) == len(tokens) == shape.tokens
+        assert {0} <= {*tokens} <= {*range(VOCABULARY)}
 
 
 def test_a_kind_of_acceptance_that_comes_late_takes_no_others_graph() -> None:
