@@ -12,7 +12,7 @@ HERE = Path(__file__).parent
 QUICK = (
     ("advance_columns", "penalties", "pooling", "sampling"),
     ("layers", "step", "topk"),
-    ("fp8_product", "narrow_head"),  # which have the interpreter round as GPUs do
+    ("fp8_moe", "fp8_product", "narrow_head"),  # which have the interpreter round as GPUs do
 )
 SLOW = (("conv", "ssm"), ("cuts", "moe"), ("state_copy", "vllm_rows"))
 

@@ -1,5 +1,6 @@
 """MTP and EAGLE heads against dense re-implementations made of transformers' own pieces."""
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -35,7 +36,8 @@ class DenseMTP:
         self.last = len(pattern) - 1
         for i, block in enumerate(self.blocks):
             for name, value in block.state_dict().items():
-                self.weights[f"mtp.layers.{i}.{name}"].copy_(value)
+                own = re.sub(r"(experts\.\w+)$", r"\1.weight", name)  # stacked, ours are modules
+                self.weights[f"mtp.layers.{i}.{own}"].copy_(value)
         self.embedding = target.backbone.embeddings.weight
 
     def norm(self, name: str, x: Tensor) -> Tensor:

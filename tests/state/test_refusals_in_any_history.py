@@ -26,6 +26,8 @@ from hybrid_runtime.state import StepRows, Strategy
 from hybrid_runtime.state.step import Checkpoint, Step
 
 FAR = 2**31 - 1
+LONG = 10**6
+"""Tokens that no request gets to, and that it might."""
 
 
 @contextmanager
@@ -257,10 +259,10 @@ def a_checkpoint_that_never_was(w: World) -> None:
     if w.live:
         slot = w.rng.choice(w.live)
         generation = int(w.made._ledger.generation[slot])
-        computed = int(w.made._ledger.computed[slot])
-        invented = Checkpoint(slot, generation, computed + w.rng.randrange(1, 30), COLUMNS - 1)
+        far = LONG + w.rng.randrange(1, 30)  # from what queued steps compute
+        invented = Checkpoint(slot, generation, far, COLUMNS - 1)
         known = w.made.last_checkpoint(slot)
-        changed = [] if known is None else [known._replace(position=known.position + 1)]
+        changed = [] if known is None else [known._replace(position=known.position + far)]
         for bad in (invented, *changed, tuple(invented), None):
             with refused(r"checkpoints\[0\] is"):
                 w.made.flush([bad])  # type: ignore[list-item]
