@@ -256,6 +256,7 @@ class EngineConfig:
         if block_size is None:
             kv_dtype = self.kv_dtype(model)
             block_size = smallest_block(recurrence, self.num_draft, model.kv_shape, kv_dtype)
+            block_size += -block_size % KV_BLOCK_SIZES[-1]  # so that KV blocks can be small
         layout = StateLayout(
             recurrence,
             self.num_draft,
