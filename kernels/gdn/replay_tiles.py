@@ -77,9 +77,8 @@ def apply(past, weights, total, dot_type: tl.constexpr):
     """Sum over pending tokens of weight times u, with as many digits as the weights have parts;
     smallest parts first."""
     for level in tl.static_range(len(weights)):
-        rank: tl.constexpr = len(weights) - 1 - level
-        for p in tl.static_range(rank + 1):
-            total = product(past[p], weights[rank - p], total, dot_type)
+        for p in tl.static_range(len(weights) - level):
+            total = product(past[p], weights[len(weights) - 1 - level - p], total, dot_type)
     return total
 
 
@@ -209,10 +208,10 @@ def update_tiles(
             k_sum = tl.zeros((ROWS, QUERIES), tl.float32)
             q_sum = tl.zeros((ROWS, QUERIES), tl.float32)
             for k in tl.static_range(len(operands)):
-                piece: tl.constexpr = len(operands) - 1 - k
-                k_sum = product(operands[piece], keys.of_read[s], k_sum, dot_type)
-                if piece < 2:
-                    q_sum = product(operands[piece], keys.of_query[s], q_sum, dot_type)
+                smaller = operands[len(operands) - 1 - k]
+                k_sum = product(smaller, keys.of_read[s], k_sum, dot_type)
+                if len(operands) - k <= 2:
+                    q_sum = product(smaller, keys.of_query[s], q_sum, dot_type)
             read_k += k_sum
             read_q += q_sum
         p_u = records.u + past_ring[:, None] * VALUE + (p + down)[None, :]

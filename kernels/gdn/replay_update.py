@@ -109,8 +109,8 @@ def _replay_update_kernel(
     active = (row_slot >= 0) & (target >= 0)
 
     o_v = first + tl.arange(0, WIDTH)
-    p_out = out + i_head * VALUE + o_v
-    zero_unowned(p_out, o_v < VALUE, i_row, start, end, active, tokens, HEADS * VALUE)
+    p_zeros = out + i_head * VALUE + o_v
+    zero_unowned(p_zeros, o_v < VALUE, i_row, start, end, active, tokens, HEADS * VALUE)
 
     if active & (end > start):
         reads = source >= 0
@@ -155,9 +155,9 @@ def _replay_update_kernel(
         key = row_slot.to(tl.uint32)
         kept_key = key
         if stores == 0:
-            place_ = Target(state=p_read, after=own, key=key)
+            none = Target(state=p_read, after=own, key=key)
             update_tiles(
-                inputs, records, p_read, place_, place_, False, p_out, row, share, strides, shape,
+                inputs, records, p_read, none, none, False, p_out, row, share, strides, shape,
                 place, dot_type, False,
             )  # fmt: skip
         else:
