@@ -150,9 +150,9 @@ def update_tiles(
     early = ()
     if shape.RUN == 1:
         for s in tl.static_range(PARTS):
-            mask = (p < VALUE)[:, None] & (n + s * PART < KEY)[None, :] & row.reads
-            p_part = source + cell + s * (PART * shape.KEY_STRIDE)
-            early += (tl.load(p_part, mask=mask, other=0.0),)
+            known = (p < VALUE)[:, None] & (n + s * PART < KEY)[None, :] & row.reads
+            p_early = source + cell + s * (PART * shape.KEY_STRIDE)
+            early += (tl.load(p_early, mask=known, other=0.0),)
     # All loads come first: no load passes a store.
     p_k = inputs.k + i * strides.k_token
     b_k = load_rows(p_k, is_own, n, strides.k_key, shape)
@@ -178,8 +178,8 @@ def update_tiles(
         tl.store(records.rk + own_ring, own_rk, mask=kept)
         for s in tl.static_range(PARTS):
             part = n + s * PART
-            mask = kept[:, None] & (part < KEY)[None, :]
-            store_apart(records.k + own_ring[:, None] * KEY + part[None, :], b_k[s], mask)
+            p_kept = records.k + own_ring[:, None] * KEY + part[None, :]
+            store_apart(p_kept, b_k[s], kept[:, None] & (part < KEY)[None, :])
     own_keys = ()
     if WRITES:
         for s in tl.static_range(PARTS):
@@ -197,14 +197,14 @@ def update_tiles(
         for s in tl.static_range(PARTS):
             mask = in_value[:, None] & (n + s * PART < KEY)[None, :]
             if shape.RUN == 1:
-                part = early[s]
+                tile = early[s]
             else:
                 p_part = p_source + s * (PART * shape.KEY_STRIDE)
-                part = tl.load(p_part, mask=mask & row.reads, other=0.0)
-            part = rename(part)
-            b_h += (part,)
+                tile = tl.load(p_part, mask=mask & row.reads, other=0.0)
+            tile = rename(tile)
+            b_h += (tile,)
             inside += (mask,)
-            operands = split(part.to(tl.float32), PIECES, dot_type)
+            operands = split(tile.to(tl.float32), PIECES, dot_type)
             k_sum = tl.zeros((ROWS, QUERIES), tl.float32)
             q_sum = tl.zeros((ROWS, QUERIES), tl.float32)
             for k in tl.static_range(len(operands)):
@@ -228,20 +228,20 @@ def update_tiles(
             u = tl.sum(tl.where((i == t)[None, :], change, 0.0), axis=1)[:, None]
             change = tl.where((i > t)[None, :], change - factors.lower[t][None, :] * u, change)
             y = tl.where((i >= t)[None, :], y + factors.upper[t][None, :] * u, y)
-        p_kept = records.u + own_ring[:, None] * VALUE + (p + down)[None, :]
-        store_apart(p_kept, tl.trans(change), kept[:, None] & in_value[None, :])
+        p_change = records.u + own_ring[:, None] * VALUE + (p + down)[None, :]
+        store_apart(p_change, tl.trans(change), kept[:, None] & in_value[None, :])
         p_out = out + i[:, None] * (HEADS * VALUE) + (p + down)[None, :]
         y = tl.trans(y).to(out.dtype.element_ty)
         store_apart(p_out, y, is_own[:, None] & in_value[None, :])
         if WRITES:
-            tile = cell + down * shape.VALUE_STRIDE
+            here = cell + down * shape.VALUE_STRIDE
             element = (share.head * VALUE + p + down)[:, None] * KEY + n[None, :]
             store_state(
-                target, b_h, b_u, change, own_keys, keys.past, gates, own_rk, row, tile, element,
+                target, b_h, b_u, change, own_keys, keys.past, gates, own_rk, row, here, element,
                 inside, shape, place, dot_type,
             )  # fmt: skip
             if keeps:
                 store_state(
-                    checkpoint, b_h, b_u, change, own_keys, keys.past, gates, own_rk, row, tile,
+                    checkpoint, b_h, b_u, change, own_keys, keys.past, gates, own_rk, row, here,
                     element, inside, shape, place, dot_type,
                 )  # fmt: skip

@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import triton.language as tl
 from helpers.hopper import compiled, spilled
 from triton.runtime.jit import JITFunction
 
+from hybrid_runtime.kernels.gdn import flush
 from hybrid_runtime.kernels.gdn import replay_launch as launch
 from hybrid_runtime.kernels.gdn import replay_update as update
 from hybrid_runtime.kernels.replay.rounding import LAST_PLACE
@@ -85,6 +87,23 @@ def test_update_compiles_for_other_orders_and_sizes(
     floats = "*fp32" if dot_type == tl.float32 else "*bf16"
     types = TYPES | {"strides": STRIDES, "states": "*fp16"} | dict.fromkeys(FLOATS, floats)
     types |= {"shape": shaped("*fp16", 19, 4, launch.Tile(16, 1, 1), order, key)}
-    types |= {"place": LAST_PLACE[next(d for d in LAST_PLACE if "float16" in str(d))]}
+    types |= {"place": LAST_PLACE[torch.float16]}
     constants: dict[str, Any] = {"dot_type": dot_type, "WIDTH": 16}
     assert compiled(kernel, constants, (), {"num_warps": 1}, **types).asm["cubin"]
+
+
+@pytest.mark.parametrize(("key", "order"), [(128, (128, 1)), (100, (1, 60))])
+@pytest.mark.parametrize("rounds", [False, True])
+def test_flush_compiles(key: int, order: tuple[int, int], rounds: bool) -> None:
+    kernel = flush._flush_kernel
+    if not isinstance(kernel, JITFunction):
+        pytest.skip("the interpreter is on")
+    shape = flush.flush_shape(32, 16, key, 60 if key == 100 else 128, order, 19)
+    types: dict[str, Any] = TYPES | {"shape": shape._make(one.value for one in shape)}
+    types |= {"place": LAST_PLACE[torch.float16]} if rounds else {}
+    constants: dict[str, Any] = {
+        "state_type": tl.float16, "tap_type": tl.int16, "TAPS": 3, "CONV_TILE": 1024,
+        "VECTOR": True,
+    }  # fmt: skip
+    constants |= {} if rounds else {"seed": None, "place": None}
+    assert compiled(kernel, constants, **types).asm["cubin"]
