@@ -87,7 +87,7 @@ def case(shape: Gdn, rows: Rows, seed: int) -> tuple[Tensor, Records, dict[str, 
             states[rows.table[row.slot, row.read]] = noise(
                 generator, *shape.matrix, dtype=shape.states
             )
-    inputs = shape.inputs(generator, rows.tokens) | shape.vectors(generator)
+    inputs: dict[str, Any] = shape.inputs(generator, rows.tokens) | shape.vectors(generator)
     if shape.rounding:
         seeds = torch.arange(rows.slots, device=DEVICE).int() - 5
         inputs["rounding"] = Rounding(seeds, layer=3)
