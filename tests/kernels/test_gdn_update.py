@@ -5,14 +5,17 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+import triton.language as tl
 from helpers.gdn_cases import BIG, Gdn, History, relative
-from helpers.interpreter import CUDA, elsewhere, kernels, run_in_interpreter
+from helpers.interpreter import CUDA, INTERPRETED, elsewhere, kernels, run_in_interpreter
 from helpers.replay_cases import ROUNDS, SEEDS, Rows
 from helpers.replayed import check_replay
 from helpers.tensors import DEVICE, frame_is_whole, framed, ints, noise, same_bytes
 from torch import Tensor
+from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 from hybrid_runtime.kernels.gdn import replay_update as update
 from hybrid_runtime.kernels.gdn.naive import replay_update_reference
@@ -143,6 +146,27 @@ def test_kernel_follows_the_recurrence(drafts: int, ring_tokens: int) -> None:
         y, want = history.step(replay_update)
         assert relative(y, want) < 1e-6
         assert max([0.0, *history.errors()]) < 1e-6
+    assert history.checkpoints
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="a GPU does that anyway")
+def test_operands_in_bfloat16_leave_nothing_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the interpreter, which by itself multiplies them as integers."""
+
+    def wide(operand: TensorHandle) -> TensorHandle:
+        assert operand.dtype.scalar == tl.bfloat16
+        return TensorHandle((operand.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
+
+    def dot(builder: Any, a: TensorHandle, b: TensorHandle, *more: Any) -> Any:
+        return plainly(builder, wide(a), wide(b), *more)
+
+    plainly = InterpreterBuilder.create_dot
+    monkeypatch.setattr(InterpreterBuilder, "create_dot", dot)
+    monkeypatch.setattr(update, "operand_type", lambda *_: tl.bfloat16)
+    history = History(Gdn(key=32), slots=1, seed=1, block=9)
+    for _ in range(12):
+        history.step(replay_update)
+        assert max([0.0, *history.errors()]) < 5e-7
     assert history.checkpoints
 
 
