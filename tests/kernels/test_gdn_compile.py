@@ -42,10 +42,10 @@ def shaped(
             pytest.param(*row, marks=pytest.mark.slow)
             for row in (
                 ("*fp32", 19, 4, launch.Tile(16, 1, 1), 256),
-                ("*fp32", 19, 4, launch.Tile(32, 4, 2), 128),
+                ("*fp32", 19, 4, launch.Tile(32, 4, 2), 256),
                 ("*fp32", 16, 1, launch.Tile(16, 4, 1), 64),
                 ("*bf16", 19, 4, launch.Tile(16, 4, 1), 256),
-                ("*fp32", 47, 16, launch.Tile(16, 4, 1), 1024),
+                ("*fp32", 47, 16, launch.Tile(16, 4, 1), 2048),
             )
         ),
     ],
