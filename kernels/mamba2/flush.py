@@ -20,6 +20,7 @@ from hybrid_runtime.kernels.common.types import FLOAT_TYPES, WORD_TYPES
 from hybrid_runtime.kernels.mamba2.checks import check_contiguous, check_records
 from hybrid_runtime.kernels.mamba2.naive import fold_reference
 from hybrid_runtime.kernels.mamba2.records import Records
+from hybrid_runtime.kernels.replay.flush import roll_conv_state, roll_conv_states_reference
 from hybrid_runtime.kernels.replay.rounding import (
     LAST_PLACE,
     Rounding,
@@ -30,10 +31,8 @@ from hybrid_runtime.kernels.replay.rounding import (
 from hybrid_runtime.kernels.step.advance_replay import ReplayPositions
 from hybrid_runtime.kernels.step.state_table import (
     ADDRESS_FIELDS,
-    BASE_CONV_STATE,
     BASE_MATRIX,
     BASE_TABLE,
-    STRIDE_CONV_STATE,
     STRIDE_MATRIX,
     STRIDE_TABLE,
     StateTable,
@@ -68,23 +67,11 @@ def replay_flush_reference(
     """
     picked = listed[listed >= 0].long()
     slot, positions = slot[picked], ReplayPositions(*(part[picked] for part in positions))
-    tap = torch.arange(table.taps, device=slot.device)
-    active = (slot >= 0) & (positions.write_column >= 0)
-    positions = positions._replace(write_column=torch.where(active, positions.write_column, -1))
-    at, reads = active.nonzero()[:, 0], positions.read_column[active] >= 0
-    for layer, (conv_states, states, blocks) in enumerate(
-        zip(table.conv_states, table.matrices, table.tables, strict=True)
-    ):
+    for layer, (states, blocks) in enumerate(zip(table.matrices, table.tables, strict=True)):
         own = None if rounding is None else rounding._replace(layer=rounding.layer + layer)
         ring = records.layer(layer)
         fold_reference(states, ring, A_log[layer], blocks, slot, positions, own)
-        column = torch.where(reads, positions.read_column[at], 0).long()
-        source = blocks[slot[at].long(), column].long()
-        offset = torch.where(reads, positions.offset[at], 0).long()
-        inputs = conv_states[source[:, None], offset[:, None] + tap]
-        inputs = torch.where(reads[:, None, None], inputs, torch.zeros((), dtype=inputs.dtype))
-        target = blocks[slot[at].long(), positions.write_column[at].long()].long()
-        conv_states[target[:, None], tap] = inputs
+        roll_conv_states_reference(table, layer, slot, positions)
 
 
 class FlushShape(NamedTuple):
@@ -225,23 +212,10 @@ def _flush_kernel(
                     b_h = round_state(b_h, element, key, place)
                 tl.store(write + element, b_h.to(state_type), mask=inside)
         if (i_item >= shape.HEADS * tiles) & (moves | (shift > 0)):
-            i_tile = i_item - shape.HEADS * tiles
-            channel = i_tile * CONV_TILE + tl.arange(0, CONV_TILE)
-            inner = channel < conv_channels
-            base = tl.load(p_layer + BASE_CONV_STATE)
-            stride = tl.load(p_layer + STRIDE_CONV_STATE)
-            old = (base + block * stride).to(tl.pointer_type(tap_type))
-            new = (base + to * stride).to(tl.pointer_type(tap_type))
-            old += channel.to(tl.int64) * conv_channel_stride
-            new += channel.to(tl.int64) * conv_channel_stride
-            inputs = ()
-            for tap in tl.static_range(TAPS):
-                at = (shift + tap).to(tl.int64) * conv_position_stride
-                inputs += (tl.load(old + at, mask=inner & reads, other=0),)
-            # Source and target may be the same conv_state, shifted.
-            tl.debug_barrier()
-            for tap in tl.static_range(TAPS):
-                tl.store(new + tap * conv_position_stride, inputs[tap], mask=inner)
+            roll_conv_state(
+                addresses, i_layer, i_item - shape.HEADS * tiles, block, to, shift, reads,
+                conv_channels, conv_position_stride, conv_channel_stride, tap_type, TAPS, CONV_TILE,
+            )  # fmt: skip
 
 
 TILE, PART, CONV_TILE, WARPS = 16, 32, 1024, 4

@@ -28,11 +28,14 @@ from hybrid_runtime.kernels.common.varlen import (
 )
 from hybrid_runtime.kernels.mamba2.checks import check_records, check_ssm_shapes
 from hybrid_runtime.kernels.mamba2.records import Records
-from hybrid_runtime.kernels.replay.rounding import (
-    Rounding,
-    round_state_reference,
-    rounding_key_reference,
+from hybrid_runtime.kernels.replay.naive import (
+    accumulator,
+    gather_pending,
+    initial_states,
+    keep_records,
+    store_states,
 )
+from hybrid_runtime.kernels.replay.rounding import Rounding
 from hybrid_runtime.kernels.replay.rows import ReplayRows
 from hybrid_runtime.kernels.step.advance_replay import ReplayPositions
 
@@ -81,11 +84,10 @@ def selective_state_update_reference(
         ValueError: heads are no multiple of groups, or states have another shape.
     """
     heads_per_group = check_ssm_shapes(x, B, states)
-    acc = _accumulator(x, states)
+    acc = accumulator(x, states)
     index, valid = row_tokens(rows.cu_seqlens, max_scheduled, x.shape[0], rows.active)
-    state = _initial_states(
-        states, rows.block_table, rows.slot, rows.read_column, rows.read_offset, rows.active, acc
-    )
+    column = _read_column(rows)
+    state = initial_states(states, rows.block_table, rows.slot, column, rows.active, acc)
     xs = gather_rows(x, index, valid).to(acc)
     Bs, Cs = (
         repeat(gather_rows(v, index, valid).to(acc), "r t g n -> r t (g h) n", h=heads_per_group)
@@ -153,11 +155,10 @@ def chunk_scan_reference(
     heads_per_group = check_ssm_shapes(x, B, states)
     if chunk_size <= 0:
         raise ValueError(f"chunk_size is {chunk_size}, must be positive")
-    acc = _accumulator(x, states)
+    acc = accumulator(x, states)
     index, valid = row_tokens(rows.cu_seqlens, max_scheduled, x.shape[0], rows.active)
-    state = _initial_states(
-        states, rows.block_table, rows.slot, rows.read_column, rows.read_offset, rows.active, acc
-    )
+    column = _read_column(rows)
+    state = initial_states(states, rows.block_table, rows.slot, column, rows.active, acc)
     state = rearrange(state, "r (g h) p n -> r g h p n", h=heads_per_group)
     xs = gather_rows(x, index, valid).to(acc)
     Bs, Cs = (rearrange(gather_rows(v, index, valid).to(acc), "r t g n -> r g t n") for v in (B, C))
@@ -241,7 +242,7 @@ def replay_update_reference(
         ValueError: heads are no multiple of groups, or states or records have another shape.
     """
     heads_per_group = check_records(x, B, states, records)
-    acc = _accumulator(x, states)
+    acc = accumulator(x, states)
     positions = rows.positions
     scheduled = rows.cu_seqlens[1:] - rows.cu_seqlens[:-1]
     certain = (scheduled - rows.draft).long()
@@ -253,16 +254,13 @@ def replay_update_reference(
     Cs = repeat(gather_rows(C, index, valid), "r t g n -> r t (g h) n", h=heads_per_group).to(acc)
     steps = _time_step(dt, dt_bias, index, valid, acc, dt_min, dt_max)
     rate = -torch.exp(A_log.to(acc))
-    state = _initial_states(
-        states, rows.block_table, rows.slot, positions.read_column, torch.zeros_like(rows.slot),
-        active, acc,
-    )  # fmt: skip
+    state = initial_states(states, rows.block_table, rows.slot, positions.read_column, active, acc)
     pending = torch.where(active & (positions.read_column >= 0), positions.pending, 0).long()
-    past = gather_pending(records, rows.slot, positions.cursor, pending, acc)
+    past = Records(*gather_pending(records, rows.slot, positions.cursor, pending, acc))
 
     def store(passed: Tensor, here: Tensor) -> None:
         """Store what the rows `here` have after `passed` tokens from the first pending one on."""
-        key = _key(rounding, rows.slot, positions.certain - certain - pending + passed)
+        position = positions.certain - certain - pending + passed
         checkpoint = here & (positions.checkpoint_column >= 0)
         checkpoint &= pending + positions.checkpoint_after == passed
         written = here & writes & (pending + certain == passed)
@@ -270,7 +268,9 @@ def replay_update_reference(
             (positions.checkpoint_column, checkpoint),
             (positions.write_column, written),
         ):
-            _store(states, state, rows.block_table, rows.slot, column, chosen, key)
+            store_states(
+                states, state, rows.block_table, rows.slot, column, chosen, rounding, position
+            )
 
     for j in range(past.x.shape[1]):
         state = advance_state(state, past.x[:, j], past.B[:, j], past.dt[:, j], rate)
@@ -284,10 +284,7 @@ def replay_update_reference(
 
     first = torch.where(writes, certain, 0)
     keeps = valid & (torch.arange(max_scheduled, device=x.device) >= first[:, None])
-    row, token = keeps.nonzero(as_tuple=True)
-    at = (positions.cursor[row] + pending[row] + token) % records.length
-    for ring, value in zip(records, (xs, Bs, steps), strict=True):
-        ring[rows.slot[row].long(), :, at] = value[row, token].to(ring.dtype)
+    keep_records(records, (xs, Bs, steps), rows.slot, positions.cursor + pending, keeps)
     return scatter_rows(y.to(x.dtype), index, valid, x.shape[0])
 
 
@@ -306,34 +303,17 @@ def fold_reference(
     leaves the row out.
     """
     active = (slot >= 0) & (positions.write_column >= 0)
-    acc = _accumulator(records.x, states)
-    state = _initial_states(
-        states, block_table, slot, positions.read_column, torch.zeros_like(slot), active, acc
-    )
+    acc = accumulator(records.x, states)
+    state = initial_states(states, block_table, slot, positions.read_column, active, acc)
     pending = torch.where(active & (positions.read_column >= 0), positions.pending, 0).long()
-    past = gather_pending(records, slot, positions.cursor, pending, acc)
+    past = Records(*gather_pending(records, slot, positions.cursor, pending, acc))
     rate = -torch.exp(A_log.to(acc))
     for j in range(past.x.shape[1]):
         state = advance_state(state, past.x[:, j], past.B[:, j], past.dt[:, j], rate)
-    key = _key(rounding, slot, positions.certain)
-    _store(states, state, block_table, slot, positions.write_column, active, key)
-
-
-def gather_pending(
-    records: Records, slot: Tensor, cursor: Tensor, pending: Tensor, acc: torch.dtype
-) -> Records:
-    """Each row's pending tokens from the first on, as `[rows, tokens, H or G, ...]` in `acc`; 0
-    behind them. `tokens` is the most that any row has."""
-    token = torch.arange(int(pending.max()) if len(pending) else 0, device=slot.device)
-    within = token < pending[:, None]
-    at = torch.where(within, (cursor[:, None] + token) % records.length, 0).long()
-    row = torch.where(pending > 0, slot, 0).long()[:, None]
-    parts = []
-    for ring in records:
-        taken = ring[row, :, at].to(acc)
-        mask = within.reshape(*within.shape, *([1] * (taken.dim() - 2)))
-        parts.append(torch.where(mask, taken, torch.zeros((), dtype=acc)))
-    return Records(*parts)
+    store_states(
+        states, state, block_table, slot, positions.write_column, active, rounding,
+        positions.certain,
+    )  # fmt: skip
 
 
 def advance_state(state: Tensor, x: Tensor, B: Tensor, step: Tensor, rate: Tensor) -> Tensor:
@@ -346,45 +326,9 @@ def advance_state(state: Tensor, x: Tensor, B: Tensor, step: Tensor, rate: Tenso
     return state * rearrange(torch.exp(step * rate), "r h -> r h 1 1") + inflow
 
 
-def _key(rounding: Rounding | None, slot: Tensor, position: Tensor) -> Tensor | None:
-    if rounding is None:
-        return None
-    seed = rounding.seed[slot.clamp(min=0).long()]
-    return rounding_key_reference(seed, rounding.layer, position)
-
-
-def _store(
-    states: Tensor,
-    state: Tensor,
-    block_table: Tensor,
-    slot: Tensor,
-    column: Tensor,
-    chosen: Tensor,
-    key: Tensor | None,
-) -> None:
-    """Write the states of the `chosen` rows, bool `[rows]`, to their blocks."""
-    block = physical_blocks(block_table, slot, column, chosen)[chosen]
-    key = None if key is None else key[chosen]
-    states[block] = round_state_reference(state[chosen], states.dtype, key)
-
-
-def _accumulator(x: Tensor, states: Tensor) -> torch.dtype:
-    return torch.promote_types(torch.promote_types(x.dtype, states.dtype), torch.float32)
-
-
-def _initial_states(
-    states: Tensor,
-    block_table: Tensor,
-    slot: Tensor,
-    read_column: Tensor,
-    read_offset: Tensor,
-    active: Tensor,
-    acc: torch.dtype,
-) -> Tensor:
-    """[rows, H, P, N], zeros where nothing is read."""
-    reads = active & (read_column >= 0)
-    state = states[physical_blocks(block_table, slot, read_column + read_offset, reads)].to(acc)
-    return torch.where(reads[:, None, None, None], state, state.new_zeros(()))
+def _read_column(rows: StateRows) -> Tensor:
+    """Columns that states are read from, -1 where none is."""
+    return torch.where(rows.read_column >= 0, rows.read_column + rows.read_offset, -1)
 
 
 def _time_step(

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from hybrid_runtime.kernels.common.math import softplus
-from hybrid_runtime.kernels.mamba2.replay_products import split
+from hybrid_runtime.kernels.replay.products import split
 
 
 class RawSteps(NamedTuple):

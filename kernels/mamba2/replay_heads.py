@@ -31,7 +31,7 @@ from hybrid_runtime.kernels.mamba2.replay_factors import (
     state_factors,
     time_steps,
 )
-from hybrid_runtime.kernels.mamba2.replay_products import (
+from hybrid_runtime.kernels.replay.products import (
     into_range,
     load_apart,
     name_back,

@@ -1,18 +1,21 @@
 """The engine, the state manager, replay, flush, prefix cache and host tier hold states of any
-recurrence: of two that only tests know, no byte is wrong."""
+recurrence: of two that only tests know, and of Gated DeltaNet, no byte is wrong."""
 
 from __future__ import annotations
 
 import random
 
 import pytest
+from helpers.gdn_rule import GDN, TRANSPOSED_GDN
 from helpers.pool_world import World
 from helpers.toy_recurrences import DELTA, HASH, Rule
 
 DOCUMENTS = [random.Random(seed).choices(range(3), k=28) for seed in range(2)]
 
 
-@pytest.mark.parametrize("rule", [HASH, DELTA], ids=["hash", "delta"])
+@pytest.mark.parametrize(
+    "rule", [HASH, DELTA, GDN, TRANSPOSED_GDN], ids=["hash", "delta", "gdn", "gdn, [K, V]"]
+)
 @pytest.mark.parametrize(
     ("state_layout", "ring_tokens", "steps_ahead"),
     [("replay", 15, 0), ("replay", 4, 1), ("columns", None, 1)],

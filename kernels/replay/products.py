@@ -1,4 +1,4 @@
-"""Matrix products of the replay layout's state update: operands, and how tiles become operands.
+"""Matrix products of replaying state updates: operands, and how tiles become operands.
 
 A program is one warp. The columns of a state's part are renamed such that a lane holds 16 bytes of
 memory both as operand and as result: states pass from memory to the products and back without an
