@@ -330,12 +330,15 @@ class PrefixCache:
         request.filed = max(request.filed, full)
         self._file(KEYS, keys)
         for checkpoint in checkpoints:
+            index, off = divmod(checkpoint.position, self.block)
             # What was accepted beyond the request's own end has no place in its text.
-            if checkpoint.position <= request.length:
+            if off and checkpoint.position <= request.length:
                 self._file_checkpoint(request, checkpoint)
-                if checkpoint.position in request.checkpoints_at:
-                    self._stats.message_ends += 1
-                    self._pin(request, checkpoint.position)
+            elif not off and index * each <= len(hashes):
+                self._file(STATE, [(hashes[index * each - 1], self.state.block(checkpoint))])
+            if checkpoint.position in request.checkpoints_at:
+                self._stats.message_ends += 1
+                self._pin(request, checkpoint.position)
             self.state.filed(checkpoint)
 
     def _file_checkpoint(self, request: Request, checkpoint: Checkpoint) -> bytes:

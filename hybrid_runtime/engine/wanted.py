@@ -27,12 +27,15 @@ class Wanted(NamedTuple):
 
     def next(self, position: int) -> int:
         """The first one behind `position`; NEVER: there is none."""
-        ahead = min((at for at in self.places + self.named if at > position), default=NEVER)
-        if not self.every:
+        every, places, named, _ = self
+        if every and not (places or named):  # as texts mostly are, behind their prompts
+            return (position // every + 1) * every
+        ahead = min((at for at in places + named if at > position), default=NEVER)
+        if not every:
             return ahead
-        grid = (position // self.every + 1) * self.every
+        grid = (position // every + 1) * every
         while grid < ahead and self._is_left_out(grid):
-            grid += self.every
+            grid += every
         return min(ahead, grid)
 
     def _is_left_out(self, grid: int) -> bool:
