@@ -48,7 +48,7 @@ class BlockPool:
     @property
     def free(self) -> int:
         """Blocks without owner, those that are kept for their content included."""
-        return len(self._free) + len(self._idle)
+        return len(self._free) + len(self._idle.ranks)
 
     @property
     def cached(self) -> int:

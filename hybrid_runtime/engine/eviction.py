@@ -17,27 +17,28 @@ class IdleBlocks:
     a demoted one before all others.
 
     size: of the pool. An operation takes O(log size) in the mean.
+    ranks: of all of them; how many there are is asked in every step.
     """
 
     def __init__(self, size: int) -> None:
         self._size = size
-        self._rank: dict[int, Rank] = {}
+        self.ranks: dict[int, Rank] = {}
         # Ranks that blocks have or have had; one that is not its block's any more is outdated.
         self._heap: list[tuple[Rank, int]] = []
         self._clock, self._demotions = 0, 0
 
     def __len__(self) -> int:
-        return len(self._rank)
+        return len(self.ranks)
 
     def __contains__(self, block: int) -> bool:
-        return block in self._rank
+        return block in self.ranks
 
     def __iter__(self) -> Iterator[int]:
         """In the order in which they go."""
-        return iter(sorted(self._rank, key=self._rank.__getitem__))
+        return iter(sorted(self.ranks, key=self.ranks.__getitem__))
 
     def clear(self) -> None:
-        self._rank.clear()
+        self.ranks.clear()
         self._heap.clear()
 
     def add(self, block: int, pinned: bool) -> None:
@@ -51,19 +52,19 @@ class IdleBlocks:
         self._push(block, (False, self._demotions))
 
     def discard(self, block: int) -> None:
-        self._rank.pop(block, None)
+        self.ranks.pop(block, None)
 
     def pop(self) -> int:
         """Take out the one that goes first."""
         while True:
             rank, block = heappop(self._heap)
-            if self._rank.get(block) == rank:
-                del self._rank[block]
+            if self.ranks.get(block) == rank:
+                del self.ranks[block]
                 return block
 
     def _push(self, block: int, rank: Rank) -> None:
-        self._rank[block] = rank
+        self.ranks[block] = rank
         heappush(self._heap, (rank, block))
         if len(self._heap) > OUTDATED * self._size:
-            self._heap = [(rank, block) for block, rank in self._rank.items()]
+            self._heap = [(rank, block) for block, rank in self.ranks.items()]
             heapify(self._heap)
