@@ -16,6 +16,7 @@ from helpers.pool_world import BLOCK, World
 from helpers.toy_recurrences import DELTA
 
 from hybrid_runtime.engine.arguments import check_positions, each_positions
+from hybrid_runtime.engine.block_pool import BlockPool
 from hybrid_runtime.engine.eviction import IdleBlocks
 from hybrid_runtime.engine.request import Request
 from hybrid_runtime.engine.wanted import Wanted, spread
@@ -307,3 +308,18 @@ def test_idle_blocks_go_in_the_order_of_their_use() -> None:
             idle.discard(block)
         assert [one[2] for one in sorted(order)] == list(idle)
         assert len(idle) == len(order)
+
+
+def test_a_block_that_another_key_finds_does_not_go_first() -> None:
+    """The partial block of a superseded end is a full one of the text that went on in it."""
+    pool = BlockPool(2)
+    older, newer = pool.take(2)
+    for key, block in ((b"old", older), (b"end", newer), (b"full", newer)):
+        assert pool.file(key, block)
+    pool.pin(b"end")
+    pool.put([older, newer])
+    pool.demote(b"end")
+    assert not pool.is_pinned(b"full")
+    assert list(pool._idle) == [older, newer]
+    assert pool.take(2) == [older, newer]
+    assert [pool.evicted(key) for key in (b"old", b"end", b"full")] == [True] * 3
