@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
+
+import numpy as np
 
 from hybrid_runtime.engine.tokenize import check_text
 from hybrid_runtime.specdecode.sampling import SamplingParams
@@ -21,6 +23,36 @@ def check_service(tenant: object, deadline: Any) -> None:
         raise ValueError(
             f"deadline is {deadline!r}; it must be None or seconds from now, at least 0"
         )
+
+
+def check_positions(positions: Any, length: int) -> tuple[int, ...]:
+    """Positions of checkpoints in a prompt of so many tokens, ascending; `ValueError` for what
+    cannot be that."""
+    if isinstance(positions, str | bytes | Mapping) or not isinstance(positions, Iterable):
+        raise ValueError(f"checkpoints_at is {positions!r}; it must be a list of positions")
+    found = list(positions)
+    for at in found:
+        whole = isinstance(at, int | np.integer) and not isinstance(at, bool)
+        if not (whole and 1 <= at <= length):
+            raise ValueError(
+                f"checkpoints_at has {at!r}; it must hold token positions of the prompt, in "
+                f"1..{length}"
+            )
+    return tuple(sorted({int(at) for at in found}))
+
+
+def each_positions(
+    positions: Sequence[Sequence[int]] | None, count: int
+) -> Sequence[Sequence[int]]:
+    """Those of each of `count` prompts."""
+    if positions is None:
+        return [()] * count
+    if not isinstance(positions, list | tuple) or len(positions) != count:
+        raise ValueError(
+            f"checkpoints_at is {positions!r}; it must be None or a list of {count} lists, one per "
+            "prompt"
+        )
+    return positions
 
 
 def check_params(params: SamplingParams, vocabulary: int) -> None:

@@ -69,6 +69,7 @@ class AsyncEngine(OneProcess):
         *,
         tenant: str = "",
         deadline: float | None = None,
+        checkpoints_at: Sequence[int] = (),
     ) -> AsyncGenerator[Delta, None]:
         """One completion as it comes; arguments as of `Engine.submit`.
 
@@ -76,8 +77,11 @@ class AsyncEngine(OneProcess):
         it. Closing the iterator ends the request. Who reads slowly gets fewer, longer deltas.
         """
         request = await self._prepared(
-            partial(self.engine.prepare, prompt, params, tenant=tenant, deadline=deadline)
-        )
+            partial(
+                self.engine.prepare, prompt, params, tenant=tenant, deadline=deadline,
+                checkpoints_at=checkpoints_at,
+            )
+        )  # fmt: skip
         client = await self._open(request)
         try:
             while not client.ended:
@@ -96,11 +100,14 @@ class AsyncEngine(OneProcess):
         *,
         tenant: str = "",
         deadline: float | None = None,
+        checkpoints_at: Sequence[int] = (),
     ) -> Completion:
         """One completion as a whole; arguments as of `Engine.submit`. Raises what the request's
         step raised."""
         completion: Completion | None = None
-        async for delta in self.stream(prompt, params, tenant=tenant, deadline=deadline):
+        async for delta in self.stream(
+            prompt, params, tenant=tenant, deadline=deadline, checkpoints_at=checkpoints_at
+        ):
             completion = delta.completion
         assert completion is not None
         return completion

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hybrid_runtime.engine.device_tables import FREE, DeviceTables
+from hybrid_runtime.engine.eviction import IdleBlocks
 from hybrid_runtime.state.placement import BlockDemand
 
 Ints = NDArray[Any]
@@ -21,9 +22,10 @@ REMEMBERED = 4
 class BlockPool:
     """Block ids `0 .. size-1`, owned by any number of requests, and findable by their content.
 
-    A block that was filed under a key keeps its content after its last owner has gone, until
-    the room is needed: the one that was used longest ago goes first. Blocks without a key are
-    taken before those, the warmest first. An owned block is never taken away.
+    A block that was filed keeps its content after its last owner has gone, until the room is
+    needed, see `IdleBlocks`. It may have several keys: of all its tokens, and of first ones of
+    them. Blocks without a key are taken before those that have one, the warmest first. An owned
+    block is never taken away.
     """
 
     def __init__(self, size: int) -> None:
@@ -37,20 +39,21 @@ class BlockPool:
         """No block has an owner, and no content can be found, whatever was before."""
         self._free = list(range(self.size - 1, -1, -1))
         self._owners = [0] * self.size
-        self._key: list[bytes | None] = [None] * self.size
+        self._keys: list[tuple[bytes, ...]] = [()] * self.size
         self._block: dict[bytes, int] = {}
-        self._idle: OrderedDict[int, None] = OrderedDict()
+        self._idle = IdleBlocks(self.size)
+        self._pinned: set[int] = set()
         self._evicted: OrderedDict[bytes, None] = OrderedDict()
 
     @property
     def free(self) -> int:
         """Blocks without owner, those that are kept for their content included."""
-        return len(self._free) + len(self._idle)
+        return len(self._free) + len(self._idle.ranks)
 
     @property
     def cached(self) -> int:
         """Blocks that can be found by their content."""
-        return len(self._block)
+        return self.size - self._keys.count(())
 
     def take(self, count: int) -> list[int]:
         """Blocks for a first owner, their content lost. There must be as many."""
@@ -58,7 +61,7 @@ class BlockPool:
         taken = self._free[kept:][::-1]
         del self._free[kept:]
         while len(taken) < count:
-            block, _ = self._idle.popitem(last=False)
+            block = self._idle.pop()
             self._evict(block)
             taken.append(block)
         for block in taken:
@@ -67,35 +70,36 @@ class BlockPool:
 
     def put(self, blocks: Iterable[int]) -> None:
         """One owner less of each."""
-        owners, keys = self._owners, self._key
+        owners, keys = self._owners, self._keys
         for block in blocks:
             owners[block] -= 1
             if owners[block]:
                 continue
-            if keys[block] is None:
-                self._free.append(block)
+            if keys[block]:
+                self._idle.add(block, block in self._pinned)
             else:
-                self._idle[block] = None
+                self._free.append(block)
 
     def share(self, blocks: Iterable[int]) -> None:
         """One owner more of each; they were found."""
         for block in blocks:
-            self._idle.pop(block, None)
+            self._idle.discard(block)
             self._owners[block] += 1
 
     def unowned(self, blocks: Iterable[int]) -> int:
         """How many of these found blocks `share` would take out of `free`."""
-        return len(self._idle.keys() & blocks)
+        return sum(block in self._idle for block in set(blocks))
 
     def sole(self, blocks: Iterable[int]) -> int:
         """How many of these owned blocks `put` would make free."""
         return [self._owners[block] for block in blocks].count(1)
 
     def file(self, key: bytes, block: int) -> bool:
-        """Let an owned block be found by `key`; False where another one is found by it already."""
-        if key in self._block or self._key[block] is not None:
+        """Let an owned block be found by `key` too; False where one is found by it already."""
+        if key in self._block:
             return False
-        self._block[key], self._key[block] = block, key
+        self._block[key] = block
+        self._keys[block] += (key,)
         self._evicted.pop(key, None)
         return True
 
@@ -107,43 +111,68 @@ class BlockPool:
         found: list[Any] = [*map(self._block.get, keys)]
         return found[: found.index(None)] if None in found else found
 
-    def demote(self, key: bytes) -> None:
-        """Let the content of `key` make room before any other, unless somebody owns it."""
+    def pin(self, key: bytes) -> None:
+        """Let the content of `key` make room after all that is not pinned."""
         block = self._block.get(key)
-        if block is not None and block in self._idle:
-            self._idle.move_to_end(block, last=False)
+        if block is not None and block not in self._pinned:
+            self._pinned.add(block)
+            if block in self._idle:
+                self._idle.add(block, True)
+
+    def demote(self, key: bytes) -> None:
+        """Let the content of `key` be pinned no more, and make room before any other, unless
+        somebody owns it or it has another key besides."""
+        block = self._block.get(key)
+        if block is None:
+            return
+        self._pinned.discard(block)
+        if block in self._idle:
+            if len(self._keys[block]) == 1:
+                self._idle.demote(block)
+            else:
+                self._idle.add(block, False)
+
+    def is_pinned(self, key: bytes) -> bool:
+        return self._block.get(key) in self._pinned
+
+    def is_owned(self, key: bytes) -> bool:
+        block = self._block.get(key)
+        return block is not None and self._owners[block] > 0
 
     def evicted(self, key: bytes) -> bool:
         """Whether the content of `key` was there once, as far back as is remembered."""
         return key in self._evicted
 
     def forget(self, key: bytes) -> None:
-        """Let the content of `key` not be found any more."""
-        block = self._block.pop(key, None)
+        """Let the content of `key` not be found any more, by no key that it has."""
+        block = self._block.get(key)
         if block is None:
             return
-        self._key[block] = None
+        for each in self._keys[block]:
+            del self._block[each]
+        self._keys[block] = ()
+        self._pinned.discard(block)
         if block in self._idle:
-            del self._idle[block]
+            self._idle.discard(block)
             self._free.append(block)
 
     def clear(self) -> None:
         """Forget all content; owned blocks stay with their owners."""
-        for block in list(self._block.values()):
-            del self._block[self._key[block] or b""]
-            self._key[block] = None
         self._free.extend(self._idle)
         self._idle.clear()
+        self._block.clear()
+        self._keys = [()] * self.size
+        self._pinned.clear()
         self._evicted.clear()
 
     def _evict(self, block: int) -> None:
-        key = self._key[block]
-        assert key is not None
-        del self._block[key]
-        self._key[block] = None
+        for key in self._keys[block]:
+            del self._block[key]
+            self._evicted[key] = None
+        self._keys[block] = ()
+        self._pinned.discard(block)
         self.evictions += 1
-        self._evicted[key] = None
-        if len(self._evicted) > REMEMBERED * self.size:
+        while len(self._evicted) > REMEMBERED * self.size:
             self._evicted.popitem(last=False)
 
 

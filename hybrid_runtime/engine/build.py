@@ -119,6 +119,7 @@ def prefix_cache(config: EngineConfig, memory: Memory, block_size: int) -> Prefi
         block_size,
         config.kv_block(block_size),
         config.retention,
+        config.num_draft,
         memory.copy_keys,
         None if host is None else HostCache(memory.host_tier(host)),
     )

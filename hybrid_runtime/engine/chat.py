@@ -84,11 +84,13 @@ class ChatTemplate:
         messages: Sequence[Message],
         tools: Sequence[Mapping[str, Any]] | None = None,
         options: Mapping[str, Any] | None = None,
+        generation_prompt: bool = True,
     ) -> str:
         """The prompt that a conversation is, up to where the assistant's answer begins.
 
         tools: JSON schemas of functions that may be called. options: further variables of the
-        template, such as `enable_thinking`. Raises `ValueError` for what is no conversation, or
+        template, such as `enable_thinking`. generation_prompt: with what the template puts in front
+        of the answer. Raises `ValueError` for what is no conversation, or
         what the template refuses.
         """
         name = "tool_use" if tools is not None and "tool_use" in self._origins else "default"
@@ -103,7 +105,7 @@ class ChatTemplate:
             "messages": [_with_reasoning(m) for m in _checked(messages)],
             "tools": None if tools is None else _plain("tools", list(tools)),
             "documents": None,
-            "add_generation_prompt": True,
+            "add_generation_prompt": generation_prompt,
         }
         extra: dict[str, Any] = _plain("template_options", dict(options or {}))
         try:

@@ -17,11 +17,18 @@ from torch import Tensor
 from hybrid_runtime.device.process import OneProcess, enter_process
 from hybrid_runtime.device.sync import Waits
 from hybrid_runtime.engine import build
-from hybrid_runtime.engine.arguments import check_params, check_service, each_params
+from hybrid_runtime.engine.arguments import (
+    check_params,
+    check_positions,
+    check_service,
+    each_params,
+    each_positions,
+)
 from hybrid_runtime.engine.bans import bans
-from hybrid_runtime.engine.chat import ChatTemplate, Message, rendered
+from hybrid_runtime.engine.chat import ChatTemplate, Message
 from hybrid_runtime.engine.checks import DTypeName
 from hybrid_runtime.engine.config import EngineConfig, EngineOptions
+from hybrid_runtime.engine.conversation import Conversation, conversation
 from hybrid_runtime.engine.core import EngineCore
 from hybrid_runtime.engine.load import QuantizationName, load
 from hybrid_runtime.engine.owner import Owner
@@ -35,7 +42,6 @@ from hybrid_runtime.engine.tokenize import (
     Prompt,
     encode,
     encode_instructed,
-    encode_rendered,
     prompt_list,
 )
 from hybrid_runtime.models.model import HybridModel
@@ -144,15 +150,21 @@ class Engine(OneProcess):
         *,
         tenant: str = "",
         deadline: float | None = None,
+        checkpoints_at: Sequence[int] = (),
     ) -> Request:
         """Queue one prompt (text or token ids); `ValueError` if it can never run, `QueueFull` if
         too many wait.
 
         tenant: only its own requests find what this one leaves in the prefix cache.
         deadline: seconds from now, after which it ends with what it has.
+        checkpoints_at: tokens of the prompt behind which others may go on; the state is kept there
+            (`replay` only; of positions at most K tokens apart, at the last). What earlier prompts
+            have named in front of the last one makes room first, unless it is named again.
         """
         self.check_queue()
-        return self.add(self.prepare(prompt, params, tenant=tenant, deadline=deadline))
+        return self.add(self.prepare(
+            prompt, params, tenant=tenant, deadline=deadline, checkpoints_at=checkpoints_at
+        ))  # fmt: skip
 
     def submit_embedding(
         self,
@@ -177,6 +189,7 @@ class Engine(OneProcess):
         *,
         tenant: str = "",
         deadline: float | None = None,
+        checkpoints_at: Sequence[int] = (),
     ) -> Request:
         """A request for `add`, encoded and checked; arguments and errors as of `submit`. Changes
         nothing, so any thread may call it."""
@@ -190,6 +203,7 @@ class Engine(OneProcess):
         request = Request(
             next(self._ids), tokens, params, seed, tenant=tenant, lasts=deadline, bans=banned,
             stops=() if self._stop_tokens is None else self._stop_tokens.of(params),
+            checkpoints_at=check_positions(checkpoints_at, len(tokens)),
         )  # fmt: skip
         self.scheduler.check(request)
         return request
@@ -305,9 +319,10 @@ class Engine(OneProcess):
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         progress: bool = False,
         raise_errors: bool = True,
+        checkpoints_at: Sequence[Sequence[int]] | None = None,
     ) -> list[Completion]:
         """Complete all prompts; `params` for all, or one per prompt. The `n` completions of a
-        prompt are neighbours.
+        prompt are neighbours. checkpoints_at: per prompt, as of `submit`.
 
         All prompts are checked before the first is run, and queued as there is room. What the step
         of a prompt raises is raised here, after the others have ended; with `raise_errors=False`
@@ -315,8 +330,11 @@ class Engine(OneProcess):
         """
         prompts = prompt_list(prompts)
         given = each_params(self.default_params if params is None else params, len(prompts))
-        each = zip(prompts, given, strict=True)
-        requests = [self.prepare(prompt, one) for prompt, many in each for one in many.each()]
+        each = zip(prompts, given, each_positions(checkpoints_at, len(prompts)), strict=True)
+        requests = [
+            self.prepare(prompt, one, checkpoints_at=places)
+            for prompt, many, places in each for one in many.each()
+        ]  # fmt: skip
         most = sum(r.max_tokens for r in requests)
         self._owner.check()
         with progress_bar(progress, "tokens") as bar:
@@ -336,8 +354,8 @@ class Engine(OneProcess):
         """The assistant's answer to a conversation; arguments and errors as of `chat_prompt`."""
         if params is not None and params.n != 1:
             raise ValueError(f"n is {params.n}; it must be 1 in a chat")
-        prompt = self.chat_prompt(messages, tools=tools, template_options=template_options)
-        return self.generate([prompt], params)[0]
+        prompt = self.conversation(messages, tools=tools, template_options=template_options)
+        return self.generate([prompt.tokens], params, checkpoints_at=[prompt.checkpoints_at])[0]
 
     def chat_prompt(
         self,
@@ -356,8 +374,19 @@ class Engine(OneProcess):
         Raises `ValueError` for a checkpoint without one, or messages that it
         refuses.
         """
-        text = rendered(self.chat_template, messages, tools, template_options)
-        return encode_rendered(text, self.tokenizer, self.model.vocab_size).tolist()
+        found = self.conversation(messages, tools=tools, template_options=template_options)
+        return found.tokens.tolist()
+
+    def conversation(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        template_options: Mapping[str, Any] | None = None,
+    ) -> Conversation:
+        """The same, with the positions in it that `submit` takes as `checkpoints_at`."""
+        how = tools, template_options, self.tokenizer, self.model.vocab_size
+        return conversation(self.chat_template, messages, *how)
 
     def embed(
         self,

@@ -1,15 +1,17 @@
 """Prefix cache: blocks of keys and values, and states, found by the tokens that they are of.
 
 A hit needs both kinds, at one position: all keys and values below it, and the checkpoint at it.
-Checkpoints lie at boundaries, multiples of a state's block, and, at any position, where a request
-has ended: the end of a turn, behind which the next one goes on. The key of KV block `i` is a hash
-of all tokens up to its end, begun with the tenant's name, so that no tenant finds what another one
-has computed; the key of a checkpoint is that of the KV block that ends there. Behind the last full
-block the tokens of the partial one are hashed to the key of both this block and the state. While a
-request runs, keys and values are filed from boundary to boundary, and at its end up to there.
+Checkpoints lie at boundaries, multiples of a state's block, and, at any position, where a prompt
+names one, such as the end of a message, and where a request has ended: the end of a turn, behind
+which the next one goes on. The key of KV block `i` is a hash of all tokens up to its end, begun
+with the tenant's name, so that no tenant finds what another one has computed; the key of a
+checkpoint is that of the KV block that ends there. Behind the last full block the tokens of the
+partial one are hashed to a key of both this block and the state. While a request runs, keys and
+values are filed from boundary to boundary and up to what it names, and at its end up to there.
 
 A partial block is never written below the position that it was filed for. Who hits there gets a
-copy, to write on behind that position; full blocks and states are shared.
+copy, to write on behind that position; full blocks and states are shared. The request that has
+computed it writes on in the block itself, which gets another key with each end in it.
 
 What a drafter needs of the prefix: its keys and values lie in the same blocks as the target's. They
 were written with the true next token at every position but the block's last, whose next token is
@@ -29,9 +31,11 @@ from typing import NamedTuple
 from hybrid_runtime.engine.block_pool import REMEMBERED, BlockTable
 from hybrid_runtime.engine.config import RetentionPolicy
 from hybrid_runtime.engine.offload.cache import HostCache
+from hybrid_runtime.engine.pins import Pins
 from hybrid_runtime.engine.request import Hit, Request, ShortHit
-from hybrid_runtime.engine.state_blocks import StateBlocks, Wanted
+from hybrid_runtime.engine.state_blocks import StateBlocks
 from hybrid_runtime.engine.turn_ends import TurnEnds, tail_key
+from hybrid_runtime.engine.wanted import Wanted, spread
 from hybrid_runtime.state.step import Checkpoint
 
 KEYS, STATE = "kv", "state"
@@ -50,6 +54,8 @@ class PrefixStats:
     lost_turn_ends: those whose state was not there any more, because a step that was queued before
         the end was known had gone on: a stop string ended the text.
     turn_hits: admissions that went on at the end of a turn.
+    message_ends: checkpoints that prompts have named, when they were filed.
+    message_hits: admissions that went on at one of those.
     """
 
     queried_tokens: int = 0
@@ -60,6 +66,8 @@ class PrefixStats:
     turn_ends: int = 0
     lost_turn_ends: int = 0
     turn_hits: int = 0
+    message_ends: int = 0
+    message_hits: int = 0
 
     @property
     def hit_rate(self) -> float:
@@ -71,7 +79,7 @@ class Place(NamedTuple):
 
     full: KV blocks in front of it. tail: tokens behind them.
     key: of the state, and of the partial block that has these tokens.
-    turn: it is the end of a turn, and no boundary.
+    turn: it is the end of a turn or a message.
     """
 
     full: int = 0
@@ -87,7 +95,8 @@ Has = Callable[[str, bytes], bool]
 class PrefixCache:
     """Files blocks of two pools and finds them again. block: tokens between two boundaries.
     kv_block: tokens of a KV block, a divisor of it. retention: which boundaries have their state
-    saved, see `EngineConfig`. copy_keys: launches a copy of one KV block to another."""
+    saved, see `EngineConfig`. most_drafts: of a row in a step. copy_keys: launches a copy of one KV
+    block to another."""
 
     def __init__(
         self,
@@ -96,6 +105,7 @@ class PrefixCache:
         block: int,
         kv_block: int,
         retention: RetentionPolicy,
+        most_drafts: int,
         copy_keys: Callable[[int, int], None],
         host: HostCache | None = None,
     ) -> None:
@@ -105,6 +115,8 @@ class PrefixCache:
         if host is not None:
             most += host.tier.groups[STATE].size
         self._ends = TurnEnds(most)
+        self._pins = Pins(state.pool, keys.pool, most)
+        self._most_drafts = most_drafts
         self._pools = {KEYS: keys.pool, STATE: state.pool}
         # KV blocks from one boundary to the next.
         self._each = block // kv_block
@@ -112,22 +124,26 @@ class PrefixCache:
 
     @property
     def min_cacheable_tokens(self) -> int:
-        """Prompts shorter than this can hit the end of a turn, and nothing else."""
+        """Prompts shorter than this can hit the end of a turn or a message, and nothing else."""
         return self.block + 1
 
     def clear(self) -> None:
         """Forget all content, the host's too; blocks that requests own stay theirs."""
         self.keys.pool.clear()
         self.state.pool.clear()
-        self._ends.clear()
+        self._forget_ends()
         if self.host is not None:
             self.host.clear()
 
     def reset(self) -> None:
         """Forget what the host has, after an exception anywhere; the tables have been reset."""
-        self._ends.clear()
+        self._forget_ends()
         if self.host is not None:
             self.host.reset()
+
+    def _forget_ends(self) -> None:
+        self._ends.clear()
+        self._pins.clear()
 
     def stats(self) -> PrefixStats:
         self._stats.evictions = self.keys.pool.evictions + self.state.pool.evictions
@@ -171,7 +187,8 @@ class PrefixCache:
 
     def _deepest(self, request: Request, full: int, has: Has) -> tuple[Place, ShortHit | None]:
         """The deepest place of a request whose first `full` KV blocks, and those in front of them,
-        are there, and why a turn that ended deeper cannot be gone on with, if one did."""
+        are there, and why an end of a turn or message that is deeper cannot be gone on from, if
+        there is one."""
         size, most, gone = self.kv_block, request.most_hit, None
         for count in range(min(full, most // size), -1, -1):
             parent, first = self._parent(request, count), count * size
@@ -186,7 +203,7 @@ class PrefixCache:
         return Place(), gone
 
     def _gone(self, key: bytes) -> ShortHit | None:
-        """What of the end of a turn had to make room."""
+        """What of an end had to make room."""
         if self.state.pool.evicted(key):
             return "evicted_checkpoint"
         return "evicted_keys" if self.keys.pool.evicted(key) else None
@@ -245,15 +262,24 @@ class PrefixCache:
         self._stats.hit_tokens += hit.tokens
         if hit.short is not None:
             self._stats.short[hit.short] += 1
+        request.pinned = 0
         if hit.state is None:
             return
         self.keys.adopt(request.slot, 0, hit.keys)
-        if hit.turn is not None:
+        key = self._key(request, hit.tokens)
+        if key in self._pins:
+            self._stats.message_hits += 1
+            self._pins.hit(key, again=request.restarts > 0)
+        elif hit.turn is not None:
             self._stats.turn_hits += 1
+        if hit.turn is not None:
             tail = hit.tokens - len(hit.keys) * self.kv_block
             self._ends.add(self._parent(request, len(hit.keys)), hit.turn, tail)
-        if hit.partial is not None and hit.turn is not None:
-            self._copy_partial(request.slot, len(hit.keys), hit.partial, hit.turn)
+        if hit.partial is not None:
+            self._copy_partial(request.slot, len(hit.keys), hit.partial, key)
+        for at in request.checkpoints_at:
+            if at <= hit.tokens and self.has_state(request, at):
+                self._pin(request, at)
 
     def _copy_partial(self, slot: int, column: int, source: int, key: bytes) -> None:
         """Give a slot its own copy of a partial block, behind the launches that wrote that one."""
@@ -271,50 +297,70 @@ class PrefixCache:
 
     def wanted(self, request: Request) -> Wanted:
         """Where checkpoints of this request are worth a block."""
-        if self.retention == "all":
-            return self.block, ()
-        last = (request.length - 1) // self.block * self.block
-        places = {at for at in (last, request.hit.known) if at > request.hit.tokens}
-        every = 0 if self.retention == "prompt" else self.retention
-        return int(every), tuple(sorted(places))
-
-    def next_cut(self, request: Request, start: int) -> int:
-        """The first position behind `start` at which a prompt must leave a checkpoint; its length
-        if there is none."""
-        every, places = self.wanted(request)
-        cuts = [at for at in places if at > start]
-        if every:
-            cuts.append((start // every + 1) * every)
-        return min(cuts, default=request.length)
+        hit, retention = request.hit, self.retention
+        apart = self._most_drafts if self.state.anywhere else 0
+        named: tuple[int, ...] = ()
+        if self.state.anywhere:
+            named = spread((at for at in request.checkpoints_at if at > hit.tokens), apart)
+        beside = {hit.known}
+        if retention != "all":
+            last = (request.length - 1) // self.block * self.block
+            if not any(last < at < request.length for at in named):
+                beside.add(last)
+        places = spread((at for at in beside if at > hit.tokens), apart, named)
+        every = self.block if retention == "all" else 0 if retention == "prompt" else retention
+        return Wanted(int(every), places, named, apart)
 
     def is_unfiled(self, request: Request, checkpoint: Checkpoint) -> bool:
         """Whether this checkpoint, in a block that the request owns, can be filed and is not."""
-        self._hash(request)
-        index = checkpoint.position // self.kv_block
-        if index > len(request.hashes) or self.state.block(checkpoint) < 0:
+        position = checkpoint.position
+        if position > request.length or self.state.block(checkpoint) < 0:
             return False
-        return self.state.pool.find(request.hashes[index - 1]) is None
+        return not self.has_state(request, position)
 
     def file(self, request: Request, checkpoints: Sequence[Checkpoint]) -> None:
         """Let others find what a request has left: checkpoints that a step whose results were read
         published, or that `Scheduler.close` had stored, and keys and values of full blocks. All
         launches that wrote them come before any that a later hit leads to, on the same stream."""
         self._hash(request)
-        # What was accepted beyond the request's own end has no place in its text.
         hashes, each = request.hashes, self._each
-        states = [
-            (hashes[checkpoint.position // self.block * each - 1], self.state.block(checkpoint))
-            for checkpoint in checkpoints
-            if checkpoint.position // self.block * each <= len(hashes)
-        ]
         full = min(request.computed // self.block, len(hashes) // each)
         span = slice(request.filed * each, max(request.filed, full) * each)
         keys = [*zip(hashes[span], self.keys.blocks(request.slot, span), strict=True)]
         request.filed = max(request.filed, full)
-        self._file(STATE, states)
         self._file(KEYS, keys)
         for checkpoint in checkpoints:
+            index, off = divmod(checkpoint.position, self.block)
+            # What was accepted beyond the request's own end has no place in its text.
+            if off and checkpoint.position <= request.length:
+                self._file_checkpoint(request, checkpoint)
+            elif not off and index * each <= len(hashes):
+                self._file(STATE, [(hashes[index * each - 1], self.state.block(checkpoint))])
+            if checkpoint.position in request.checkpoints_at:
+                self._stats.message_ends += 1
+                self._pin(request, checkpoint.position)
             self.state.filed(checkpoint)
+
+    def _file_checkpoint(self, request: Request, checkpoint: Checkpoint) -> bytes:
+        """File a state, unless there is one, and if it lies at no boundary all keys and values in
+        front of it; under which key."""
+        slot, position = request.slot, checkpoint.position
+        key, (full, tail) = self._key(request, position), divmod(position, self.kv_block)
+        if position % self.block:
+            blocks = self.keys.blocks(slot, slice(0, full))
+            keys = [*zip(request.hashes[:full], blocks, strict=True)]
+            self._file(KEYS, [*keys, (key, self.keys.block(slot, full))] if tail else keys)
+        self._file(STATE, [(key, self.state.block(checkpoint))])
+        return key
+
+    def _pin(self, request: Request, position: int) -> None:
+        """A checkpoint that a request names can be found: let it make room last."""
+        full, tail = divmod(position, self.kv_block)
+        parent, key = self._parent(request, full), self._key(request, position)
+        if position % self.block:
+            self._ends.add(parent, key, tail)
+        self._pins.add(parent, key, tail)
+        request.pinned = max(request.pinned, position)
 
     def _file(self, group: str, blocks: Iterable[tuple[bytes, int]]) -> None:
         """File blocks that a request owns, each under its key, where no other is."""
@@ -323,22 +369,15 @@ class PrefixCache:
         if new and self.host is not None:
             self.host.store(group, [key for key, _ in new], [block for _, block in new])
 
-    def has_turn_end(self, request: Request, position: int) -> bool:
+    def has_state(self, request: Request, position: int) -> bool:
         """Whether the state of so many of its tokens can be found."""
         return self.state.pool.find(self._key(request, position)) is not None
 
     def file_turn_end(self, request: Request, end: Checkpoint) -> None:
-        """Let the next turn find where a request has ended, before the request is retired: the
-        state, unless there is one, and all keys and values in front of it."""
-        slot, position = request.slot, end.position
-        full, tail = divmod(position, self.kv_block)
-        key = self._key(request, position)
-        keys = [*zip(request.hashes[:full], self.keys.blocks(slot, slice(0, full)), strict=True)]
-        if tail:
-            keys.append((key, self.keys.block(slot, full)))
-        self._file(KEYS, keys)
-        self._file(STATE, [(key, self.state.block(end))])
+        """Let the next turn find where a request has ended, before the request is retired."""
+        key, position = self._file_checkpoint(request, end), end.position
         if position % self.block:
+            full, tail = divmod(position, self.kv_block)
             self._ends.add(self._parent(request, full), key, tail)
         self._stats.turn_ends += 1
         request.turn_end = position
@@ -349,17 +388,31 @@ class PrefixCache:
 
     def retired(self, request: Request) -> None:
         """What a request owned is free: if it has left the end of a turn, the one that it went on
-        from is not what the next turn looks for, and makes room first."""
-        if request.turn_end and request.hit.turn is not None:
-            self.state.pool.demote(request.hit.turn)
-            if request.hit.partial is not None:  # or it is a full block, in front of the new end
-                self.keys.pool.demote(request.hit.turn)
+        from is not what the next turn looks for, and makes room first; if it has left a pin, so do
+        those that it has passed."""
+        hit, size = request.hit, self.kv_block
+        if request.turn_end and hit.turn is not None and hit.turn not in self._pins:
+            self.state.pool.demote(hit.turn)
+            if hit.partial is not None:  # or it is a full block, in front of the new end
+                self.keys.pool.demote(hit.turn)
+        if request.pinned and self.has_state(request, request.pinned):
+            last = request.pinned - 1
+            parents = ((self._parent(request, n), n * size) for n in range(last // size + 1))
+            passed = [
+                (parent, request.span(first, min(first + size - 1, last)))
+                for parent, first in parents
+                if self._pins.any_behind(parent)
+            ]
+            named = [self._key(request, at) for at in request.checkpoints_at]
+            self._pins.supersede(passed, named, self._key(request, hit.tokens))
 
     def forget(self, request: Request) -> None:
         """Drop the blocks that a request has computed or found; who owns them keeps them."""
-        keys = request.hashes + [key for key in [request.hit.turn] if key is not None]
-        for pool in self._pools.values():
-            for key in keys:
+        ends = [*request.checkpoints_at, request.hit.tokens]
+        keys = request.hashes + [self._key(request, at) for at in ends]
+        for key in keys:
+            self._pins.forget(key)
+            for pool in self._pools.values():
                 pool.forget(key)
         if self.host is not None:
             self.host.forget(keys)

@@ -46,7 +46,7 @@ class Hit:
     keys: their KV blocks. state: block of the checkpoint behind them, None without a hit.
     known: leading tokens whose keys and values are there, with a checkpoint or without.
     partial: block of the keys and values behind `keys`, which is copied; None if there are none.
-    turn: key of the end of a turn, if that is what was found.
+    turn: key of the end of a turn or a message, if that is what was found.
     short: why `tokens` is not more. "short_prompt": the prompt is not longer than `block_size`.
     "pooled", "prompt_logprobs": an embedding, or log-probabilities of the prompt, need the hidden
     states that follow. "no_checkpoint": no state was saved where the known keys and values end.
@@ -84,6 +84,8 @@ class Request:
     restarts: how often it lost its slot before it ended.
     hit: what it found in the prefix cache when it was last admitted.
     hashes: keys of its full KV blocks in the prefix cache, as far as they were needed.
+    checkpoints_at: tokens of its prompt behind which it leaves checkpoints, ascending.
+    pinned: tokens of the last one of these that can be found; 0: none.
     turn_end: tokens behind which the next turn can go on; 0: its state was not kept at its end.
     cut: last tokens of the output that are not wholly in the text, because a stop string ended it
         in front of them; as far as they came with the last ones.
@@ -114,6 +116,8 @@ class Request:
     restarts: int = 0
     hit: Hit = field(default_factory=Hit)
     hashes: list[bytes] = field(default_factory=list)
+    checkpoints_at: tuple[int, ...] = ()
+    pinned: int = 0
     turn_end: int = 0
     cut: int = 0
     logprobs: list[TokenLogprobs] = field(default_factory=list)

@@ -14,7 +14,8 @@ from hybrid_runtime.engine.block_pool import BlockTable
 from hybrid_runtime.engine.ledger import Ints, Ledger
 from hybrid_runtime.engine.prefix_cache import PrefixCache
 from hybrid_runtime.engine.request import Hit, Request
-from hybrid_runtime.engine.state_blocks import StateBlocks, Wanted
+from hybrid_runtime.engine.state_blocks import StateBlocks
+from hybrid_runtime.engine.wanted import Wanted
 from hybrid_runtime.specdecode.draft_length import DraftLength, StepDrafts
 from hybrid_runtime.specdecode.shape import PROMPT_ROWS, StepShape
 from hybrid_runtime.state.manager import HybridStateManager
@@ -168,7 +169,7 @@ class Scheduler:
             blocks = hit.tokens // self.block_size
             turn = self._prompt_tokens + request.length - hit.tokens
             self.ledger.admit(request, hit.tokens, blocks, turn)
-            wanted: Wanted = (0, ())
+            wanted = Wanted(0)
             if self.cache is not None:
                 self.cache.adopt(request)
                 wanted = self.cache.wanted(request)
@@ -201,7 +202,7 @@ class Scheduler:
                     cache.note_lost_turn_end()
                 else:
                     ends[slot] = end
-                    if cache.has_turn_end(request, end.position):
+                    if cache.has_state(request, end.position):
                         end = None
             checkpoint = self.manager.last_checkpoint(slot)
             if checkpoint is not None and end is not None and checkpoint.column == end.column:
@@ -330,12 +331,14 @@ class Scheduler:
 
     def _chunk(self, request: Request, most: int, crosses: bool) -> int:
         """Prompt tokens to run: capped so that the chunk crosses at most one save position and ends
-        at most a block behind it, or, unless it `crosses`, there."""
-        start = request.computed_min
-        if self.cache is not None:
-            behind = self.block_size if crosses else 0
-            most = min(most, self.cache.next_cut(request, start) + behind - start)
-        return most
+        at most a block behind it and at the next one, or, unless it `crosses`, at the first."""
+        if self.cache is None:
+            return most
+        start, wanted = request.computed_min, self.cache.wanted(request)
+        end = wanted.next(start)
+        if crosses:
+            end = min(wanted.next(end), end + self.block_size)
+        return min(most, end - start)
 
     def _with_blocks(
         self, chosen: Ints, scheduled: Ints, drafts: StepDrafts, num_decoding: int

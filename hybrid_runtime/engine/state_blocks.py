@@ -12,21 +12,23 @@ from torch import Tensor
 from hybrid_runtime.engine.block_pool import BlockPool, BlockTable
 from hybrid_runtime.engine.device_tables import FREE, DeviceTables
 from hybrid_runtime.engine.request import Hit
-from hybrid_runtime.state.boundaries import NEVER, Ints
+from hybrid_runtime.engine.wanted import Wanted
+from hybrid_runtime.state.boundaries import Ints
 from hybrid_runtime.state.manager import HybridStateManager
 from hybrid_runtime.state.rows import StepRows
 from hybrid_runtime.state.step import Checkpoint
-
-Wanted = tuple[int, tuple[int, ...]]
-"""Where a request's checkpoints are wanted: multiples of so many tokens (0: none), positions."""
 
 
 class StateBlocks(Protocol):
     """What scheduler and prefix cache know of either layout's blocks.
 
+    anywhere: checkpoints may lie at any position, not only at multiples of `block_size`.
     pool: that they are taken from.
     device_table: int32 `[slots, columns]`, which block a column is, as of the last upload.
     """
+
+    @property
+    def anywhere(self) -> bool: ...
 
     @property
     def pool(self) -> BlockPool: ...
@@ -66,6 +68,8 @@ class StateBlocks(Protocol):
 class ColumnBlocks:
     """Of the columns layout: the manager says which columns a request must own."""
 
+    anywhere = False
+
     def __init__(self, table: BlockTable, block_size: int) -> None:
         self._table, self._block_size = table, block_size
         self.pool, self.device_table = table.pool, table.device_table
@@ -78,8 +82,9 @@ class ColumnBlocks:
             column = hit.tokens // self._block_size - 1
             self._table.adopt(slot, column, [hit.state])
         manager.admit(slot, hit.tokens, column)
-        if wanted != (self._block_size, ()):  # which is the manager's own rule
-            manager.retain(slot, *wanted)
+        rule = wanted.every, wanted.places
+        if rule != (self._block_size, ()):  # which is the manager's own
+            manager.retain(slot, *rule)
 
     def changes(self, manager: HybridStateManager, rows: StepRows, known: Ints) -> Any:
         return self._table.changes(rows.index, manager.block_demand(rows, known))
@@ -114,12 +119,6 @@ class Owned:
     stored: dict[int, tuple[int, int]] = field(default_factory=dict)
     filed: set[int] = field(default_factory=set)
 
-    def next_wanted(self, position: int) -> int:
-        """The first wanted position behind this one; NEVER: there is none."""
-        every, positions = self.wanted
-        ahead = [at for at in positions if at > position]
-        return min([*ahead, (position // every + 1) * every] if every else ahead, default=NEVER)
-
     def blocks(self) -> list[int]:
         pairs = (*self.source.values(), *self.named.values(), *self.stored.values())
         return [block for _, block in pairs] + [self.live] * (self.live != FREE)
@@ -151,6 +150,7 @@ class RoleBlocks:
     is filed and no step starts from it."""
 
     LIVE = 3
+    anywhere = True
 
     def __init__(self, pool: BlockPool, tables: DeviceTables, index: int) -> None:
         self.pool, self._tables, self._index = pool, tables, index
@@ -250,10 +250,10 @@ class RoleBlocks:
         busy = {column for column, _ in (*read, *owned.named.values())}
         columns = [column for column in range(self.LIVE) if column not in busy]
         room, positions = min(2 - len(owned.named), len(columns)), list[int]()
-        position = owned.next_wanted(max([passed, *owned.named]))
+        position = owned.wanted.next(max([passed, *owned.named]))
         while position <= most and len(positions) < room:
             positions.append(position)
-            position = owned.next_wanted(position)
+            position = owned.wanted.next(position)
         live = owned.live == FREE
         return Change(slot, certain, positions, columns[: len(positions)], live, position)
 

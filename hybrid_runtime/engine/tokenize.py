@@ -47,12 +47,16 @@ def encode(prompt: Prompt, tokenizer: Tokenizer | None, vocabulary: int) -> Toke
     return _checked("prompt", tokens, vocabulary)
 
 
-def encode_rendered(text: str, tokenizer: Tokenizer | None, vocabulary: int) -> Tokens:
-    """Token ids of a text that holds its special tokens already, as a chat template's does."""
+def encode_rendered(
+    text: str, tokenizer: Tokenizer | None, vocabulary: int
+) -> tuple[Tokens, Encoding]:
+    """Token ids of a text that holds its special tokens already, as a chat template's does, and
+    where in it they are."""
     if tokenizer is None:
         raise ValueError("messages are text; without a tokenizer there is no chat")
     check_text("messages", text)
-    return _checked("prompt", encoded("messages", text, tokenizer, False).ids, vocabulary)
+    encoding = encoded("messages", text, tokenizer, False)
+    return _checked("prompt", encoding.ids, vocabulary), encoding
 
 
 def encode_instructed(

@@ -1,4 +1,4 @@
-"""Ends of turns inside a KV block: which tokens have been left behind which full blocks."""
+"""Ends of turns and messages inside a KV block: which tokens lie behind which full blocks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def tail_key(parent: bytes, tail: Tokens) -> bytes:
 
 
 class TurnEnds:
-    """Keys of the ends of turns, by the key of the full KV blocks in front of them.
+    """Keys of the ends of turns and messages, by the key of the full KV blocks in front of them.
 
     It only says where to look: state and keys are there as long as the pools, or the host, find
     them. most: keys that are remembered, those that were used last.
@@ -34,13 +34,17 @@ class TurnEnds:
         self._behind.clear()
         self._parent.clear()
 
-    def add(self, parent: bytes, key: bytes, tokens: int) -> None:
-        """A turn has ended so many tokens behind these blocks; or it was found again."""
+    def add(self, parent: bytes, key: bytes, tokens: int) -> bytes | None:
+        """A turn or a message has ended so many tokens behind these blocks, or it was found again;
+        the key that is forgotten for it, if one is."""
         self._behind.setdefault(parent, {})[key] = tokens
         self._parent[key] = parent
         self._parent.move_to_end(key)
-        if len(self._parent) > self._most:
-            self.forget(next(iter(self._parent)))
+        if len(self._parent) <= self._most:
+            return None
+        oldest = next(iter(self._parent))
+        self.forget(oldest)
+        return oldest
 
     def forget(self, key: bytes) -> None:
         parent = self._parent.pop(key, None)
@@ -51,7 +55,7 @@ class TurnEnds:
             del self._behind[parent]
 
     def any_behind(self, parent: bytes) -> bool:
-        """Whether some turn has ended behind these blocks."""
+        """Whether one has ended behind these blocks."""
         return parent in self._behind
 
     def matching(self, parent: bytes, tail: Tokens) -> list[tuple[bytes, int]]:

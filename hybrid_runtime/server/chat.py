@@ -77,9 +77,10 @@ async def chat_completions(body: ChatBody, request: Request, service: Here) -> R
     """The next message of a chat."""
     service.check_model(body.model)
     service.check_choices(body.n or 1, "n")
-    prompt = await service.chat_prompt(
+    tokens, checkpoints_at = await service.conversation(
         [message.rendered() for message in body.messages], body.chat_template_kwargs
     )
+    prompt = tokens.tolist()
     given = (body.max_completion_tokens, body.max_tokens)
     asked = next((most for most in given if most is not None), None)
     # As OpenAI's: where nothing is given, all that there is room for.
@@ -89,7 +90,7 @@ async def chat_completions(body: ChatBody, request: Request, service: Here) -> R
         body, service.default_params, max_tokens, _logprobs(body), body.prompt_logprobs
     )
     tenant = service.tenant(request, body.cache_salt)
-    jobs = [Job(prompt, each, tenant, body.deadline) for each in params]
+    jobs = [Job(tokens, each, tenant, body.deadline, checkpoints_at) for each in params]
     await service.check(jobs[:1], "messages")
     batch = Batch(service.engine, service.metrics, jobs)
     form = ChatForm(body, prompt, service.spell)

@@ -23,12 +23,14 @@ class Job:
     params: for sampling.
     tenant: whose cached prefixes it may use.
     deadline: seconds after which it ends with what it has; None = none.
+    checkpoints_at: positions of the prompt at which others may go on.
     """
 
     prompt: Tokens | list[int]
     params: SamplingParams
     tenant: str
     deadline: float | None
+    checkpoints_at: Sequence[int] = ()
 
 
 @dataclass(slots=True)
@@ -113,8 +115,9 @@ class Batch:
         job, refused = self.jobs[index], False
         self._submitted += 1
         stream = self.engine.stream(
-            job.prompt, job.params, tenant=job.tenant, deadline=job.deadline
-        )
+            job.prompt, job.params, tenant=job.tenant, deadline=job.deadline,
+            checkpoints_at=job.checkpoints_at,
+        )  # fmt: skip
         try:
             async with aclosing(stream) as deltas:
                 async for delta in deltas:

@@ -92,6 +92,8 @@ class EngineCollector(Collector):
             ("turn_ends", "Texts that can be gone on with where they ended", prefix.turn_ends),
             ("lost_turn_ends", "Those whose state was lost", prefix.lost_turn_ends),
             ("turn_hits", "Requests that went on where a text had ended", prefix.turn_hits),
+            ("message_ends", "Checkpoints left where messages end", prefix.message_ends),
+            ("message_hits", "Requests that went on at one of those", prefix.message_hits),
             ("evictions", "Cached blocks that made room for others", prefix.evictions),
             ("host_blocks", "Blocks that came from the host tier", prefix.host_blocks),
             ("state_steps", "Steps that the state manager has begun", state.steps),

@@ -9,6 +9,7 @@ from typing import Annotated, Any, TypeVar, cast
 from fastapi import Depends, Request
 
 from hybrid_runtime.engine import AsyncEngine, SamplingParams
+from hybrid_runtime.engine.conversation import Conversation
 from hybrid_runtime.engine.tokenize import Prompt, Tokens, encode
 from hybrid_runtime.server.errors import ApiError, refused
 from hybrid_runtime.server.generation import Job
@@ -60,11 +61,11 @@ class Service:
 
         return await _refused(param, work)
 
-    async def chat_prompt(
+    async def conversation(
         self, messages: Sequence[dict[str, str]], template_options: Mapping[str, Any] | None
-    ) -> list[int]:
-        """Token ids of a conversation, made in another thread; `ApiError` if it cannot run."""
-        make = self.engine.engine.chat_prompt
+    ) -> Conversation:
+        """A conversation as a prompt, made in another thread; `ApiError` if it cannot run."""
+        make = self.engine.engine.conversation
         return await _refused(
             "messages", partial(make, messages, template_options=template_options)
         )

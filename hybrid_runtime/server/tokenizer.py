@@ -21,7 +21,7 @@ async def tokenize(body: TokenizeBody, service: Here) -> dict[str, Any]:
     tokenizer = _tokenizer(service)
     if body.messages is not None:
         messages = [message.rendered() for message in body.messages]
-        ids = await service.chat_prompt(messages, body.chat_template_kwargs)
+        ids = (await service.conversation(messages, body.chat_template_kwargs)).tokens.tolist()
     else:
         special = body.add_special_tokens is not False
         text = body.prompt or ""

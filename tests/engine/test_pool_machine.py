@@ -55,6 +55,7 @@ arrivals = st.fixed_dictionaries(
         "stops": st.sampled_from([None, None, "token", "string", "two tokens"]),
         "at": st.integers(0, MOST_OUTPUT),
         "include": st.booleans(),
+        "ends": st.lists(st.integers(1, LONGEST_PROMPT), max_size=3),
     }
 )
 
@@ -78,10 +79,11 @@ class Life(RuleBasedStateMachine):
     def submit_one(self, prompt: list[int], stops: str | None, at: int, **options: Any) -> None:
         """stops: what ends the text, at that token or before."""
         include, kind = options.pop("include"), stops if self.world.has_text else "token"
+        ends = [at for at in options.pop("ends") if at <= len(prompt)]
         if stops is not None:
             options |= self.world.stop(prompt, kind or "token", at)
             options["include_stop_str_in_output"] = include
-        self.world.submit(prompt, **options)
+        self.world.submit(prompt, **options, checkpoints_at=tuple(ends))
 
     @precondition(lambda self: any(r.output for r in self.world.requests))
     @rule(which=st.integers(0, 99), more=st.lists(st.integers(0, 2), min_size=1, max_size=3))
@@ -90,7 +92,17 @@ class Life(RuleBasedStateMachine):
         device_tokens = [r for r in self.world.requests if r.output]
         last = device_tokens[which % len(device_tokens)]
         prompt = [*last.tokens.tolist(), *more][:LONGEST_PROMPT]
-        self.world.submit(prompt, last.tenant, None, max_tokens=1 + which % MOST_OUTPUT)
+        ends = (len(prompt) - which % 2,) if which % 3 and len(prompt) > 1 else ()
+        self.world.submit(prompt, last.tenant, None, ends, max_tokens=1 + which % MOST_OUTPUT)
+
+    @precondition(lambda self: any(r.checkpoints_at for r in self.world.requests))
+    @rule(which=st.integers(0, 99), more=st.lists(st.integers(0, 2), min_size=2, max_size=5))
+    def answer_is_dropped(self, which: int, more: list[int]) -> None:
+        """A prompt that goes on at the end of a message, as if nothing had been answered."""
+        named = [r for r in self.world.requests if r.checkpoints_at]
+        last = named[which % len(named)]
+        prompt = [*last.prompt[: last.checkpoints_at[-1]].tolist(), *more][:LONGEST_PROMPT]
+        self.world.submit(prompt, last.tenant, None, (len(prompt) - 1,), max_tokens=3)
 
     @rule(count=st.integers(1, 12))
     def steps(self, count: int) -> None:

@@ -278,7 +278,7 @@ def test_a_turn_without_an_end_supersedes_nothing(how: str) -> None:
     assert (going.finish_reason, going.turn_end) == (how, 0)
     pool = here.pools["state"]
     oldest = next(iter(pool._idle))
-    assert pool._key[oldest] != going.hit.turn
+    assert pool._keys[oldest] != (going.hit.turn,)
     here.finish()
 
 

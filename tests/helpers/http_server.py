@@ -32,7 +32,8 @@ SIZES: dict[str, Any] = {
 TEMPLATE = (
     "{% for m in messages %}"
     "{% if m.role == 'developer' %}{{ raise_exception('no developers') }}{% endif %}"
-    "{{ m.role }}: {{ m.content }}\n{% endfor %}{{ mood }}def "
+    "{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}{{ mood }}def {% endif %}"
 )
 
 

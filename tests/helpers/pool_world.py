@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from hashlib import sha256
 from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
 from unittest.mock import patch
@@ -20,6 +19,7 @@ from helpers.hash_target import (
     true_text,
     true_window,
 )
+from helpers.pool_texts import common, kept_tokens, key_at, word
 from helpers.toy_recurrences import HASH, Rule
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -42,11 +42,6 @@ class Before(NamedTuple):
 
     tokens: list[int]
     restarts: int
-
-
-def word(token: int) -> str:
-    """Text of a token; no text has that of another token in it."""
-    return f"<{token}>"
 
 
 def fails(*_: object) -> None:
@@ -106,14 +101,16 @@ class World:
         prompt: list[int],
         tenant: str = "",
         lasts: float | None = None,
+        checkpoints_at: tuple[int, ...] = (),
         held: tuple[int, ...] = (),
         **params: Any,
     ) -> Request:
         """held: tokens that the device takes for the end of the text, and the host does not."""
         with self.clock():
             request = self.engine.prepare(
-                prompt, SamplingParams(seed=1, **params), tenant=tenant, deadline=lasts
-            )
+                prompt, SamplingParams(seed=1, **params), tenant=tenant, deadline=lasts,
+                checkpoints_at=checkpoints_at,
+            )  # fmt: skip
             request.stops += held
             self.engine.add(request)
         self.requests.append(request)
@@ -199,20 +196,16 @@ class World:
 
     def _name(self, request: Request) -> None:
         """No two beginnings, and no two tenants, have one key; one beginning has one."""
-        tokens = request.tokens.tolist()
+        tokens, size = request.tokens.tolist(), self.kv_block
         for number, key in enumerate(request.hashes, 1):
-            text = request.tenant, tuple(tokens[: number * self.kv_block])
+            text = request.tenant, tuple(tokens[: number * size])
             assert self.text_of.setdefault(key, text) == text
             assert self.key_of.setdefault(text, key) == key
-        if request.turn_end:
-            full, tail = divmod(request.turn_end, self.kv_block)
-            key = request.hashes[full - 1] if full else sha256(request.tenant.encode()).digest()
-            if tail:
-                last = np.array(tokens[request.turn_end - tail : request.turn_end], np.int32)
-                key = sha256(key + last.tobytes()).digest()
-            text = request.tenant, tuple(tokens[: request.turn_end])
-            assert self.text_of.setdefault(key, text) == text
-            assert self.key_of.setdefault(text, key) == key
+        for end in (request.turn_end, *request.checkpoints_at):
+            if end and end // self.kv_block <= len(request.hashes):
+                text, key = (request.tenant, tuple(tokens[:end])), key_at(request, end, size)
+                assert self.text_of.setdefault(key, text) == text
+                assert self.key_of.setdefault(text, key) == key
 
     def _check_turn_end(self, request: Request) -> None:
         """A text that has ended can be gone on with where it ended; but for its last token, which
@@ -280,10 +273,11 @@ class World:
         """Every block is free, kept for its content, or owned as often as slots own it."""
         owned = Counter(block for blocks in by_slot for block in blocks)
         assert pool._owners == [owned[block] for block in range(pool.size)]
-        idle = [b for b in range(pool.size) if not owned[b] and pool._key[b] is not None]
+        idle = [b for b in range(pool.size) if not owned[b] and pool._keys[b]]
         assert sorted(pool._idle) == idle
+        assert all(pool._keys[block] for block in pool._pinned)
         assert sorted([*pool._free, *idle, *owned]) == list(range(pool.size))
-        keyed = {key: block for block, key in enumerate(pool._key) if key is not None}
+        keyed = {key: block for block, keys in enumerate(pool._keys) for key in keys}
         assert keyed == pool._block
 
     def _check_content(self) -> None:
@@ -330,19 +324,24 @@ class World:
 
     def _wanted(self, tenant: str, tokens: tuple[int, ...]) -> bool:
         retention, depth = self.engine.prefix_cache.retention, len(tokens)
+        here = tenant, tokens
         if any(
             (r.tenant, r.turn_end, tuple(r.tokens[:depth].tolist())) == (tenant, depth, tokens)
             for r in self.requests
         ):
             return True
-        if depth % self.block:
-            return False
-        if retention == "all" or (retention != "prompt" and depth % int(retention) == 0):
+        if any(
+            depth in r.checkpoints_at and (r.tenant, tuple(r.prompt[:depth].tolist())) == here
+            for r in self.requests
+        ):
+            return True
+        every = self.block if retention == "all" else retention
+        if every != "prompt" and depth % int(every) == 0:
             return True
         return any(
             depth in ((request.prefill - 1) // self.block * self.block, request.hit.known)
             for request in self.open
-            if (request.tenant, tuple(request.tokens[:depth].tolist())) == (tenant, tokens)
+            if (request.tenant, tuple(request.tokens[:depth].tolist())) == here
         )
 
     # -- hits ------------------------------------------------------------------------------------
@@ -378,7 +377,9 @@ class World:
         assert 0 <= hit.tokens <= hit.known <= min(max(others, default=0), most)
         assert hit.tokens % self.block == 0 or hit.turn is not None
         assert hit.known % self.block == 0 or hit.known == hit.tokens
-        self.events["hits of turn ends"] += hit.turn is not None
+        if hit.turn is not None:
+            kind = "messages" if hit.turn in self.engine.prefix_cache._pins else "turn ends"
+            self.events[f"hits of {kind}"] += 1
         first, at_least = expected
         if request is first:
             assert hit.tokens == at_least or (self.host is not None and hit.tokens > at_least)
@@ -395,11 +396,11 @@ class World:
             return key in self.ever[group]
 
         deeper = range(hit.tokens + 1, most + 1)
-        turns = [end for end in deeper if end % self.block]
+        ends = [end for end in deeper if end % self.block]
         if hit.short in ("evicted_checkpoint", "evicted_keys") and any(
-            was_there(group, end) for end in turns for group in ("state", "kv")
+            was_there(group, end) for end in ends for group in ("state", "kv")
         ):
-            return  # the end of a turn
+            return  # the end of a turn or a message
         most = most // self.block * self.block
         assert (hit.short == "short_prompt") == (most == hit.tokens == 0)
         if not most:
@@ -416,25 +417,6 @@ class World:
             assert hit.short == (gone if there else absent)
         else:  # it may have been forgotten
             assert hit.short in (gone if there else absent, absent)
-
-
-def kept_tokens(request: Request) -> int:
-    """Prompt and output, as far as all of their text is in front of a stop string that begins among
-    the tokens that came last; else all."""
-    shown, last = "", request.times[-1][1]
-    kept = 0
-    for count, token in enumerate(request.output, 1):
-        shown += " " * bool(shown) + word(token)
-        if len(shown) <= len(request.text):
-            kept = count
-    cut = len(request.output) - kept
-    return request.length - (cut if cut < last else 0)
-
-
-def common(one: list[int], other: list[int]) -> int:
-    """Length of the common beginning."""
-    differ = (i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
-    return next(differ, min(len(one), len(other)))
 
 
 def owned_blocks(blocks: BlockTable | StateBlocks, slot: int) -> list[int]:
