@@ -52,6 +52,19 @@ def evict(here: World, group: str, blocks: int) -> None:
     pool.put(pool.take(pool.free - pool.cached + blocks))
 
 
+def test_a_superseded_pin_takes_no_block_with_it_that_the_newer_one_stands_on() -> None:
+    """A position at the end of a full KV block has no block of its own."""
+    here = world(num_draft=0, kv_block_size=2, steps_ahead=0)
+    serve(here, [5, 6, 0], 3)
+    first, newer = [1, 2, 0, 4, 5, 6], [1, 2, 0, 4, 5, 6, 7, 8, 9, 3]
+    serve(here, [*first, 9], len(first))
+    assert len(first) % here.engine.scheduler.block_size
+    assert serve(here, [*newer, 7], len(newer)).hit.tokens == len(first)
+    evict(here, "kv", 1)
+    assert serve(here, [*newer, 2]).hit.tokens == len(newer)
+    here.finish()
+
+
 @pytest.mark.parametrize("steps_ahead", [0, 1])
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda o: "-".join(map(str, o.values())))
 def test_a_prompt_that_goes_on_behind_a_named_position_hits_it(

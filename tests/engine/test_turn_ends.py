@@ -34,11 +34,6 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
-def name(options: dict[str, Any]) -> str:
-    """The same in every process, as tests that are shared out need it."""
-    return "-".join("delta" if value is DELTA else str(value) for value in options.values())
-
-
 def world(**options: Any) -> World:
     """Enough memory for all that is said."""
     each = {"kv_block_size": 2, "max_requests": 3, "num_blocks": (600, 90), "max_model_len": 150}
@@ -63,7 +58,7 @@ def one_turn(here: World, prompt: list[int], **params: Any) -> Request:
 
 
 @pytest.mark.parametrize("steps_ahead", [0, 1])
-@pytest.mark.parametrize("options", OPTIONS, ids=name)
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda o: "-".join(map(str, o.values())))
 def test_turns_compute_what_is_new_and_one_token_at_most(
     options: dict[str, Any], steps_ahead: int
 ) -> None:
@@ -136,7 +131,7 @@ def test_a_stop_string_loses_the_end_only_if_no_token_has_it_whole(kind: str) ->
     assert lost[1] == 0 if kind == "string" else 0 < lost[1] < 19
 
 
-@pytest.mark.parametrize("options", OPTIONS[:8], ids=name)
+@pytest.mark.parametrize("options", OPTIONS[:8], ids=lambda o: "-".join(map(str, o.values())))
 def test_a_text_that_was_held_back_for_nothing_goes_on(options: dict[str, Any]) -> None:
     """As if nothing had been, from where it was; in a pool without room to spare as well."""
     for steps_ahead, blocks in ((0, (600, 90)), (1, (600, 90)), (1, (90, 8))):
