@@ -133,7 +133,8 @@ def measure(args: argparse.Namespace, curve: str) -> Iterator[list[Row]]:
             if row["requests"] == count:
                 row["best"], row["of_best"] = best, row["tok_s"] / best
             if row["requests"] == count and row["fixed"] is None:
-                row["expected"] = runs.adaptive.tokens_per_second(count)
+                expected = runs.adaptive.tokens_per_second(count)
+                row["expected"] = {str(number): speed for number, speed in expected.items()}
         yield rows
     best_of = {row["requests"]: row["fixed"] for row in rows if row["tok_s"] == row["best"]}
     for count in [*args.rows, *reversed(args.rows[:-1])]:

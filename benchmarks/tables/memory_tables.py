@@ -42,6 +42,32 @@ def request() -> str:
     return markdown(header, lines) + "\n\nFrom the layouts; nothing is measured."
 
 
+def chat() -> str:
+    """Turns of conversations that go on where the last one ended."""
+    result = load("h100", "prefix-chat")
+    lines = [
+        [
+            str(row["conversations"]),
+            f"{row['run_tokens']:.1f}",
+            f"{row['run_tokens_per_new']:.3f}",
+            " / ".join(f"{row['ttft_ms'][name]:.1f}" for name in ("mean", "p50", "p99")),
+            f"{row['turn_hits']} of {row['turns']}",
+        ]
+        for row in result["rows"]
+    ]
+    header = [
+        "conversations side by side", "tokens run of a turn's prompt", "÷ new message",
+        "TTFT mean / p50 / p99, ms", "turns that went on at the end of the last",
+    ]  # fmt: skip
+    trace, block = result["trace"], result["rows"][0]["block_size"]
+    note = (
+        f"{result['name']} shapes: a system prompt of {trace['system']} tokens, {trace['turns']} "
+        f"turns of {trace['message']}, answers of about {trace['answer']}; states at multiples of "
+        f"{block} tokens and where texts end. {machine(result)}"
+    )
+    return f"{markdown(header, lines)}\n\n{note}"
+
+
 def capacity() -> str:
     """Requests in the same memory, and what they yield at once."""
     lines = []
@@ -138,6 +164,7 @@ TABLES = {
     "acceptance": acceptance,
     "request-memory": request,
     "capacity": capacity,
+    "chat": chat,
     "prefix": prefix,
     "prefix-short": partial(prefix, "prefix-64"),
     "soak": soak,

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import checkpoint_tables
+import draft_tables
 import fp8_tables
 import lockstep_tables
 import memory_tables
@@ -37,6 +38,7 @@ PAGES = (
 )
 TABLES: dict[str, Callable[[], str]] = {
     **checkpoint_tables.TABLES,
+    **draft_tables.TABLES,
     **fp8_tables.TABLES,
     **lockstep_tables.TABLES,
     **memory_tables.TABLES,
