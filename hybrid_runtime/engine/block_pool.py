@@ -287,5 +287,5 @@ class BlockTable:
         self.tables.write([self._start + slot * self.columns + column], block)
 
     def _drop(self, cells: list[int]) -> None:
-        self.pool.put(self.tables.read(cells))
+        self.pool.put(reversed(self.tables.read(cells)))  # the end of a text makes room first
         self.tables.write(cells, FREE)

@@ -119,8 +119,8 @@ def test_any_tail_joins_a_batch_that_speculates(
 
 @pytest.mark.parametrize("state_layout", LAYOUTS)
 def test_what_was_evicted_and_computed_again_is_found_again(state_layout: str) -> None:
-    """Rows 33, 61: a preempted request loses all that it had filed, and files it once more."""
-    world = world_of(state_layout=state_layout, max_requests=2, num_blocks=(13, 30))
+    """Rows 33, 61: a preempted request loses states that it had filed, and files them once more."""
+    world = world_of(state_layout=state_layout, max_requests=2, num_blocks=(13, 9))
     world.submit(TEXT[:14], max_tokens=28)
     second = world.submit([200, *TEXT[:13]], max_tokens=28)
     world.drain()

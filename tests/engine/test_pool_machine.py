@@ -181,7 +181,7 @@ def test_all_of_it_happens(
     }
     for name, least in {
         "hits": 50, "misses": 10, "preemptions": 10, "resumes": 10, "resumes from a checkpoint": 5,
-        "evictions": 100, "blocks to the host": 100, "blocks from the host": 20,
+        "evictions": 100, "blocks to the host": 100, "blocks from the host": 15,
         "failed copies": 1, "drafts accepted": 1, "ended by length": 50, "ended by abort": 5,
         "ended by deadline": 3, "ended by error": 1, "last checkpoints folded": folded,
     }.items():  # fmt: skip
