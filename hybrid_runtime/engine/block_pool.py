@@ -132,9 +132,6 @@ class BlockPool:
             else:
                 self._idle.add(block, False)
 
-    def is_pinned(self, key: bytes) -> bool:
-        return self._block.get(key) in self._pinned
-
     def is_owned(self, key: bytes) -> bool:
         block = self._block.get(key)
         return block is not None and self._owners[block] > 0

@@ -196,3 +196,15 @@ def test_drafts_for_the_next_step_are_not_what_a_number_costs() -> None:
     seven = padded(8, 7).propose
     drafts.took(8, 1, 7, padded(8, 1).verify + seven)
     assert drafts.tokens_per_second(8) == pytest.approx(before)
+
+
+def test_a_number_that_was_not_tried_adds_as_much_a_token_as_the_nearest_that_was() -> None:
+    """At this size; what other sizes have taken says nothing of it."""
+    drafts = measured(DraftLength(7, adaptive=True))
+    cost = padded(64, 3)
+    drafts.took(64, 3, 3, cost.verify + cost.propose + 8e-3)  # four tokens a row
+    drafts.took(8, 1, 1, 1.0)
+    tokens = {k: 64 * (1 + drafts.survival()[:k].sum()) for k in drafts.levels}
+    assert drafts.tokens_per_second(64) == pytest.approx(
+        {k: tokens[k] / (sum(padded(64, k)) + 2e-3 * (k + 1)) for k in drafts.levels}
+    )
