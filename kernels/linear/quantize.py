@@ -1,7 +1,7 @@
 """Activations and weights in 8 bits (e4m3), with the scales that give them back.
 
-What makes a product's input quantises it on the way, where it can: norms and squared ReLU take a
-`Quantizer`. The launch here is for inputs that something else makes.
+What makes a product's input quantises it on the way, where it can: norms, squared ReLU and SwiGLU
+take a `Quantizer`. The launch here is for inputs that something else makes.
 """
 
 from typing import NamedTuple
@@ -99,11 +99,13 @@ def cut_off(b_x):
 @triton.jit(do_not_specialize=["tiles"])
 def _quantize_kernel(
     x,
+    gate,
     scale,
     values,
     size,
     tiles,
     x_line,
+    gate_line,
     LINES: tl.constexpr,
     RELU2: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -119,6 +121,10 @@ def _quantize_kernel(
     if RELU2:  # rounded as `relu2` rounds
         b_x = tl.where(b_x < 0, 0.0, b_x)
         b_x = (b_x * b_x).to(x.dtype.element_ty).to(tl.float32)
+    if gate is not None:  # as `swiglu`
+        b_gate = tl.load(gate + i_line * gate_line + o_k, mask=m_k, other=0.0).to(tl.float32)
+        b_x = b_gate / (1 + tl.exp(-b_gate)) * b_x
+        b_x = b_x.to(x.dtype.element_ty).to(tl.float32)
     if LINES:
         factor = line_factor(tl.max(tl.abs(b_x), axis=0))
         tl.store(scale + i_line, tl.div_rn(1.0, factor))
@@ -128,9 +134,14 @@ def _quantize_kernel(
     tl.store(values + i_line * size + o_k, b_x.to(values.dtype.element_ty), mask=m_k)
 
 
-def quantize(x: Tensor, quantizer: Quantizer, relu2: bool = False) -> Scaled:
-    """`quantize_reference` by one launch where Triton runs. relu2: of max(x, 0)^2 in x's dtype."""
+def quantize(
+    x: Tensor, quantizer: Quantizer, relu2: bool = False, gate: Tensor | None = None
+) -> Scaled:
+    """`quantize_reference` by one launch where Triton runs. relu2: of max(x, 0)^2 in x's dtype.
+    gate: of silu(gate) * x likewise, both `[lines, size]` with dense lines."""
     if not runs_triton(x) or x.dtype == torch.float64:
+        if gate is not None:
+            x = (F.silu(gate.float()) * x.float()).to(x.dtype)
         return quantize_reference(F.relu(x).square() if relu2 else x, quantizer)
     x = x.reshape(-1, x.shape[-1])
     x, (lines, size) = x if x.stride(1) == 1 else x.contiguous(), x.shape
@@ -144,11 +155,13 @@ def quantize(x: Tensor, quantizer: Quantizer, relu2: bool = False) -> Scaled:
     if lines:
         _quantize_kernel[(lines * tiles,)](
             x=x,
+            gate=gate,
             scale=scale,
             values=values,
             size=size,
             tiles=tiles,
             x_line=x.stride(0),
+            gate_line=0 if gate is None else gate.stride(0),
             LINES=each,
             RELU2=relu2,
             BLOCK=block,

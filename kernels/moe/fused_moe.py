@@ -1,11 +1,12 @@
-"""Routed experts: down(relu2(up(x))) of each token's experts, weighted and summed.
+"""Routed experts: down(relu2(up(x))) or down(silu(gate(x)) * up(x)) of each token's experts,
+weighted and summed.
 
 Decode and verify are bound by reading the weights of the experts that some token has: each is read
 once, by programs that take all of an expert's tokens as one block. In prefill an expert has several
 blocks, one after another, which find its weights in the L2 cache.
 """
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -17,10 +18,9 @@ from torch import Tensor
 from hybrid_runtime.kernels.common.backend import runs_triton
 from hybrid_runtime.kernels.common.pdl import pdl, pdl_wait
 from hybrid_runtime.kernels.common.types import operand_type
-from hybrid_runtime.kernels.layers.activation import relu2_reference
 from hybrid_runtime.kernels.linear.quantize import E4M3, Quantizer, cut_off, quantize
 from hybrid_runtime.kernels.moe.align_block_size import ExpertBlocks, align_block_size
-from hybrid_runtime.kernels.moe.scaled_experts import ScaledExperts, scaled_moe_reference
+from hybrid_runtime.kernels.moe.scaled_experts import ScaledExperts, between, scaled_moe_reference
 
 
 def fused_moe_reference(
@@ -29,14 +29,17 @@ def fused_moe_reference(
     topk_ids: Tensor,
     up: Tensor | ScaledExperts,
     down: Tensor | ScaledExperts,
+    gated: bool = False,
 ) -> Tensor:
-    """Weighted sum over each token's experts of ``down[e] @ relu2(up[e] @ x)``.
+    """Weighted sum over each token's experts of ``down[e] @ relu2(up[e] @ x)``, or if they are
+    `gated` of ``down[e] @ (silu(gate[e] @ x) * (up[e] @ x))``.
 
     Args:
         x: [T, size].
         topk_weights: [T, top_k], usually fp32.
         topk_ids: integer [T, top_k], each 0 to num_experts - 1.
-        up: [num_experts, intermediate, size] in x's dtype or, as down, in 8 bits.
+        up: [num_experts, intermediate, size] in x's dtype or, as down, in 8 bits; of gated experts
+            [num_experts, 2 * intermediate, size], gate first.
         down: [num_experts, size, intermediate] in x's dtype or, as up, in 8 bits.
 
     Returns:
@@ -45,9 +48,9 @@ def fused_moe_reference(
     Raises:
         ValueError: shapes or dtypes that do not go together.
     """
-    _check(x, topk_weights, topk_ids, up, down)
+    _check(x, topk_weights, topk_ids, up, down, gated)
     if isinstance(up, ScaledExperts) and isinstance(down, ScaledExperts):
-        return scaled_moe_reference(x, topk_weights, topk_ids, up, down)
+        return scaled_moe_reference(x, topk_weights, topk_ids, up, down, gated)
     assert isinstance(up, Tensor)
     assert isinstance(down, Tensor)
     num_experts, top_k = up.shape[0], topk_ids.shape[1]
@@ -55,14 +58,14 @@ def fused_moe_reference(
     if len(flat) <= num_experts:
         # So few that gathering their weights is cheaper than visiting every expert.
         lines = repeat(x, "token size -> (token top_k) size 1", top_k=top_k)
-        inner = relu2_reference(up.index_select(0, flat) @ lines)
+        inner = between(up.index_select(0, flat) @ lines, gated, 1)
         outputs = (down.index_select(0, flat) @ inner).squeeze(-1)
     else:
         sorted_token_ids = flat.argsort(stable=True)
         tokens = flat.bincount(minlength=num_experts).tolist()
         lines_of = x.index_select(0, sorted_token_ids // top_k).split(tokens)
         parts = [
-            F.linear(relu2_reference(F.linear(lines, up[expert])), down[expert])
+            F.linear(between(F.linear(lines, up[expert]), gated), down[expert])
             for expert, lines in enumerate(lines_of)
             if lines.shape[0]
         ]
@@ -78,11 +81,15 @@ def _check(
     topk_ids: Tensor,
     up: Tensor | ScaledExperts,
     down: Tensor | ScaledExperts,
+    gated: bool,
 ) -> None:
-    (num_experts, intermediate, size), dtype = _values(up).shape, x.dtype
+    (num_experts, outputs, size), dtype = _values(up).shape, x.dtype
+    intermediate = outputs // 2 if gated else outputs
+    if gated and outputs % 2:
+        raise ValueError(f"up has {outputs} outputs, must be gate and up, as many of each")
     if x.dim() != 2 or x.shape[1] != size:
         raise ValueError(
-            f"x is {tuple(x.shape)}, must be [T, {size}] for up {(num_experts, intermediate, size)}"
+            f"x is {tuple(x.shape)}, must be [T, {size}] for up {(num_experts, outputs, size)}"
         )
     if tuple(_values(down).shape) != (num_experts, size, intermediate):
         raise ValueError(
@@ -155,14 +162,17 @@ def _fused_moe_kernel(
     K: tl.constexpr,
     TOP_K: tl.constexpr,
     RELU2: tl.constexpr,
+    GATED: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """out[id] = weight[expert of id] @ x[id // TOP_K] for each token id, then perhaps relu2; one
-    program per BLOCK_N of the N outputs and block of token ids. With scales x and weight are in
-    8 bits, and with `out_scale`, of each expert's results, out is too."""
+    program per BLOCK_N of the N outputs and block of token ids. GATED: of the N outputs the first
+    half are gates of the others, which makes N / 2 of them; a tile has of both, in turns. With
+    scales x and weight are in 8 bits, and with `out_scale`, of each expert's results, out is
+    too."""
     pdl_wait(PDL, False)
     i_block = tl.program_id(1)
     i_expert = tl.load(blocks + i_block)
@@ -172,8 +182,12 @@ def _fused_moe_kernel(
     m_m = o_m < tl.load(blocks + 2 * num_blocks + i_block)
     b_id = tl.load(sorted_token_ids + o_m, mask=m_m, other=0)
     o_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    o_line = o_n
+    if GATED:
+        o_line = o_n // 2 + o_n % 2 * (N // 2)
     o_x = (b_id // TOP_K).to(tl.int64) * x_stride.token
-    o_w = i_expert.to(tl.int64) * weight_stride.expert + o_n.to(tl.int64) * weight_stride.output
+    o_w = i_expert.to(tl.int64) * weight_stride.expert
+    o_w += o_line.to(tl.int64) * weight_stride.output
     if weight_scale is None:
         b_acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     else:
@@ -203,16 +217,21 @@ def _fused_moe_kernel(
     if weight_scale is not None:
         o_scale = b_id // TOP_K * x_scale_stride.line + i_expert * x_scale_stride.expert
         b_x_scale = tl.load(x_scale + o_scale, mask=m_m, other=0.0)
-        o_scale = o_n * weight_scale_stride.line + i_expert * weight_scale_stride.expert
+        o_scale = o_line * weight_scale_stride.line + i_expert * weight_scale_stride.expert
         b_w_scale = tl.load(weight_scale + o_scale, mask=o_n < N, other=0.0)
         b_acc = tl.trans(b_acc) * b_x_scale[:, None] * b_w_scale[None, :]
     if RELU2:
         b_acc = tl.where(b_acc < 0, 0.0, b_acc)  # unlike a maximum, keeps NaN
         b_acc = b_acc * b_acc
+    WIDTH: tl.constexpr = N // 2 if GATED else N
+    if GATED:
+        b_gate, b_acc = tl.split(tl.reshape(b_acc, (BLOCK_M, BLOCK_N // 2, 2)))
+        b_acc = b_gate / (1 + tl.exp(-b_gate)) * b_acc
+        o_n = tl.program_id(0) * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
     if out_scale is not None:
         b_acc = cut_off(b_acc * tl.div_rn(1.0, tl.load(out_scale + i_expert)))
-    p_out = out + b_id.to(tl.int64)[:, None] * N + o_n[None, :]
-    tl.store(p_out, b_acc.to(out.dtype.element_ty), mask=m_m[:, None] & (o_n < N)[None, :])
+    p_out = out + b_id.to(tl.int64)[:, None] * WIDTH + o_n[None, :]
+    tl.store(p_out, b_acc.to(out.dtype.element_ty), mask=m_m[:, None] & (o_n < WIDTH)[None, :])
 
 
 @triton.jit
@@ -287,6 +306,7 @@ def fused_moe(
     up: Tensor | ScaledExperts,
     down: Tensor | ScaledExperts,
     tiling: MoETiling | None = None,
+    gated: bool = False,
 ) -> Tensor:
     """`fused_moe_reference` where Triton runs (and not in fp64) by four launches, none of which
     the host waits for: token ids into blocks, the two products, the sum. In 8 bits one more
@@ -302,9 +322,9 @@ def fused_moe(
         ValueError: as the reference.
     """
     if not runs_triton(x) or x.dtype == torch.float64:
-        return fused_moe_reference(x, topk_weights, topk_ids, up, down)
-    _check(x, topk_weights, topk_ids, up, down)
-    (tokens, size), (num_experts, intermediate, _) = x.shape, _values(up).shape
+        return fused_moe_reference(x, topk_weights, topk_ids, up, down, gated)
+    _check(x, topk_weights, topk_ids, up, down, gated)
+    (tokens, size), (num_experts, _, intermediate) = x.shape, _values(down).shape
     top_k = topk_ids.shape[1]
     num_token_ids = tokens * top_k
     out = torch.empty((tokens, size), dtype=x.dtype, device=x.device)
@@ -320,14 +340,16 @@ def fused_moe(
         inner_scale = down.input_scale
     inner_type = out.dtype if inner_scale is None else E4M3
     inner = torch.empty((num_token_ids, intermediate), dtype=inner_type, device=x.device)
-    _grouped_product(x, x_scale, up, aligned, inner, inner_scale, tiling, top_k, relu2=True)
+    _grouped_product(
+        x, x_scale, up, aligned, inner, inner_scale, tiling, top_k, "swiglu" if gated else "relu2"
+    )
     if inner_scale is not None:
         inner_scale = inner_scale[:, None]
     elif isinstance(down, ScaledExperts):
         inner, inner_scale = quantize(inner, Quantizer())
     # Not before: memory peaks here, and of lines that were quantised the 16 bits are gone by now.
     outputs = torch.empty((num_token_ids, size), dtype=torch.float32, device=x.device)
-    _grouped_product(inner, inner_scale, down, aligned, outputs, None, tiling, 1, relu2=False)
+    _grouped_product(inner, inner_scale, down, aligned, outputs, None, tiling, 1)
     block = min(triton.next_power_of_2(size), 512)
     _moe_sum_kernel[(tokens, triton.cdiv(size, block))](
         outputs=outputs,
@@ -352,9 +374,10 @@ def _grouped_product(
     out_scale: Tensor | None,
     tiling: MoETiling,
     top_k: int,
-    relu2: bool,
+    activation: Literal["relu2", "swiglu"] | None = None,
 ) -> None:
-    """out [token ids, N]: line ``id // top_k`` of x times the weight of the token id's expert.
+    """out [token ids, N]: line ``id // top_k`` of x times the weight of the token id's expert, then
+    perhaps an activation, of which swiglu leaves N / 2.
     x_scale: [], [lines] or [num_experts, 1]. out_scale: [num_experts], of out in 8 bits."""
     values, weight_scale = _values(weight), None
     num_blocks, (num_experts, n, size) = aligned.blocks.shape[1], values.shape
@@ -380,7 +403,8 @@ def _grouped_product(
         N=n,
         K=size,
         TOP_K=top_k,
-        RELU2=relu2,
+        RELU2=activation == "relu2",
+        GATED=activation == "swiglu",
         BLOCK_M=tiling.block_m,
         BLOCK_N=tiling.block_n,
         BLOCK_K=tiling.block_k,

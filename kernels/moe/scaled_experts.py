@@ -6,7 +6,7 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from hybrid_runtime.kernels.layers.activation import relu2_reference
+from hybrid_runtime.kernels.layers.activation import relu2_reference, swiglu_reference
 from hybrid_runtime.kernels.linear.fp8_product import fp8_product_reference
 from hybrid_runtime.kernels.linear.quantize import Quantizer, Scaled, quantize_reference
 
@@ -43,11 +43,22 @@ class ScaledExperts(NamedTuple):
         return Scaled(self.values[expert], self.scale[expert])
 
 
+def between(y: Tensor, gated: bool, dim: int = -1) -> Tensor:
+    """What an expert's second product takes of its first: relu2 of it, or SwiGLU of its halves
+    along `dim`, gate first."""
+    return swiglu_reference(*y.chunk(2, dim)) if gated else relu2_reference(y)
+
+
 def scaled_moe_reference(
-    x: Tensor, topk_weights: Tensor, topk_ids: Tensor, up: ScaledExperts, down: ScaledExperts
+    x: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    up: ScaledExperts,
+    down: ScaledExperts,
+    gated: bool = False,
 ) -> Tensor:
-    """`fused_moe_reference` in 8 bits. All products, and what relu2 makes of the first, are fp32;
-    between the two, lines that find their own scales are rounded to x's dtype first."""
+    """`fused_moe_reference` in 8 bits. All products, and what lies between them, are fp32; lines
+    between the two that find their own scales are rounded to x's dtype first."""
     top_k, flat = topk_ids.shape[1], topk_ids.flatten()
     given = quantize_reference(x, Quantizer(up.input_scale))
     outputs = x.new_zeros((len(flat), x.shape[1]), dtype=torch.float32)
@@ -55,7 +66,7 @@ def scaled_moe_reference(
         ids = (flat == expert).nonzero().squeeze(-1)
         scale = given.scale[ids // top_k] if given.scale.dim() else given.scale
         lines = Scaled(given.values[ids // top_k], scale)
-        inner = relu2_reference(fp8_product_reference(lines, up.of(expert), torch.float32))
+        inner = between(fp8_product_reference(lines, up.of(expert), torch.float32), gated)
         if down.input_scale is None:
             lines = quantize_reference(inner.to(x.dtype), Quantizer())
         else:

@@ -64,6 +64,31 @@ def topk_reference(
     return topk_weights * routed_scaling_factor, topk_ids
 
 
+def softmax_topk_reference(logits: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Tensor]:
+    """The `top_k` experts of the highest logits, best first, with their softmax over all experts as
+    weights.
+
+    Args:
+        logits: [T, experts].
+        top_k: experts per token.
+        renormalize: divide each token's weights by their sum.
+
+    Returns:
+        As of `topk_reference`.
+
+    Raises:
+        ValueError: fewer experts than top_k.
+    """
+    _check(logits, None, top_k, 1, 1)
+    fine = logits.dtype in (torch.float32, torch.float64)
+    scores = (logits if fine else logits.float()).softmax(-1)
+    topk_ids = _best(logits, top_k)
+    topk_weights = scores.gather(-1, topk_ids)
+    if renormalize:
+        topk_weights = topk_weights / topk_weights.sum(-1, keepdim=True)
+    return topk_weights, topk_ids
+
+
 def _best(values: Tensor, count: int) -> Tensor:
     if values.is_cpu and values.numel() > 1024:
         # Several times faster than a sort, and as good where no two of the best are equal.
@@ -74,13 +99,13 @@ def _best(values: Tensor, count: int) -> Tensor:
 
 
 def _check(
-    logits: Tensor, bias: Tensor, top_k: int, num_expert_group: int, topk_group: int
+    logits: Tensor, bias: Tensor | None, top_k: int, num_expert_group: int, topk_group: int
 ) -> None:
     experts = logits.shape[-1]
-    if logits.dim() != 2 or bias.shape != (experts,):
+    if logits.dim() != 2 or (bias is not None and bias.shape != (experts,)):
         raise ValueError(
-            f"logits is {tuple(logits.shape)} and bias {tuple(bias.shape)}, must be "
-            "[T, experts] and [experts]"
+            f"logits is {tuple(logits.shape)} and bias {None if bias is None else [*bias.shape]}, "
+            "must be [T, experts] and [experts]"
         )
     if num_expert_group < 1 or experts % num_expert_group:
         raise ValueError(f"num_expert_group is {num_expert_group}, must divide {experts} experts")
@@ -122,6 +147,7 @@ def _topk_kernel(
     NUM_GROUPS: tl.constexpr,
     TOPK_GROUP: tl.constexpr,
     TOP_K: tl.constexpr,
+    SOFTMAX: tl.constexpr,
     RENORMALIZE: tl.constexpr,
     PRECISE: tl.constexpr,
     BLOCK_G: tl.constexpr,
@@ -129,7 +155,8 @@ def _topk_kernel(
     BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program per token. Position g * BLOCK_E + e is expert e of group g."""
+    """One program per token. Position g * BLOCK_E + e is expert e of group g. SOFTMAX: scores are
+    those of `softmax_topk`, and there is no bias."""
     pdl_wait(PDL)
     GROUP_SIZE: tl.constexpr = NUM_EXPERTS // NUM_GROUPS
     i_token = tl.program_id(0).to(tl.int64)
@@ -140,8 +167,13 @@ def _topk_kernel(
     p_logits = logits + i_token * logits_stride.token
     p_logit = p_logits + o_expert * logits_stride.expert
     b_logit = tl.load(p_logit, mask=m_pos, other=0.0).to(tl.float32)
-    b_choice = tl.load(bias + o_expert * bias_stride, mask=m_pos, other=0.0).to(tl.float32)
-    b_choice = tl.where(m_pos, _sigmoid(b_logit, PRECISE) + b_choice, float("-inf"))
+    if SOFTMAX:
+        b_choice = tl.where(m_pos, b_logit, float("-inf"))
+        highest = tl.max(b_choice, axis=0)
+        total = tl.sum(tl.exp(b_choice - highest), axis=0)
+    else:
+        b_choice = tl.load(bias + o_expert * bias_stride, mask=m_pos, other=0.0).to(tl.float32)
+        b_choice = tl.where(m_pos, _sigmoid(b_logit, PRECISE) + b_choice, float("-inf"))
 
     if TOPK_GROUP < NUM_GROUPS:
         b_table = tl.reshape(b_choice, (BLOCK_G, BLOCK_E))
@@ -171,7 +203,10 @@ def _topk_kernel(
     m_k = o_k < TOP_K
     p_logit = p_logits + b_id * logits_stride.expert
     b_logit = tl.load(p_logit, mask=m_k, other=0.0).to(tl.float32)
-    b_weight = tl.where(m_k, _sigmoid(b_logit, PRECISE), 0.0)
+    if SOFTMAX:
+        b_weight = tl.where(m_k, tl.exp(b_logit - highest) / total, 0.0)
+    else:
+        b_weight = tl.where(m_k, _sigmoid(b_logit, PRECISE), 0.0)
     if RENORMALIZE:
         b_weight = tl.div_rn(b_weight, tl.sum(b_weight, axis=0) + 1e-20)
     tl.store(topk_weights + i_token * TOP_K + o_k, b_weight * scale, mask=m_k)
@@ -208,11 +243,35 @@ def topk(
             logits, bias, top_k, num_expert_group, topk_group, renormalize, routed_scaling_factor
         )
     _check(logits, bias, top_k, num_expert_group, topk_group)
+    if topk_group == num_expert_group:
+        num_expert_group = topk_group = 1
+    return _launch(
+        logits, bias, top_k, num_expert_group, topk_group, renormalize, routed_scaling_factor
+    )
+
+
+def softmax_topk(logits: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Tensor]:
+    """`softmax_topk_reference` by one launch, with the exceptions and errors of `topk`."""
+    fine = logits.dtype == torch.float64
+    if not runs_triton(logits) or fine or top_k > MAX_TOP_K or logits.shape[-1] > MAX_EXPERTS:
+        return softmax_topk_reference(logits, top_k, renormalize)
+    _check(logits, None, top_k, 1, 1)
+    return _launch(logits, None, top_k, 1, 1, renormalize, 1.0)
+
+
+def _launch(
+    logits: Tensor,
+    bias: Tensor | None,
+    top_k: int,
+    num_expert_group: int,
+    topk_group: int,
+    renormalize: bool,
+    routed_scaling_factor: float,
+) -> tuple[Tensor, Tensor]:
+    """Arguments as of `topk_reference`; without bias the scores are softmax."""
     tokens, num_experts = logits.shape
     topk_weights = torch.empty((tokens, top_k), dtype=torch.float32, device=logits.device)
     topk_ids = torch.empty((tokens, top_k), dtype=torch.int64, device=logits.device)
-    if topk_group == num_expert_group:
-        num_expert_group = topk_group = 1
     block_g = triton.next_power_of_2(num_expert_group)
     block_e = triton.next_power_of_2(num_experts // num_expert_group)
     if tokens:
@@ -223,11 +282,12 @@ def topk(
             topk_ids=topk_ids,
             scale=float(routed_scaling_factor),
             logits_stride=LogitsStrides(*logits.stride()),
-            bias_stride=bias.stride(0),
+            bias_stride=0 if bias is None else bias.stride(0),
             NUM_EXPERTS=num_experts,
             NUM_GROUPS=num_expert_group,
             TOPK_GROUP=topk_group,
             TOP_K=top_k,
+            SOFTMAX=bias is None,
             RENORMALIZE=renormalize,
             PRECISE=logits.is_cuda,
             BLOCK_G=block_g,

@@ -13,7 +13,7 @@ from helpers.hopper import aligned, compiled, spilled
 from helpers.interpreter import plain
 from triton.runtime.jit import JITFunction
 
-from hybrid_runtime.kernels.attention import paged, reduce, store_kv
+from hybrid_runtime.kernels.attention import paged, reduce, rotary, store_kv
 from hybrid_runtime.kernels.attention.launch import (
     AttentionShape,
     CacheStrides,
@@ -129,14 +129,22 @@ HEADS = AttentionShape(
     HEADS=32, KV_HEADS=8, D=128, BLOCK_SIZE=1056, TOKENS=4, BLOCK_M=16, BLOCK_N=32, BLOCK_D=128
 )  # fmt: skip
 PROMPTS = HEADS._replace(TOKENS=16, BLOCK_M=64, BLOCK_N=64)
+WIDE = HEADS._replace(HEADS=16, KV_HEADS=4, D=256, BLOCK_D=256, BLOCK_N=16)
+WIDE_PROMPTS = WIDE._replace(TOKENS=16, BLOCK_M=64, BLOCK_N=32)
+ROTARY: dict[str, Any] = {
+    "HEADS": 16, "KV_HEADS": 4, "D": 256, "HALF": 32, "ROWS": 128, "BLOCK_D": 256, "BLOCK_H": 32,
+}  # fmt: skip
 UNALIGNED = HEADS._replace(HEADS=10, KV_HEADS=2, D=80, BLOCK_SIZE=48, BLOCK_N=64)
 REDUCE: dict[str, Any] = {"SPLITS": 8, "BLOCK_S": 8, "EACH": 1}
 STORE_KV: dict[str, Any] = PLAIN | {
     "KV_HEADS": 8, "D": 128, "BLOCK_SIZE": 1056, "ROWS": 128, "BLOCK_H": 8, "BLOCK_D": 128,
 }  # fmt: skip
 NORM: dict[str, Any] = {
-    "RESIDUAL": True, "GATED": False, "LINES": False, "scale": None,
-    "SIZE": 4096, "GROUPS": 1, "HELD": 1, "BLOCK_G": 1, "BLOCK": 4096,
+    "RESIDUAL": True, "GATED": False, "NORM_FIRST": False, "CENTRED": False, "LINES": False,
+    "scale": None, "SIZE": 4096, "GROUPS": 1, "HELD": 1, "BLOCK_G": 1, "BLOCK": 4096,
+}  # fmt: skip
+HEAD_NORM = {
+    "RESIDUAL": False, "GATED": True, "NORM_FIRST": True, "SIZE": 128, "GROUPS": 32, "BLOCK": 128,
 }  # fmt: skip
 GATED_NORM = {"RESIDUAL": False, "GATED": True, "SIZE": 1280, "GROUPS": 8, "BLOCK": 2048}
 QUANTISED = {name: value for name, value in NORM.items() if name != "scale"}
@@ -151,7 +159,25 @@ STORE_STRIDES = dict.fromkeys(("k_stride", "v_stride"), TokenStrides("i32", "i32
 STORE_STRIDES |= dict.fromkeys(
     ("k_cache_stride", "v_cache_stride"), CacheStrides("i32", "i32", "i32", 1)
 )
-VALUES = ("q", "k", "v", "k_cache", "v_cache", "out", "x", "other", "weight", "total")
+QUERIES: dict[str, Any] = {
+    "q_stride": TokenStrides("i32", "i32", 1), "frequencies": "*fp32",
+}  # fmt: skip
+VALUES = (
+    "q",
+    "k",
+    "q_weight",
+    "k_weight",
+    "q_out",
+    "k_out",
+    "v",
+    "k_cache",
+    "v_cache",
+    "out",
+    "x",
+    "other",
+    "weight",
+    "total",
+)
 
 
 @pytest.mark.parametrize(
@@ -173,11 +199,30 @@ VALUES = ("q", "k", "v", "k_cache", "v_cache", "out", "x", "other", "weight", "t
             paged._attention_kernel, ATTENTION | {"SPLIT": False}, STRIDES | {"shape": PROMPTS},
             "*bf16", "cp.async.cg.shared.global",
         ),
+        (
+            paged._attention_kernel, ATTENTION, STRIDES | {"shape": WIDE},
+            "*bf16", "cp.async.cg.shared.global",
+        ),
+        (
+            paged._attention_kernel, ATTENTION, STRIDES | {"shape": WIDE_PROMPTS},
+            "*bf16", "cp.async.cg.shared.global",
+        ),
+        (rotary._rotate_heads_kernel, ROTARY, STORE_STRIDES | QUERIES, "*bf16", "ld.global.v2"),
+        (
+            rotary._rotate_heads_kernel, ROTARY | {"HALF": 128, "q_weight": None, "k_weight": None},
+            STORE_STRIDES | QUERIES, "*bf16", "ld.global",
+        ),
         (reduce._reduce_kernel, REDUCE, {"shape": HEADS}, "*bf16", "ld.global.v4"),
         (reduce._reduce_kernel, REDUCE | {"EACH": 4}, {"shape": HEADS}, "*bf16", "ld.global.v4"),
         (store_kv._store_kv_kernel, STORE_KV, STORE_STRIDES, "*bf16", "ld.global.v4"),
         (norm._norm_kernel, NORM, {}, "*bf16", "ld.global.v4"),
         (norm._norm_kernel, NORM | GATED_NORM, {}, "*fp32", "ld.global.v4"),
+        (norm._norm_kernel, NORM | {"CENTRED": True}, {}, "*bf16", "ld.global.v4"),
+        (norm._norm_kernel, NORM | HEAD_NORM, {}, "*bf16", "ld.global"),
+        (
+            norm._norm_kernel, QUANTISED | HEAD_NORM | {"LINES": True, "HELD": 32, "BLOCK_G": 32},
+            EIGHT_BITS, "*bf16", "ld.global.v4",
+        ),
         (norm._norm_kernel, QUANTISED, EIGHT_BITS, "*bf16", "ld.global.v4"),
         (norm._norm_kernel, QUANTISED | OF_LINES, EIGHT_BITS, "*bf16", "ld.global.v4"),
     ],
@@ -291,13 +336,15 @@ def test_long_convolution_moves_8_bytes_at_once(changed: dict[str, Any], tmp_pat
 
 
 PRODUCT: dict[str, Any] = {
-    "dot_type": tl.bfloat16, "N": 1856, "K": 2688, "TOP_K": 6, "RELU2": True, "x_scale": None,
-    "weight_scale": None, "out_scale": None, "x_scale_stride": None, "weight_scale_stride": None,
+    "dot_type": tl.bfloat16, "N": 1856, "K": 2688, "TOP_K": 6, "RELU2": True, "GATED": False,
+    "x_scale": None, "weight_scale": None, "out_scale": None, "x_scale_stride": None,
+    "weight_scale_stride": None,
 }  # fmt: skip
 DOWN = {"N": 2688, "K": 1856, "TOP_K": 1, "RELU2": False}
+SWIGLU = {"N": 1024, "K": 2048, "TOP_K": 8, "RELU2": False, "GATED": True}
 
 
-@pytest.mark.parametrize("sizes", [{}, DOWN], ids=["up", "down"])
+@pytest.mark.parametrize("sizes", [{}, DOWN, SWIGLU], ids=["up", "down", "swiglu"])
 @pytest.mark.parametrize("tokens", [1, 256, 1024, 4096])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_expert_products_stream_their_matrices(
@@ -312,7 +359,7 @@ def test_expert_products_stream_their_matrices(
     half = "*fp16" if dtype == torch.float16 else "*bf16"
     type_ = "*fp32" if dtype == torch.float32 else half
     types: dict[str, Any] = {
-        "x": type_, "weight": type_, "out": "*fp32" if sizes else type_,
+        "x": type_, "weight": type_, "out": "*fp32" if sizes is DOWN else type_,
         "sorted_token_ids": "*i32", "blocks": "*i32", "x_stride": fused_moe.LineStrides("i32", 1),
         "weight_stride": fused_moe.WeightStrides("i32", "i32", 1),
     }  # fmt: skip
@@ -328,7 +375,8 @@ def test_expert_products_stream_their_matrices(
 
 
 TOPK: dict[str, Any] = {
-    "NUM_EXPERTS": 128, "NUM_GROUPS": 1, "TOPK_GROUP": 1, "TOP_K": 6, "RENORMALIZE": True,
+    "NUM_EXPERTS": 128, "NUM_GROUPS": 1, "TOPK_GROUP": 1, "TOP_K": 6, "SOFTMAX": False,
+    "RENORMALIZE": True,
     "PRECISE": True, "BLOCK_G": 1, "BLOCK_E": 128, "BLOCK_K": 8, "bias_stride": 1,
 }  # fmt: skip
 TOPK_GROUPS = {"NUM_EXPERTS": 96, "NUM_GROUPS": 8, "TOPK_GROUP": 3, "BLOCK_G": 8, "BLOCK_E": 16}
@@ -337,7 +385,11 @@ TOPK_MANY = {
 }  # fmt: skip
 ALIGN: dict[str, Any] = {"BLOCK_SIZE": 16, "BINS": 128, "COUNTED": 128, "RANKED": 128, "LINES": 32}
 SUM: dict[str, Any] = {"SIZE": 2688, "TOP_K": 6, "BLOCK": 512}
+TOPK_SOFTMAX = {
+    "NUM_EXPERTS": 512, "BLOCK_E": 512, "TOP_K": 10, "BLOCK_K": 16, "SOFTMAX": True, "bias": None,
+}  # fmt: skip
 RELU2: dict[str, Any] = {"BLOCK": 4096, "x_dim": 1}
+SIGMOID_GATE: dict[str, Any] = {"SIZE": 4096, "D": 256, "BLOCK": 1024, "added": None}
 
 
 @pytest.mark.parametrize(
@@ -346,6 +398,7 @@ RELU2: dict[str, Any] = {"BLOCK": 4096, "x_dim": 1}
         (topk._topk_kernel, TOPK, 1, "ld.global"),
         (topk._topk_kernel, TOPK | TOPK_GROUPS, 1, "ld.global"),
         (topk._topk_kernel, TOPK | TOPK_MANY, 2, "ld.global"),
+        (topk._topk_kernel, TOPK | TOPK_SOFTMAX, 2, "ld.global"),
         (align_block_size._align_block_size_kernel, ALIGN, 4, "ld.global"),
         (
             align_block_size._align_block_size_kernel,
@@ -355,6 +408,8 @@ RELU2: dict[str, Any] = {"BLOCK": 4096, "x_dim": 1}
         ),
         (fused_moe._moe_sum_kernel, SUM, 4, "ld.global.v4"),
         (activation._relu2_kernel, RELU2, 8, "ld.global.v4"),
+        (activation._swiglu_kernel, {"BLOCK": 2048}, 4, "ld.global.v4"),
+        (activation._sigmoid_gate_kernel, SIGMOID_GATE, 4, "ld.global.v4"),
     ],
 )
 def test_what_surrounds_the_experts(
@@ -363,7 +418,8 @@ def test_what_surrounds_the_experts(
     types: dict[str, Any] = dict.fromkeys(("logits", "bias", "topk_weights", "outputs"), "*fp32")
     types |= {"scale": "fp32", "topk_ids": "*i64", "sorted_token_ids": "*i32"}
     types |= {"logits_stride": topk.LogitsStrides("i32", 1), "blocks": "*i32"}
-    types |= {"weights_stride": fused_moe.LineStrides("i32", 1)}
+    types |= {"weights_stride": fused_moe.LineStrides("i32", 1), "gate": "*bf16", "up": "*bf16"}
+    types |= {"gate_stride": activation.GateStrides("i32", "i32", 1)}
     multiples = (
         "logits",
         "bias",
@@ -373,6 +429,11 @@ def test_what_surrounds_the_experts(
         "x",
         "out",
         "x_line",
+        "gate",
+        "up",
+        "gate_line",
+        "up_line",
+        "gate_stride",
         "size",
     )
     found = [name for name in multiples if name in kernel.arg_names and name not in constants]

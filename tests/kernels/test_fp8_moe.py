@@ -46,6 +46,7 @@ class Case:
     static: bool = True
     dtype: torch.dtype = torch.float32
     chosen: str = "random"  # or "same": one choice for all tokens; "last": none of the first half
+    gated: bool = False
     tiling: MoETiling | None = SMALL
 
 
@@ -78,6 +79,8 @@ CASES = {
     },
     "matrix, token": replace(BASE, static=False),
     "output, static": replace(BASE, each=True),
+    "gated": replace(BASE, each=True, static=False, gated=True),
+    "gated, odd sizes": replace(BASE, each=True, gated=True, size=37, inner=35),
 }
 LARGE = {
     f"{form} {name} {tokens}": Case(
@@ -128,8 +131,9 @@ def inputs(case: Case) -> dict[str, Any]:
         "x": x.to(case.dtype),
         "topk_weights": torch.rand(case.tokens, case.top_k, generator=generator, device=DEVICE),
         "topk_ids": choices(case),
-        "up": experts(case.inner, case.size, torch.tensor(0.005, device=DEVICE)),
+        "up": experts((1 + case.gated) * case.inner, case.size, torch.tensor(0.005, device=DEVICE)),
         "down": experts(case.size, case.inner, of_expert),
+        "gated": case.gated,
     }
 
 
@@ -153,7 +157,12 @@ def formula(given: dict[str, Any]) -> Tensor:
     ):
         for weight, e in zip(weights.double(), experts, strict=True):
             line = rounded(x[token, None], up.input_scale)
-            inner = (line @ meant(up.values[e], up.scale[e]).T).clamp(min=0).square()
+            inner = line @ meant(up.values[e], up.scale[e]).T
+            if given["gated"]:
+                gate, inner = inner.chunk(2, -1)
+                inner = gate * gate.sigmoid() * inner
+            else:
+                inner = inner.clamp(min=0).square()
             if down.input_scale is None:
                 line = rounded(inner.to(x.dtype), None)
             else:
@@ -264,10 +273,10 @@ def test_nobody_waits_and_a_graph_replays(tokens: int, form: dict[str, Any]) -> 
 
 
 SIZES: dict[str, dict[str, Any]] = {
-    "nano up": {"N": 1856, "K": 2688, "TOP_K": 6, "RELU2": True},
-    "nano down": {"N": 2688, "K": 1856, "TOP_K": 1, "RELU2": False},
-    "super up": {"N": 2688, "K": 1024, "TOP_K": 22, "RELU2": True},
-    "super down": {"N": 1024, "K": 2688, "TOP_K": 1, "RELU2": False},
+    "nano up": {"N": 1856, "K": 2688, "TOP_K": 6, "RELU2": True, "GATED": False},
+    "nano down": {"N": 2688, "K": 1856, "TOP_K": 1, "RELU2": False, "GATED": False},
+    "super up": {"N": 2688, "K": 1024, "TOP_K": 22, "RELU2": True, "GATED": False},
+    "super down": {"N": 1024, "K": 2688, "TOP_K": 1, "RELU2": False, "GATED": False},
 }
 
 

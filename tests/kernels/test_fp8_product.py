@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hybrid_runtime.kernels.layers.activation import relu2, relu2_reference
+from hybrid_runtime.kernels.layers.activation import relu2, relu2_reference, swiglu
 from hybrid_runtime.kernels.layers.norm import add_rms_norm, gated_rms_norm, rms_norm
 from hybrid_runtime.kernels.linear import fp8_product as product
 from hybrid_runtime.kernels.linear import quantize
@@ -175,6 +175,9 @@ def test_quantised_as_specified(lines: int, size: int, dtype: torch.dtype) -> No
         for quantizer in QUANTIZERS:
             same(quantize.quantize(x, quantizer), quantize_reference(x, quantizer))
             same(relu2(x, quantizer), quantize_reference(relu2_reference(x), quantizer))
+    gate, up = wide[:, :size], wide[:, 3:]
+    for quantizer in QUANTIZERS:
+        same(swiglu(gate, up, quantizer), quantize_reference(swiglu(gate, up), quantizer))
 
 
 @kernels
@@ -193,17 +196,19 @@ def test_norms_quantise_what_they_would_give(groups: int, size: int, dtype: torc
             found, again = add_rms_norm(delta, other, weight, 1e-5, quantizer)
             same(found, quantize_reference(y, quantizer))
             assert torch.equal(total, again)
-        y = gated_rms_norm(x, other, weight, groups, 1e-5)
-        found = gated_rms_norm(x, other, weight, groups, 1e-5, quantizer)
-        want = quantize_reference(y, quantizer)
-        if x.is_cuda and groups > 1 and quantizer.scale is None:
+        for first in (False, True):
+            own = weight[: size // groups] if first else weight
+            y = gated_rms_norm(x, other, own, groups, 1e-5, norm_first=first)
+            found = gated_rms_norm(x, other, own, groups, 1e-5, quantizer, norm_first=first)
+            want = quantize_reference(y, quantizer)
+            if not (x.is_cuda and groups > 1 and quantizer.scale is None):
+                same(found, want)
+                continue
             assert isinstance(found, Scaled)
             torch.testing.assert_close(found.scale, want.scale, rtol=1e-2, atol=0)
             step = (found.values.view(torch.int8).int() - want.values.view(torch.int8).int()).abs()
             assert step.max() <= 1
             assert (step > 0).float().mean() < 0.05
-        else:
-            same(found, want)
 
 
 @kernels
@@ -293,13 +298,18 @@ def test_the_product_streams_8_bits(
 
 
 @plain
+@pytest.mark.parametrize("gated", [False, True], ids=["one", "gated"])
 @pytest.mark.parametrize("size", [4096, 21504])
-def test_what_quantises_moves_16_bytes_at_once(size: int, tmp_path: Path) -> None:
-    types = TYPES | {"x": "*bf16"}
+def test_what_quantises_moves_16_bytes_at_once(size: int, gated: bool, tmp_path: Path) -> None:
+    types = TYPES | {"x": "*bf16", "gate": "*bf16"}
     for lines, block in ((False, 4096), (True, 4096 if size == 4096 else 32768)):
         constants = {"BLOCK": block, "LINES": lines, "RELU2": size > 4096}
+        gate: dict[str, Any] = {"gate": None, "gate_line": 0}
+        if gated:
+            constants, gate = constants | {"RELU2": False}, {}
+        constants |= gate
         options = {"num_warps": min(block // 512, 16)}
-        multiples = ("x", "values", "size", "x_line")
+        multiples = ("x", "values", "size", "x_line", "gate", "gate_line")
         code = compiled(quantize._quantize_kernel, constants, multiples, options, **types)
         assert spilled(code, tmp_path) == 0
         assert "ld.global.v4" in code.asm["ptx"]

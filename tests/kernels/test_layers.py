@@ -112,7 +112,21 @@ def test_norms(case: Case) -> None:
     assert total.shape == case.shape
     check(y, reference, norm(total.double(), weight, 1), case)
 
-    gated = x.double() * other.double() * other.double().sigmoid()
+    around_1 = (1 + weight.double()).to(torch.float64)
+    y, _ = add_rms_norm(x, other, weight, EPS, centred=True)
+    reference, total = add_rms_norm_reference(x, other, weight, EPS, centred=True)
+    check(y, reference, norm(total.double(), around_1, 1), case)
+    y, reference = (f(x, weight, EPS, centred=True) for f in (rms_norm, rms_norm_reference))
+    check(y, reference, norm(x.double(), around_1, 1), case)
+
+    factor = other.double() * other.double().sigmoid()
+    one = weight[: weight.shape[0] // case.groups]
+    want = norm(x.double(), one.repeat(case.groups), case.groups) * factor
+    y = gated_rms_norm(x, other, one, case.groups, EPS, norm_first=True)
+    reference = gated_rms_norm_reference(x, other, one, case.groups, EPS, norm_first=True)
+    check(y, reference, want, case)
+
+    gated = x.double() * factor
     want = norm(gated, weight, case.groups)
     y = gated_rms_norm(x, other, weight, case.groups, EPS)
     check(y, gated_rms_norm_reference(x, other, weight, case.groups, EPS), want, case)
@@ -162,6 +176,8 @@ def test_modules_and_wrong_shapes() -> None:
         gated_rms_norm(x, gate, weight, 5, EPS)
     with pytest.raises(ValueError, match="weight is"):
         rms_norm(x, weight[:8], EPS)
+    with pytest.raises(ValueError, match=r"weight is \(96,\) for lines of 96, must be \[24\]"):
+        gated_rms_norm(x, gate, weight, 4, EPS, norm_first=True)
 
 
 @kernels

@@ -1,4 +1,5 @@
-"""Routed experts and squared ReLU: kernels against their references and formulas in fp64."""
+"""Routed experts and what lies between products: kernels against their references and formulas in
+fp64."""
 
 import itertools
 from dataclasses import dataclass, replace
@@ -11,7 +12,14 @@ from helpers.interpreter import kernels, plain
 from helpers.marks import cases
 from torch import Tensor
 
-from hybrid_runtime.kernels.layers.activation import relu2, relu2_reference
+from hybrid_runtime.kernels.layers.activation import (
+    relu2,
+    relu2_reference,
+    sigmoid_gate,
+    sigmoid_gate_reference,
+    swiglu,
+    swiglu_reference,
+)
 from hybrid_runtime.kernels.moe import align_block_size as align
 from hybrid_runtime.kernels.moe.align_block_size import (
     align_block_size,
@@ -46,6 +54,7 @@ class Case:
     dtype: torch.dtype = torch.float32
     chosen: str = "random"  # or "same": one choice for all tokens; "last": none of the first half
     strided: bool = False
+    gated: bool = False
     tiling: MoETiling | None = SMALL
 
 
@@ -67,6 +76,10 @@ CASES = {
     "odd sizes": replace(BASE, size=37, inner=71),
     "whole tiles": replace(BASE, size=64, inner=32),
     "strided": replace(BASE, strided=True),
+    "gated": replace(BASE, gated=True),
+    "gated, few": replace(BASE, tokens=2, gated=True, inner=33, strided=True),
+    "gated, bf16": replace(BASE, tokens=40, dtype=torch.bfloat16, gated=True, inner=64, size=64),
+    "gated, default tiling": replace(BASE, gated=True, tiling=None),
     "tiles of 32": replace(BASE, tokens=40, tiling=MoETiling(32, 16, 64, 4, 2)),
     "default tiling": replace(BASE, tiling=None),
     "default tiling, many": replace(BASE, tokens=40, top_k=6, tiling=None),
@@ -77,6 +90,9 @@ LARGE = {
     for dtype in (torch.bfloat16, torch.float16, torch.float32)
     for tokens in (1, 4, 33, 700)
     if dtype == torch.bfloat16 or name == "nano"
+} | {
+    f"35b {tokens}": Case(tokens, 256, 8, 2048, 512, torch.bfloat16, gated=True, tiling=None)
+    for tokens in (1, 4, 33, 700)
 }
 
 
@@ -89,7 +105,7 @@ def choices(case: Case, generator: torch.Generator) -> Tensor:
     return scores.argsort(dim=-1)[:, : case.top_k].contiguous().to(DEVICE) + first
 
 
-def inputs(case: Case) -> dict[str, Tensor]:
+def inputs(case: Case) -> dict[str, Any]:
     """Arguments of `fused_moe`."""
     generator = torch.Generator().manual_seed(3)
     on_device = torch.Generator(DEVICE).manual_seed(3)
@@ -108,18 +124,24 @@ def inputs(case: Case) -> dict[str, Tensor]:
         "x": x.to(DEVICE, case.dtype)[:, : case.size],
         "topk_weights": (weights if case.strided else weights.contiguous()).to(DEVICE, fine),
         "topk_ids": choices(case, generator),
-        "up": matrices(case.inner, case.size, pad),
+        "up": matrices((1 + case.gated) * case.inner, case.size, pad),
         "down": matrices(case.size, case.inner, pad),
+        "gated": case.gated,
     }
 
 
-def exact(given: dict[str, Tensor], fine: torch.dtype = torch.float64) -> Tensor:
+def exact(given: dict[str, Any], fine: torch.dtype = torch.float64) -> Tensor:
     """The formula, expert by expert."""
     x = given["x"].to(fine)
     total = torch.zeros_like(x)
     for e in given["topk_ids"].unique().tolist():
         token, choice = (given["topk_ids"] == e).nonzero(as_tuple=True)
-        inner = (x[token] @ given["up"][e].to(fine).T).clamp(min=0) ** 2
+        inner = x[token] @ given["up"][e].to(fine).T
+        if given["gated"]:
+            gate, up = inner.chunk(2, -1)
+            inner = gate * gate.sigmoid() * up
+        else:
+            inner = inner.clamp(min=0) ** 2
         outputs = inner @ given["down"][e].to(fine).T
         total.index_add_(0, token, outputs * given["topk_weights"][token, choice].to(fine)[:, None])
     return total
@@ -213,6 +235,7 @@ def test_wrong_experts_are_refused() -> None:
         ({"topk_weights": given["topk_weights"][:, :1]}, "topk_weights is"),
         ({"topk_ids": given["topk_ids"][:3]}, "topk_ids is"),
         ({"up": given["up"].half()}, "up is torch.float16"),
+        ({"up": given["up"][:, 1:], "gated": True}, "up has 39 outputs, must be gate and up"),
     ):
         with pytest.raises(ValueError, match=message):
             fused_moe(**(given | change))
@@ -232,6 +255,45 @@ def test_relu2(dtype: torch.dtype) -> None:
         torch.testing.assert_close(
             y, relu2_reference(x), rtol=1e-2 if inexact else 0, atol=0, equal_nan=True
         )
+
+
+@kernels
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_swiglu(dtype: torch.dtype) -> None:
+    wide = (3 * torch.randn(5, 4200, device=DEVICE, dtype=torch.float64)).to(dtype)
+    wide[0, 0] = float("nan")
+    for gate, up in (wide.chunk(2, 1), (wide[:, :77], wide[:, 80:157]), wide[:0].chunk(2, 1)):
+        want = gate.double() * gate.double().sigmoid() * up.double()
+        for y in (swiglu(gate, up), swiglu_reference(gate, up)):
+            assert y.dtype == dtype
+            bound = TOLERANCE[dtype]
+            torch.testing.assert_close(y.double(), want, rtol=bound, atol=bound, equal_nan=True)
+    for given in ((wide[:, ::2], wide[:, ::2]), (wide[0], wide[0]), (wide[:, :4], wide[:, :5])):
+        with pytest.raises(ValueError, match="gate is"):
+            swiglu(*given)
+
+
+@kernels
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_sigmoid_gate(dtype: torch.dtype) -> None:
+    """Gates beside the heads that they belong to, as attention has them, and one for a token."""
+    generator = torch.Generator().manual_seed(4)
+
+    def normal(*shape: int) -> Tensor:
+        values = torch.randn(shape, generator=generator, dtype=torch.float64)
+        return values.to(DEVICE, dtype)
+
+    beside = normal(3, 5, 2, 36)
+    for gate, added in (
+        (beside[:, :, 1], None), (normal(3, 1, 1), normal(3, 5, 36)), (beside[:0, :, 1], None),
+    ):  # fmt: skip
+        x = normal(len(gate), 5, 36)
+        want = x.double() * gate.double().sigmoid()
+        want = want if added is None else want + added.double()
+        for y in (sigmoid_gate(x, gate, added), sigmoid_gate_reference(x, gate, added)):
+            assert y.dtype == dtype
+            bound = TOLERANCE[dtype]
+            torch.testing.assert_close(y.double(), want, rtol=bound, atol=bound)
 
 
 @kernels

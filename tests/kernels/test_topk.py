@@ -8,7 +8,12 @@ import torch
 from helpers.interpreter import kernels, plain
 from helpers.marks import cases
 
-from hybrid_runtime.kernels.moe.topk import topk, topk_reference
+from hybrid_runtime.kernels.moe.topk import (
+    softmax_topk,
+    softmax_topk_reference,
+    topk,
+    topk_reference,
+)
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -113,6 +118,36 @@ def test_topk(case: Routing) -> None:
     torch.testing.assert_close(topk_weights, want, rtol=1e-6, atol=1e-30)
 
 
+SOFTMAX = {
+    name: case
+    for name, case in ROUTINGS.items()
+    if case.groups == 1 and name not in ("largest", "equal", "super")
+}
+
+
+@plain
+@pytest.mark.parametrize("case", cases(SOFTMAX, {}))
+def test_softmax_topk_reference(case: Routing) -> None:
+    logits = routing(case)["logits"]
+    topk_weights, topk_ids = softmax_topk_reference(logits, case.top_k, case.renormalize)
+    assert topk_ids.tolist() == [ranked(line, case.top_k) for line in logits.tolist()]
+    found = logits.double().softmax(-1).gather(1, topk_ids)
+    if case.renormalize:
+        found = found / found.sum(-1, keepdim=True)
+    torch.testing.assert_close(topk_weights.double(), found, rtol=3e-6, atol=1e-30)
+
+
+@kernels
+@pytest.mark.parametrize("case", cases(SOFTMAX, {"prefill": Routing(4096, 256, 8)}))
+def test_softmax_topk(case: Routing) -> None:
+    given = routing(case)["logits"], case.top_k, case.renormalize
+    topk_weights, topk_ids = softmax_topk(*given)
+    want, chosen = softmax_topk_reference(*given)
+    assert topk_weights.dtype == want.dtype
+    assert torch.equal(topk_ids, chosen)
+    torch.testing.assert_close(topk_weights, want, rtol=3e-6, atol=1e-30)
+
+
 @kernels
 def test_topk_of_nan_names_experts_that_exist() -> None:
     given = routing(replace(ROUTE, count=13, top_k=6))
@@ -120,6 +155,8 @@ def test_topk_of_nan_names_experts_that_exist() -> None:
     given["logits"][3, 4] = float("nan")
     _, topk_ids = topk(**given)
     assert ((topk_ids >= 0) & (topk_ids < 13)).all()
+    _, others = softmax_topk(given["logits"], 6, True)
+    assert ((others >= 0) & (others < 13)).all()
     given["logits"] = given["logits"].nan_to_num()
     assert torch.equal(topk_ids[:2], topk(**given)[1][:2])
 
