@@ -247,6 +247,12 @@ class EngineConfig:
         not go with the model, or says that it has no states."""
         resolve_dtype("dtype", model.dtype, model.dtype)
         group = state_group(model)
+        if self.state_layout not in group.layouts:
+            raise ValueError(
+                f"state_layout is {self.state_layout!r}; it must be "
+                f"{' or '.join(map(repr, group.layouts))} with this model, whose states no other "
+                "kernel decodes"
+            )
         recurrence = group.recurrence(
             dtype=model.dtype,
             matrix_dtype=resolve_dtype("ssm_dtype", self.ssm_dtype, group.matrix_dtype),

@@ -1,37 +1,21 @@
 """Grouped-query attention over paged caches."""
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor, nn
 
 from hybrid_runtime.kernels.attention.launch import AttentionRows, KVCache
 from hybrid_runtime.kernels.attention.paged import paged_attention
+from hybrid_runtime.kernels.attention.rotary import HeadNorm, Rotary, rotate_heads
 from hybrid_runtime.kernels.attention.store_kv import store_kv
+from hybrid_runtime.kernels.layers.activation import sigmoid_gate
 from hybrid_runtime.kernels.linear.quantize import E4M3, Quantizer, Scaled
 from hybrid_runtime.models.forward_batch import Caches, Pass, RowBatch, WantedTokens
 from hybrid_runtime.models.linear import Linear, MergedLinear
+from hybrid_runtime.models.norm import RMSNorm
 
 FEW_TOKENS = 256
 """Up to so many, a product takes about as long as its matrix takes to come from memory. Then one
 product for q, k and v of all tokens is quicker than one for q of the wanted ones and another."""
-
-
-class Rotation(NamedTuple):
-    """Rotary position embedding, by Llama's halves: cos and sin `[T, 1, head_dim / 2]`."""
-
-    cos: Tensor
-    sin: Tensor
-
-    def of(self, wanted: WantedTokens) -> "Rotation":
-        """That of some tokens."""
-        return Rotation(wanted.of(self.cos), wanted.of(self.sin))
-
-    def turn(self, heads: Tensor) -> Tensor:
-        """`[T, heads, head_dim]`, rotated by each token's position."""
-        low, high = heads.chunk(2, dim=-1)
-        cos, sin = self
-        return torch.cat([low * cos - high * sin, high * cos + low * sin], dim=-1)
 
 
 KV_SCALES = {"k_proj": "k_scale", "v_proj": "v_scale"}
@@ -44,6 +28,13 @@ class Attention(nn.Module):
     Args:
         layer: key of ``Caches.kv``.
         halves: the result may be left as a sum.
+        rotary: position embedding of queries and keys; None = none.
+        norm_eps: queries and keys have a norm by heads, before `rotary`; None = none.
+        gated: what is attended to is multiplied by the sigmoid of a gate; ``q_proj`` gives each
+            head's queries, and then its gate.
+
+    Raises:
+        ValueError: norms without a position embedding.
     """
 
     def __init__(
@@ -56,11 +47,22 @@ class Attention(nn.Module):
         device: torch.device | str,
         dtype: torch.dtype,
         halves: bool = False,
+        rotary: Rotary | None = None,
+        norm_eps: float | None = None,
+        gated: bool = False,
     ):
         super().__init__()
         self.head_dim, self.layer = head_dim, layer
+        self.rotary, self.gated = rotary, gated
+        self.q_norm: RMSNorm | None = None
+        self.k_norm: RMSNorm | None = None
+        if norm_eps is not None:
+            if rotary is None:
+                raise ValueError("rotary is None, must be given where queries and keys have a norm")
+            self.q_norm = RMSNorm(head_dim, norm_eps, device, dtype, centred=True)
+            self.k_norm = RMSNorm(head_dim, norm_eps, device, dtype, centred=True)
         inner, kv_inner = num_heads * head_dim, num_kv_heads * head_dim
-        outputs = {"q_proj": inner, "k_proj": kv_inner, "v_proj": kv_inner}
+        outputs = {"q_proj": (1 + gated) * inner, "k_proj": kv_inner, "v_proj": kv_inner}
         self._qkv = MergedLinear(hidden_size, outputs, device, dtype)
         for name, part in self._qkv.parts.items():
             self.add_module(name, part)
@@ -84,7 +86,6 @@ class Attention(nn.Module):
         x: Tensor | Scaled,
         step: Pass,
         wanted: WantedTokens | None = None,
-        rotate: Rotation | None = None,
     ) -> Tensor:
         """Attend from each token to its row's cached context and itself.
 
@@ -92,17 +93,18 @@ class Attention(nn.Module):
             x: [T, hidden_size]; with `wanted` not quantised.
             step: with the rows, and the caches to which the tokens' keys and values are added.
             wanted: only these tokens attend, the others leave keys and values; None = all attend.
-            rotate: position embedding; None = none.
 
         Returns:
             [T, hidden_size], with `halves` perhaps [parts, T, hidden_size] whose sum it is; with
             `wanted` as many tokens as those.
         """
-        q, k, v = self._heads(x, rotate, wanted)
         batch, cache = step.batch, self._cache(step.caches)
-        store_kv(k, v, cache, AttentionRows(batch.slot, batch.cu_seqlens, batch.computed))
-        y = self._attend(q, cache, batch if wanted is None else wanted.batch).flatten(-2)
-        out: Tensor = self.o_proj(y)
+        q, k, v, gate = self._heads(x, batch, wanted)
+        store_kv(k, v, cache, _attention_rows(batch))
+        y = self._attend(q, cache, batch if wanted is None else wanted.batch)
+        if gate is not None:
+            y = sigmoid_gate(y, gate)
+        out: Tensor = self.o_proj(y.flatten(-2))
         return out
 
     def _cache(self, caches: Caches) -> KVCache:
@@ -133,20 +135,44 @@ class Attention(nn.Module):
         return y
 
     def _heads(
-        self, x: Tensor | Scaled, rotate: Rotation | None, wanted: WantedTokens | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """q of the wanted tokens, k and v of all, each [tokens, heads, head_dim]."""
+        self, x: Tensor | Scaled, batch: RowBatch, wanted: WantedTokens | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """q of the wanted tokens, k and v of all, each [tokens, heads, head_dim], and the gate, of
+        q's shape."""
         if wanted is None or isinstance(x, Scaled) or len(x) <= FEW_TOKENS:
             q, k, v = self._project(x, "q_proj", "k_proj", "v_proj")
-            if rotate is not None:
-                q, k = rotate.turn(q), rotate.turn(k)
-            return q if wanted is None else wanted.of(q), k, v
+            q, gate = self._split(q)
+            q, k = self._rotate(q, k, batch)
+            if wanted is not None:
+                q, gate = wanted.of(q), None if gate is None else wanted.of(gate)
+            return q, k, v, gate
         (q,) = self._project(wanted.of(x), "q_proj")
+        q, gate = self._split(q)
         k, v = self._project(x, "k_proj", "v_proj")
-        if rotate is not None:
-            q, k = rotate.of(wanted).turn(q), rotate.turn(k)
-        return q, k, v
+        q, _ = self._rotate(q, q[:, :0], wanted.batch)
+        _, k = self._rotate(k[:, :0], k, batch)
+        return q, k, v, gate
+
+    def _split(self, q: Tensor) -> tuple[Tensor, Tensor | None]:
+        """What `q_proj` gives, as queries and gate."""
+        if not self.gated:
+            return q, None
+        q, gate = q.unflatten(1, (-1, 2)).unbind(2)
+        return q, gate
+
+    def _rotate(self, q: Tensor, k: Tensor, batch: RowBatch) -> tuple[Tensor, Tensor]:
+        """Norm and position embedding, if there are any, at the tokens of a batch."""
+        if self.rotary is None:
+            return q, k
+        norm = None
+        if self.q_norm is not None and self.k_norm is not None:
+            norm = HeadNorm(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
+        return rotate_heads(q, k, self.rotary, _attention_rows(batch), norm)
 
     def _project(self, x: Tensor | Scaled, *names: str) -> list[Tensor]:
         """Products with some projections, each [tokens, heads, head_dim]."""
         return [y.unflatten(-1, (-1, self.head_dim)) for y in self._qkv(x, *names)]
+
+
+def _attention_rows(batch: RowBatch) -> AttentionRows:
+    return AttentionRows(batch.slot, batch.cu_seqlens, batch.computed)

@@ -100,10 +100,11 @@ class Checkpoint:
 
     def tensors(self, model: HybridModel) -> StoredTensors:
         """Those that fill the model; a draft head's are not its."""
-        present = set(self.files.files)
+        others = self.family.others
+        present = {name for name in self.files.files if not name.startswith(others)}
         if self.config.has_draft_head:
             present -= self._of_head()
-        wanted, rounded = self.family.tensors(model), frozenset[str]()
+        wanted, rounded = self.family.tensors(model, self.files.files), frozenset[str]()
         if self.quantization is not None and self.quantization.rounded:
             rounded = frozenset(name for name, t in wanted.items() if t.dtype == E4M3)
         return StoredTensors(self.files, wanted, present, rounded)
@@ -138,7 +139,9 @@ class Checkpoint:
 
     def head_tensors(self, head: nn.Module) -> StoredTensors:
         """Those that fill the draft head."""
-        return StoredTensors(self.files, self.family.tensors(head), self._of_head())
+        return StoredTensors(
+            self.files, self.family.tensors(head, self.files.files), self._of_head()
+        )
 
     @property
     def holds_head(self) -> bool:

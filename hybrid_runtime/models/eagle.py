@@ -5,10 +5,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hybrid_runtime.models.attention import Attention, Rotation
+from hybrid_runtime.kernels.attention.rotary import Rotary
+from hybrid_runtime.models.attention import Attention
 from hybrid_runtime.models.forward_batch import Caches, Pass, RowBatch, WantedTokens
 from hybrid_runtime.models.json_fields import (
     COUNT,
@@ -24,6 +24,7 @@ from hybrid_runtime.models.json_fields import (
 )
 from hybrid_runtime.models.linear import Embedding, Linear
 from hybrid_runtime.models.model import HybridModel
+from hybrid_runtime.models.moe import GatedMLP
 from hybrid_runtime.models.norm import RMSNorm
 
 _KINDS: dict[str, Kind] = {
@@ -97,21 +98,6 @@ class EagleConfig:
         )
 
 
-class GatedMLP(nn.Module):
-    """down(silu(gate(x)) * up(x))."""
-
-    def __init__(self, size: int, inner: int, device: torch.device, dtype: torch.dtype):
-        super().__init__()
-        self.gate_proj = Linear(size, inner, device, dtype)
-        self.up_proj = Linear(size, inner, device, dtype)
-        self.down_proj = Linear(inner, size, device, dtype)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[T, size] to [T, size]."""
-        y: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-        return y
-
-
 class EagleLayer(nn.Module):
     """A Llama decoder layer without the norm before attention."""
 
@@ -125,6 +111,7 @@ class EagleLayer(nn.Module):
             layer,
             device,
             dtype,
+            rotary=Rotary(config.head_dim, config.rope_theta),
         )
         self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, device, dtype)
         self.post_attention_layernorm = RMSNorm(
@@ -195,8 +182,7 @@ class EagleHead(nn.Module):
         own = self.embed_tokens
         embedded = target.embed(tokens) if own is None else own.lookup(tokens)
         x = self.fc(torch.cat([embedded, hidden], dim=-1))
-        rotate = self._rotation(batch, x.shape[0], x.dtype)
-        attended = layer.self_attn(x, Pass(batch, caches), wanted, rotate)
+        attended = layer.self_attn(x, Pass(batch, caches), wanted)
         x = attended + (x if wanted is None else wanted.of(x))
         return x + layer.mlp(layer.post_attention_layernorm(x))
 
@@ -208,16 +194,3 @@ class EagleHead(nn.Module):
     def logits(self, hidden: Tensor) -> Tensor:
         """[T, hidden_size] to [T, vocab_size] by the target's output head."""
         return self._target[0].logits(hidden)
-
-    def _rotation(self, batch: RowBatch, tokens: int, dtype: torch.dtype) -> Rotation:
-        """That of each token's position."""
-        start = batch.cu_seqlens.long()
-        token = torch.arange(tokens, device=start.device)
-        row = torch.searchsorted(start, token, right=True) - 1
-        row = row.clamp(0, batch.slot.shape[0] - 1)
-        position = batch.computed.long()[row] + token - start[row]
-        half = self.config.head_dim // 2
-        fine = torch.promote_types(dtype, torch.float32)
-        exponent = torch.arange(half, device=start.device, dtype=fine) / half
-        angle = position.to(fine)[:, None] * self.config.rope_theta**-exponent
-        return Rotation(angle.cos().to(dtype)[:, None], angle.sin().to(dtype)[:, None])

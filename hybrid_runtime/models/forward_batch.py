@@ -183,7 +183,7 @@ class Pass(NamedTuple):
     batch: the rows.
     caches: of all layers.
     state_parts: all rows with the kernels that run them, as layers with states take them, a
-        `MambaPart` each; none where no layer has a state.
+        `StatePart` each; none where no layer has a state.
     """
 
     batch: RowBatch

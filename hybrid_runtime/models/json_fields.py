@@ -65,6 +65,26 @@ def or_list_of(kind: Kind, plural: str) -> Kind:
     )
 
 
+# fmt: off
+UNREAD = frozenset([
+    "add_cross_attention", "architectures", "attention_dropout", "attn_implementation", "auto_map",
+    "bad_words_ids", "begin_suppress_tokens", "chunk_size_feed_forward",
+    "cross_attention_hidden_size", "decoder_start_token_id", "diversity_penalty", "do_sample",
+    "early_stopping", "encoder_no_repeat_ngram_size", "exponential_decay_length_penalty",
+    "finetuning_task", "forced_bos_token_id", "forced_eos_token_id", "hidden_dropout", "id2label",
+    "initializer_range", "is_decoder", "is_encoder_decoder", "label2id", "length_penalty",
+    "max_length", "min_length", "name_or_path", "no_repeat_ngram_size", "num_beam_groups",
+    "num_beams", "num_return_sequences", "output_attentions", "output_hidden_states",
+    "output_router_logits", "output_scores", "prefix", "problem_type", "pruned_heads",
+    "remove_invalid_values", "repetition_penalty", "return_dict", "return_dict_in_generate",
+    "router_aux_loss_coef", "sep_token_id", "suppress_tokens", "task_specific_params",
+    "temperature", "tf_legacy_loss", "tie_encoder_decoder", "tokenizer_class", "top_k", "top_p",
+    "torchscript", "transformers_version", "typical_p", "use_bfloat16", "use_cache",
+])
+# fmt: on
+"""Fields of transformers' configs of any family that cannot change the logits of a given checkpoint
+at inference."""
+
 _shorten = Repr()
 _shorten.maxstring = _shorten.maxother = _shorten.maxlong = 160
 
@@ -86,6 +106,33 @@ def check_fields(given: Mapping[str, Any], kinds: Mapping[str, Kind]) -> None:
         value = given.get(name)
         if value is not None and not kind.holds(value):
             raise ValueError(f"config field {name} is {shown(value)}, must be {kind.must}")
+
+
+def unpacked(value: Any) -> Any:
+    """A field's value. transformers >= 5 writes numbers that JSON lacks as
+    `{"__float__": "Infinity"}`."""
+    if isinstance(value, dict) and value.keys() == {"__float__"}:
+        try:
+            return float(value["__float__"])
+        except (TypeError, ValueError):
+            return value
+    if isinstance(value, list):
+        return [unpacked(item) for item in value]
+    return value
+
+
+def merge(known: dict[str, Any], spelled: dict[str, str], own: str, name: str, value: Any) -> None:
+    """Have a file's field `name` as our field `own`; `ValueError` if another spelling of it says
+    something else.
+
+    known: our fields so far. spelled: what the file calls them. Both are changed.
+    """
+    if own in known and known[own] != value:
+        raise ValueError(
+            f"config field {name} is {shown(value)}, but another spelling of the same field "
+            f"({spelled[own]}) is {shown(known[own])}; they must agree"
+        )
+    known[own], spelled[own] = value, name
 
 
 def check_unquantised(config: Mapping[str, Any], field: str = "quantization_config") -> None:

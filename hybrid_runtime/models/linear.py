@@ -1,7 +1,7 @@
 """Weight matrices: the only code of the models that creates, multiplies or names them. What of them
 is stored, and what a product is, is their format's, see `formats.py`."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from itertools import combinations
 from typing import Any
 
@@ -206,20 +206,43 @@ class StackedMatrix(Matrix):
 
 class Experts(nn.Module):
     """The matrices of all routed experts, stacked: `up_proj` of `[inner, size]`, `down_proj` of
-    `[size, inner]`, both of one format."""
+    `[size, inner]`, both of one format. Of gated ones `up_proj` is `[2 * inner, size]`: what
+    checkpoints call ``gate_proj`` comes first."""
 
     def __init__(
-        self, count: int, size: int, inner: int, device: torch.device | str, dtype: torch.dtype
+        self,
+        count: int,
+        size: int,
+        inner: int,
+        device: torch.device | str,
+        dtype: torch.dtype,
+        gated: bool = False,
     ):
         super().__init__()
-        self.count = count
-        self.up_proj = StackedMatrix(count, size, inner, device, dtype)
+        self.count, self.gated = count, gated
+        self.up_proj = StackedMatrix(count, size, (1 + gated) * inner, device, dtype)
         self.down_proj = StackedMatrix(count, inner, size, device, dtype)
 
+    @property
+    def projections(self) -> tuple[str, ...]:
+        """What checkpoints call an expert's matrices."""
+        return (*(("gate_proj",) if self.gated else ()), "up_proj", "down_proj")
+
     def store_as(self, format: Format, device: torch.device | str) -> None:
-        """Be of that format, without values."""
+        """Be of that format, without values; `ValueError` if gate and up would need a scale each
+        where there is one for both."""
+        if self.gated and any(not like.dim() for like in format.tensors(1, 1, self.dtype).values()):
+            raise ValueError(
+                f"gated experts are {format.algorithm}, which has one scale for all lines of a "
+                "matrix; they must be in a format with a scale for each line"
+            )
         self.up_proj.store_as(format, device)
         self.down_proj.store_as(format, device)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of activations."""
+        return self.up_proj.dtype
 
     def join(self) -> None:
         """Once scales have their values: a token is quantised once for all of its experts, by the
@@ -243,11 +266,12 @@ class Experts(nn.Module):
             ValueError: shapes or dtypes that do not go together.
         """
         up, down = self.up_proj.format.experts(self.up_proj, self.down_proj)
-        return fused_moe(x, weights, experts, up, down)
+        return fused_moe(x, weights, experts, up, down, gated=self.gated)
 
 
-def checkpoint_tensors(module: Any) -> dict[str, Tensor]:
-    """Checkpoint names of a module's parameters, with views of their storage.
+def checkpoint_tensors(module: Any, names: Collection[str] = ()) -> dict[str, Tensor]:
+    """Checkpoint names of a module's parameters, with views of their storage. names: those in the
+    files, which make no difference here.
 
     Names are the parameters' own, but each routed expert has its own tensors in a checkpoint:
     ``experts.up_proj.weight[i]`` is called ``experts.i.up_proj.weight``.

@@ -1,15 +1,108 @@
-"""The Mamba-2 mixer."""
+"""The Mamba-2 mixer, and the kernels that run it."""
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from hybrid_runtime.kernels.common.varlen import Cuts, StateRows
 from hybrid_runtime.kernels.linear.quantize import Quantizer, Scaled
+from hybrid_runtime.kernels.mamba2.chunk_scan import chunk_scan
 from hybrid_runtime.kernels.mamba2.records import Records
+from hybrid_runtime.kernels.mamba2.replay_update import replay_update
+from hybrid_runtime.kernels.mamba2.state_update import selective_state_update
+from hybrid_runtime.kernels.replay.rounding import Rounding
+from hybrid_runtime.kernels.replay.rows import ReplayRows
 from hybrid_runtime.models.forward_batch import Pass
 from hybrid_runtime.models.linear import Linear
-from hybrid_runtime.models.mamba_kernels import ConvInputs, LayerState, MambaPart, ScanInputs
 from hybrid_runtime.models.model import Mamba2Shape
 from hybrid_runtime.models.norm import GatedRMSNorm
+from hybrid_runtime.models.state_parts import ConvInputs, LayerState, StatePart
+
+
+class ScanInputs(NamedTuple):
+    """The state space model's inputs and parameters; shapes as of `selective_state_update`."""
+
+    x: Tensor
+    dt: Tensor
+    A_log: Tensor
+    B: Tensor
+    C: Tensor
+    D: Tensor
+    dt_bias: Tensor
+
+
+class Mamba2Scans(NamedTuple):
+    """`Scans` of Mamba-2.
+
+    dt_min, dt_max: bounds of the time step.
+    chunk_size: tokens that prompts are scanned in.
+    """
+
+    dt_min: float
+    dt_max: float
+    chunk_size: int
+
+    def prompts(
+        self,
+        inputs: ScanInputs,
+        state: LayerState,
+        rows: StateRows,
+        max_scheduled: int,
+        cuts: Cuts | None,
+        out: Tensor,
+    ) -> None:
+        chunk_scan(
+            **inputs._asdict(),
+            states=state.matrices,
+            rows=rows,
+            max_scheduled=max_scheduled,
+            chunk_size=self.chunk_size,
+            dt_min=self.dt_min,
+            dt_max=self.dt_max,
+            cuts=cuts,
+            out=out,
+        )
+
+    def columns(
+        self,
+        inputs: ScanInputs,
+        state: LayerState,
+        rows: StateRows,
+        max_scheduled: int,
+        out: Tensor,
+    ) -> None:
+        selective_state_update(
+            **inputs._asdict(),
+            states=state.matrices,
+            rows=rows,
+            max_scheduled=max_scheduled,
+            dt_min=self.dt_min,
+            dt_max=self.dt_max,
+            out=out,
+        )
+
+    def replay(
+        self,
+        inputs: ScanInputs,
+        state: LayerState,
+        records: tuple[Tensor, ...],
+        rows: ReplayRows,
+        max_scheduled: int,
+        rounding: Rounding | None,
+        out: Tensor,
+    ) -> None:
+        replay_update(
+            **inputs._asdict(),
+            states=state.matrices,
+            records=Records(*records),
+            rows=rows,
+            max_scheduled=max_scheduled,
+            rounding=rounding,
+            dt_min=self.dt_min,
+            dt_max=self.dt_max,
+            out=out,
+        )
 
 
 class CausalConv1dWeights(nn.Module):
@@ -76,7 +169,7 @@ class Mamba2Mixer(nn.Module):
 
         Args:
             x: [T, hidden_size].
-            step: with the `MambaPart`s of all rows and the caches that hold the layer's states.
+            step: with the `StatePart`s of all rows and the caches that hold the layer's states.
 
         Returns:
             [T, hidden_size], or [2, T, hidden_size] whose sum it is.
@@ -84,12 +177,7 @@ class Mamba2Mixer(nn.Module):
         projected: Tensor = self.in_proj(x)
         gate, xBC, dt = projected.split(self._projected, dim=-1)
         caches, layer = step.caches, self.layer
-        records = caches.records.get(layer)
-        state = LayerState(
-            self.mamba_layer,
-            *caches.states[layer],
-            None if records is None else Records(*records),
-        )
+        state = LayerState(self.mamba_layer, *caches.states[layer], caches.records.get(layer))
         if not step.state_parts:
             return projected.new_zeros(len(projected), self.out_proj.outputs)
         y = torch.empty_like(gate, memory_format=torch.contiguous_format)
@@ -98,7 +186,7 @@ class Mamba2Mixer(nn.Module):
         out: Tensor = self.out_proj(self.norm(y, gate, self.out_proj.quantizer))
         return out
 
-    def _mix(self, part: MambaPart, xBC: Tensor, dt: Tensor, state: LayerState, y: Tensor) -> None:
+    def _mix(self, part: StatePart, xBC: Tensor, dt: Tensor, state: LayerState, y: Tensor) -> None:
         """Convolution and state space model over a part's tokens, to its share of
         y [T, inner size]."""
         shape, tokens = self.shape, part.part.tokens

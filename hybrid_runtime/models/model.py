@@ -1,6 +1,6 @@
 """What a model is to the rooms above: `HybridModel`, its groups of states, and its family."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
 
@@ -11,6 +11,7 @@ from hybrid_runtime.kernels.conv.spec import ConvLayout
 from hybrid_runtime.kernels.mamba2.recurrence import mamba2
 from hybrid_runtime.kernels.recurrence import Recurrence
 from hybrid_runtime.models.forward_batch import Caches, RowBatch, StatePositions
+from hybrid_runtime.models.tensor_files import Destination
 
 
 class Mamba2Shape(NamedTuple):
@@ -59,12 +60,14 @@ class StateGroup(NamedTuple):
     matrix_dtype: what the checkpoint's authors keep matrices in.
     params: what folding pending tokens into a state reads, see `Recurrence.params`; of each a
         tensor per layer.
+    layouts: of states, in which there are kernels for decoding.
     """
 
     recurrence: MakeRecurrence
     layers: tuple[int, ...]
     matrix_dtype: torch.dtype
     params: tuple[tuple[Tensor, ...], ...]
+    layouts: tuple[str, ...] = ("replay", "columns")
 
 
 class HybridModel(Protocol):
@@ -152,17 +155,21 @@ class Family(NamedTuple):
     read_config: decoded config.json to the family's config; `ValueError` names the field that is
         wrong.
     build: config, device and dtype to a model without values.
-    tensors: model or draft head to its tensors by their names in checkpoints.
+    tensors: model or draft head, and the names in a checkpoint's files, to the places of its
+        tensors by the names that they have in such files.
     build_head: target to the draft head that is in its checkpoint, without values; `ValueError` if
         the config names none. None: the family has none.
     head_prefix: what the names of the head's tensors begin with.
+    others: what the names of tensors begin with that are neither the model's nor the head's: those
+        of an encoder of images, which are left out.
     formats: whether matrices may be of other formats than plain numbers; then modules are called in
         checkpoints as in the model.
     """
 
     read_config: Callable[[Mapping[str, Any]], ModelConfig]
     build: Callable[[Any, torch.device | str, torch.dtype], HybridModel]
-    tensors: Callable[[Any], dict[str, Tensor]]
+    tensors: Callable[[Any, Collection[str]], Mapping[str, Destination]]
     build_head: Callable[[Any], nn.Module] | None = None
     head_prefix: str = ""
+    others: tuple[str, ...] = ()
     formats: bool = False

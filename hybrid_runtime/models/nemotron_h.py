@@ -10,12 +10,12 @@ from hybrid_runtime.models.attention import Attention
 from hybrid_runtime.models.few_layers import few_layers
 from hybrid_runtime.models.forward_batch import Caches, Pass, RowBatch, StatePositions, WantedTokens
 from hybrid_runtime.models.linear import Embedding, Experts, Linear, checkpoint_tensors
-from hybrid_runtime.models.mamba import Mamba2Mixer
-from hybrid_runtime.models.mamba_kernels import mamba_parts
+from hybrid_runtime.models.mamba import Mamba2Mixer, Mamba2Scans
 from hybrid_runtime.models.model import Family, StateGroup
 from hybrid_runtime.models.moe import MLP, MoE, Router, Routing
 from hybrid_runtime.models.nemotron_h_config import NemotronHConfig
 from hybrid_runtime.models.norm import RMSNorm
+from hybrid_runtime.models.state_parts import state_parts
 
 Device = torch.device | str
 Mixer = Mamba2Mixer | Attention | MLP | MoE
@@ -144,6 +144,7 @@ class NemotronH(nn.Module):
         self.kv_shape = (config.num_key_value_heads, config.head_dim)
         self.kv_dtype: torch.dtype | None = None
         self.state_layers = tuple(i for i, kind in enumerate(config.pattern) if kind == "M")
+        self._scans = Mamba2Scans(*config.time_step_limit, config.chunk_size)
         self._running: list[nn.Module] | None = None
         self.backbone = Backbone(config, device, dtype)
         self.lm_head: Embedding | None = None
@@ -209,9 +210,7 @@ class NemotronH(nn.Module):
         x, config = self.embed(tokens), self.config
         if config.residual_in_fp32:
             x = x.to(torch.promote_types(x.dtype, torch.float32))
-        parts = mamba_parts(
-            batch, positions, caches, x.shape[0], config.time_step_limit, config.chunk_size
-        )
+        parts = state_parts(batch, positions, caches, x.shape[0], self._scans)
         step, delta = Pass(batch, caches, parts), None
         for layer in self._running or self.backbone.layers:
             x, delta = layer(x, delta, step)

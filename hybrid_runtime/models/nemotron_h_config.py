@@ -11,16 +11,19 @@ from hybrid_runtime.models.json_fields import (
     COUNT,
     FLAG,
     SIZE,
+    UNREAD,
     Kind,
     check_fields,
     check_unquantised,
     integer,
+    merge,
     one_line,
     one_of,
     only,
     or_list_of,
     positive,
     shown,
+    unpacked,
 )
 from hybrid_runtime.models.model import Mamba2Shape
 
@@ -149,25 +152,13 @@ KINDS |= {alias: KINDS[name] for alias, name in ALIASES.items() if name in KINDS
 # Fields that cannot change the logits of a given checkpoint at inference. No implementation of
 # the family uses a rotary embedding, so the fields that would shape one are here too.
 # fmt: off
-HARMLESS = frozenset([
-    "add_cross_attention", "architectures", "attention_dropout", "attn_implementation", "auto_map",
-    "bad_words_ids", "begin_suppress_tokens", "chunk_size_feed_forward",
-    "cross_attention_hidden_size", "decoder_start_token_id", "diversity_penalty", "do_sample",
-    "early_stopping", "encoder_no_repeat_ngram_size", "exponential_decay_length_penalty", "expand",
-    "finetuning_task", "forced_bos_token_id", "forced_eos_token_id", "hidden_dropout", "id2label",
-    "initializer_range", "is_decoder", "is_encoder_decoder", "label2id", "length_penalty",
-    "mamba_dt_init_floor", "mamba_dt_max", "mamba_dt_min", "mamba_expand", "max_length",
-    "min_length", "moe_router_force_load_balancing", "moe_shared_expert_overlap", "name_or_path",
-    "no_repeat_ngram_size", "num_beam_groups", "num_beams", "num_logits_to_keep",
-    "num_return_sequences", "output_attentions", "output_hidden_states", "output_router_logits",
-    "output_scores", "partial_rotary_factor", "prefix", "problem_type", "pruned_heads",
-    "remove_invalid_values", "repetition_penalty", "rescale_prenorm_residual", "return_dict",
-    "return_dict_in_generate", "rope_parameters", "rope_scaling", "rope_theta",
-    "router_aux_loss_coef", "sep_token_id", "suppress_tokens", "task_specific_params",
-    "temperature", "tf_legacy_loss", "tie_encoder_decoder", "time_step_floor", "time_step_max",
-    "time_step_min", "time_step_rank", "tokenizer_class", "top_k", "top_p", "torchscript",
-    "transformers_version", "typical_p", "use_bfloat16", "use_cache", "use_mamba_kernels",
-])
+HARMLESS = UNREAD | {
+    "expand", "mamba_dt_init_floor", "mamba_dt_max", "mamba_dt_min", "mamba_expand",
+    "moe_router_force_load_balancing", "moe_shared_expert_overlap", "num_logits_to_keep",
+    "partial_rotary_factor", "rescale_prenorm_residual", "rope_parameters", "rope_scaling",
+    "rope_theta", "time_step_floor", "time_step_max", "time_step_min", "time_step_rank",
+    "use_mamba_kernels",
+}
 # fmt: on
 
 
@@ -267,7 +258,7 @@ class NemotronHConfig:
         Raises:
             ValueError: naming the field, its value and what is supported.
         """
-        given = {name: _decoded(value) for name, value in config.items() if value is not None}
+        given = {name: unpacked(value) for name, value in config.items() if value is not None}
         check_unquantised(given)
         check_fields(given, KINDS)
         known: dict[str, Any] = {}
@@ -275,7 +266,7 @@ class NemotronHConfig:
         own = {item.name for item in fields(NemotronHConfig)} - {"pattern", "mtp_pattern"}
         for name in (*ALIASES, *sorted(own)):
             if name in given:
-                _merge(known, spelled, name, given)
+                merge(known, spelled, ALIASES.get(name, name), name, given[name])
         known["pattern"], spelled["pattern"] = _pattern(given, "")
         if known.get("num_nextn_predict_layers"):
             known["mtp_pattern"], spelled["mtp_pattern"] = _pattern(given, "mtp_")
@@ -364,30 +355,6 @@ def _check_unread(given: Mapping[str, Any], known: Mapping[str, Any]) -> None:
         raise ValueError(
             f"config field n_shared_experts is {shared}, must be 1: nothing else is supported"
         )
-
-
-def _decoded(value: Any) -> Any:
-    # transformers >= 5 writes numbers that JSON lacks as {"__float__": "Infinity"}.
-    if isinstance(value, dict) and value.keys() == {"__float__"}:
-        try:
-            return float(value["__float__"])
-        except (TypeError, ValueError):
-            return value
-    if isinstance(value, list):
-        return [_decoded(item) for item in value]
-    return value
-
-
-def _merge(
-    known: dict[str, Any], spelled: dict[str, str], name: str, given: Mapping[str, Any]
-) -> None:
-    own, value = ALIASES.get(name, name), given[name]
-    if own in known and known[own] != value:
-        raise ValueError(
-            f"config field {name} is {shown(value)}, but another spelling of the same field "
-            f"({spelled[own]}) is {shown(known[own])}; they must agree"
-        )
-    known[own], spelled[own] = value, name
 
 
 def _pattern(given: Mapping[str, Any], prefix: str) -> tuple[str, str]:

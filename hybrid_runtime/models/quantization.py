@@ -87,8 +87,7 @@ class Quantization:
         known = {*map(_plainly, found)}
         for name, part in model.named_modules():
             if isinstance(part, Experts):
-                projections = [n for n, _ in part.named_children()]
-                names = [f"{name}.{i}.{p}" for i in range(part.count) for p in projections]
+                names = [f"{name}.{i}.{p}" for i in range(part.count) for p in part.projections]
                 known.update(map(_plainly, names))
                 part.store_as(self._common_format(names), "meta")
         for name, format in self.table.items():

@@ -2,12 +2,15 @@
 
 from pathlib import Path
 
-from hybrid_runtime.models import nemotron_h
+from hybrid_runtime.models import nemotron_h, qwen3_5
 from hybrid_runtime.models.json_fields import named, read_json, shown
 from hybrid_runtime.models.model import Family, ModelConfig
 
 FAMILIES: dict[str, Family] = {
     "nemotron_h": nemotron_h.FAMILY,
+    **dict.fromkeys(
+        ("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"), qwen3_5.FAMILY
+    ),
 }
 """By `model_type` of config.json."""
 _UNNAMED = "nemotron_h"

@@ -27,6 +27,36 @@ _DTYPES = ("F32", "BF16", "F16")
 _E4M3 = "F8_E4M3"
 
 
+class Pieces:
+    """Where a tensor of a file goes that lies in several places: its lines, one piece after
+    another.
+
+    pieces: of one dtype, `[lines, *]` each; changed by `copy_`.
+    """
+
+    def __init__(self, pieces: Sequence[Tensor]) -> None:
+        self.pieces = tuple(pieces)
+        self.dtype, self.device = pieces[0].dtype, pieces[0].device
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (sum(len(piece) for piece in self.pieces), *self.pieces[0].shape[1:])
+
+    @property
+    def nbytes(self) -> int:
+        return sum(piece.nbytes for piece in self.pieces)
+
+    def copy_(self, source: Tensor) -> None:
+        """Have these values, of the same shape."""
+        lengths = [len(piece) for piece in self.pieces]
+        for piece, part in zip(self.pieces, source.split(lengths), strict=True):
+            piece.copy_(part)
+
+
+Destination = Tensor | Pieces
+"""Where a tensor of a file goes."""
+
+
 class TensorFiles:
     """Names, shapes and values of the tensors in a checkpoint directory.
 
@@ -88,7 +118,7 @@ class TensorFiles:
 
     def check(
         self,
-        wanted: Mapping[str, Tensor],
+        wanted: Mapping[str, Destination],
         present: Iterable[str],
         rounded: Collection[str] = (),
     ) -> None:
@@ -159,7 +189,7 @@ class TensorFiles:
 
     def load(
         self,
-        wanted: Mapping[str, Tensor],
+        wanted: Mapping[str, Destination],
         present: Iterable[str],
         rounded: Collection[str] = (),
     ) -> None:
@@ -188,19 +218,20 @@ class TensorFiles:
                         bar.advance(task)
 
     @staticmethod
-    def _fill(wanted: Mapping[str, Tensor], name: str, given: Tensor, rounded: bool) -> None:
+    def _fill(wanted: Mapping[str, Destination], name: str, given: Tensor, rounded: bool) -> None:
         destination = wanted[name]
         if not rounded:
             destination.copy_(given.view(destination.shape))
             return
-        values, scale = quantize_lines_reference(given.to(destination.device))
-        destination.copy_(values)
-        wanted[scale_of(name)].copy_(scale)
+        lines = given.to(destination.device).flatten(0, -2)
+        values, scale = quantize_lines_reference(lines)
+        destination.copy_(values.view(destination.shape))
+        wanted[scale_of(name)].copy_(scale.view(destination.shape[:-1]))
 
 
 def scale_of(weight: str) -> str:
     """The name of the scales of a weight."""
-    return weight.removesuffix("weight") + f"weight{SCALE}"
+    return weight + SCALE
 
 
 def _is_name(value: object) -> bool:
@@ -228,7 +259,7 @@ class StoredTensors(NamedTuple):
     """
 
     files: TensorFiles
-    wanted: Mapping[str, Tensor]
+    wanted: Mapping[str, Destination]
     present: set[str]
     rounded: frozenset[str] = frozenset()
 

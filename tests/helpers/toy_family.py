@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,11 +23,11 @@ from hybrid_runtime.models import registry
 from hybrid_runtime.models.attention import Attention
 from hybrid_runtime.models.forward_batch import Caches, Pass, RowBatch, StatePositions
 from hybrid_runtime.models.linear import Embedding, checkpoint_tensors
-from hybrid_runtime.models.mamba import Mamba2Mixer
-from hybrid_runtime.models.mamba_kernels import mamba_parts
+from hybrid_runtime.models.mamba import Mamba2Mixer, Mamba2Scans
 from hybrid_runtime.models.model import Family, Mamba2Shape, StateGroup
 from hybrid_runtime.models.moe import MLP
 from hybrid_runtime.models.norm import RMSNorm
+from hybrid_runtime.models.state_parts import state_parts
 
 VOCABULARY = 320
 """As the tokenizer of the shipped checkpoint has."""
@@ -105,13 +105,14 @@ class Toy(nn.Module):
         self, tokens: Tensor, batch: RowBatch, positions: StatePositions, caches: Caches
     ) -> Tensor:
         x = self.embed(tokens)
-        parts = mamba_parts(batch, positions, caches, len(x), (0.0, float("inf")), 16)
+        scans = Mamba2Scans(0.0, float("inf"), 16)
+        parts = state_parts(batch, positions, caches, len(x), scans)
         for norm, step in zip(self.norms, self.steps, strict=False):
             x = x + step(norm(x), Pass(batch, caches, parts))
         return self.norms[3](x)
 
 
-def tensors(module: nn.Module) -> dict[str, Tensor]:
+def tensors(module: nn.Module, names: Collection[str] = ()) -> dict[str, Tensor]:
     """By names with slashes."""
     return {f"toy/{name.replace('.', '/')}": t for name, t in checkpoint_tensors(module).items()}
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from hybrid_runtime.demo import SHIPPED
 from hybrid_runtime.engine import Engine, SamplingParams
 from hybrid_runtime.models.checkpoint import Checkpoint, load_model
-from hybrid_runtime.models.registry import load_config
+from hybrid_runtime.models.registry import FAMILIES, load_config
 
 __all__ = ["toy_checkpoint"]  # fixture
 
@@ -53,7 +53,7 @@ def test_its_tensors_are_loaded_by_their_own_names(toy_checkpoint: Path) -> None
     checkpoint = Checkpoint(toy_checkpoint)
     model = load_model(checkpoint, "cpu", torch.float32)
     stored = load_file(toy_checkpoint / "model.safetensors")
-    loaded = checkpoint.family.tensors(model)
+    loaded = checkpoint.family.tensors(model, ())
     assert stored.keys() == loaded.keys()
     assert "toy/state/in_proj/weight" in stored
     assert all(torch.equal(stored[name], loaded[name]) for name in stored)
@@ -75,7 +75,9 @@ def test_an_unknown_family_is_refused_by_those_that_are_known(
     toy_checkpoint: Path, name: object
 ) -> None:
     (toy_checkpoint / "config.json").write_text(json.dumps({"model_type": name}))
-    must = r"model_type is .*, must be 'nemotron_h' or 'toy': nothing else"
+    known = " or ".join(map(repr, FAMILIES))
+    assert known.startswith("'nemotron_h' or 'qwen3_next' or ")
+    must = rf"model_type is .*, must be {known}: nothing else"
     with pytest.raises(ValueError, match=must):
         Engine.from_pretrained(toy_checkpoint)
 
@@ -88,9 +90,17 @@ def test_a_config_without_a_model_type_is_of_the_first_family(tmp_path: Path) ->
 
 
 def test_nobody_else_names_a_family() -> None:
-    allowed = re.compile(r"hybrid_runtime/(models/nemotron_h\w*|integrations/vllm/\w+)\.py")
+    for name, files in (
+        ("NemotronH", r"models/nemotron_h\w*|integrations/vllm/\w+"),
+        ("Qwen", r"models/qwen3_5\w*|integrations/vllm/\w+"),
+    ):
+        _check_files(name, re.compile(rf"hybrid_runtime/({files})\.py"))
+
+
+def _check_files(name: str, allowed: re.Pattern[str]) -> None:
+    """Identifiers that begin with a family's name are its own."""
     for folder in ("hybrid_runtime", "specdecode", "kernels"):
         for file in (ROOT / folder).rglob("*.py"):
             path = file.relative_to(ROOT).as_posix()
-            named = re.search("NemotronH", file.read_text())
+            named = re.search(rf"\b{name}\w", file.read_text())
             assert named is None or allowed.fullmatch(path), path

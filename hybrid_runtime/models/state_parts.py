@@ -1,7 +1,8 @@
-"""Which kernels run which rows of a batch through a Mamba layer, chosen once per forward pass."""
+"""The rows of a batch as layers with states take them: which run as prompts, which as updates in
+which layout, decided once per forward pass. What runs them is the recurrence's, see `Scans`."""
 
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -9,10 +10,6 @@ from hybrid_runtime.kernels.common.varlen import Cuts, StateRows
 from hybrid_runtime.kernels.conv.replay import replay_conv1d_update
 from hybrid_runtime.kernels.conv.update import conv1d_update
 from hybrid_runtime.kernels.conv.varlen import conv1d_varlen
-from hybrid_runtime.kernels.mamba2.chunk_scan import chunk_scan
-from hybrid_runtime.kernels.mamba2.records import Records
-from hybrid_runtime.kernels.mamba2.replay_update import replay_update
-from hybrid_runtime.kernels.mamba2.state_update import selective_state_update
 from hybrid_runtime.kernels.replay.rounding import Rounding
 from hybrid_runtime.kernels.replay.rows import ReplayRows
 from hybrid_runtime.kernels.step.advance_replay import ReplayPositions
@@ -20,18 +17,18 @@ from hybrid_runtime.models.forward_batch import BatchPart, Caches, RowBatch, Sta
 
 
 class LayerState(NamedTuple):
-    """The states of one Mamba layer.
+    """The states of one layer.
 
-    mamba_layer: the layer's index among the Mamba layers.
+    number: of the layer among those with states, from 0.
     conv_states: `[blocks, W - 1 + K, C]`, inputs of the convolution.
-    matrices: `[blocks, H, P, N]`.
-    records: of the last tokens (replay layout).
+    matrices: `[blocks, *]`, of the recurrence's shape.
+    records: of the last tokens, as the recurrence has them (replay layout).
     """
 
-    mamba_layer: int
+    number: int
     conv_states: Tensor
     matrices: Tensor
-    records: Records | None
+    records: tuple[Tensor, ...] | None
 
 
 class ConvInputs(NamedTuple):
@@ -42,19 +39,40 @@ class ConvInputs(NamedTuple):
     bias: Tensor | None
 
 
-class ScanInputs(NamedTuple):
-    """The state space model's inputs and parameters; shapes as of `selective_state_update`."""
+class Scans(Protocol):
+    """The kernels of a recurrence. inputs: what a layer gives to its parts' `scan`, of which only
+    the two know more. Outputs at a part's tokens go to `out`; states are changed in place."""
 
-    x: Tensor
-    dt: Tensor
-    A_log: Tensor
-    B: Tensor
-    C: Tensor
-    D: Tensor
-    dt_bias: Tensor
+    def prompts(
+        self,
+        inputs: Any,
+        state: LayerState,
+        rows: StateRows,
+        max_scheduled: int,
+        cuts: Cuts | None,
+        out: Tensor,
+    ) -> None:
+        """Rows of any length without drafts. cuts: checkpoints that they leave on the way."""
+
+    def columns(
+        self, inputs: Any, state: LayerState, rows: StateRows, max_scheduled: int, out: Tensor
+    ) -> None:
+        """Decoding rows of the columns layout: the state after each draft is stored."""
+
+    def replay(
+        self,
+        inputs: Any,
+        state: LayerState,
+        records: tuple[Tensor, ...],
+        rows: ReplayRows,
+        max_scheduled: int,
+        rounding: Rounding | None,
+        out: Tensor,
+    ) -> None:
+        """Decoding rows of the replay layout: pending tokens are folded in on reading."""
 
 
-class MambaPart(Protocol):
+class StatePart(Protocol):
     """Rows of a batch that one pair of kernels runs. States are changed in place."""
 
     @property
@@ -64,20 +82,18 @@ class MambaPart(Protocol):
     def conv1d(self, inputs: ConvInputs, state: LayerState) -> Tensor:
         """Convolution and SiLU over the part's tokens: `[tokens, C]`."""
 
-    def scan(self, inputs: ScanInputs, state: LayerState, out: Tensor) -> None:
-        """Outputs of the state space model at the part's tokens to `out`, `[tokens, H, P]`."""
+    def scan(self, inputs: Any, state: LayerState, out: Tensor) -> None:
+        """The recurrence over the part's tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class PromptPart:
-    """Rows of any length without drafts: the SSM state is scanned in chunks. cuts: checkpoints that
-    they leave on the way."""
+    """See `Scans.prompts`."""
 
     part: BatchPart
     rows: StateRows
     cuts: Cuts | None
-    dt_limit: tuple[float, float]
-    chunk_size: int
+    scans: Scans
 
     def conv1d(self, inputs: ConvInputs, state: LayerState) -> Tensor:
         return conv1d_varlen(
@@ -88,27 +104,17 @@ class PromptPart:
             cuts=self.cuts,
         )
 
-    def scan(self, inputs: ScanInputs, state: LayerState, out: Tensor) -> None:
-        chunk_scan(
-            **inputs._asdict(),
-            states=state.matrices,
-            rows=self.rows,
-            max_scheduled=self.part.max_scheduled,
-            chunk_size=self.chunk_size,
-            dt_min=self.dt_limit[0],
-            dt_max=self.dt_limit[1],
-            cuts=self.cuts,
-            out=out,
-        )
+    def scan(self, inputs: Any, state: LayerState, out: Tensor) -> None:
+        self.scans.prompts(inputs, state, self.rows, self.part.max_scheduled, self.cuts, out)
 
 
 @dataclass(frozen=True, slots=True)
 class ColumnsUpdatePart:
-    """Decoding rows of the columns layout: the state after each draft is stored."""
+    """See `Scans.columns`."""
 
     part: BatchPart
     rows: StateRows
-    dt_limit: tuple[float, float]
+    scans: Scans
 
     def conv1d(self, inputs: ConvInputs, state: LayerState) -> Tensor:
         return conv1d_update(
@@ -118,26 +124,18 @@ class ColumnsUpdatePart:
             max_scheduled=self.part.max_scheduled,
         )
 
-    def scan(self, inputs: ScanInputs, state: LayerState, out: Tensor) -> None:
-        selective_state_update(
-            **inputs._asdict(),
-            states=state.matrices,
-            rows=self.rows,
-            max_scheduled=self.part.max_scheduled,
-            dt_min=self.dt_limit[0],
-            dt_max=self.dt_limit[1],
-            out=out,
-        )
+    def scan(self, inputs: Any, state: LayerState, out: Tensor) -> None:
+        self.scans.columns(inputs, state, self.rows, self.part.max_scheduled, out)
 
 
 @dataclass(frozen=True, slots=True)
 class ReplayUpdatePart:
-    """Decoding rows of the replay layout: pending tokens are folded in on reading."""
+    """See `Scans.replay`."""
 
     part: BatchPart
     rows: ReplayRows
-    dt_limit: tuple[float, float]
     rounding: Rounding | None
+    scans: Scans
 
     def conv1d(self, inputs: ConvInputs, state: LayerState) -> Tensor:
         return replay_conv1d_update(
@@ -147,37 +145,22 @@ class ReplayUpdatePart:
             max_scheduled=self.part.max_scheduled,
         )
 
-    def scan(self, inputs: ScanInputs, state: LayerState, out: Tensor) -> None:
+    def scan(self, inputs: Any, state: LayerState, out: Tensor) -> None:
         if state.records is None:
             raise ValueError("caches.records lacks a layer, must have each (replay layout)")
-        replay_update(
-            **inputs._asdict(),
-            states=state.matrices,
-            records=state.records,
-            rows=self.rows,
-            max_scheduled=self.part.max_scheduled,
-            rounding=None
-            if self.rounding is None
-            else self.rounding._replace(layer=state.mamba_layer),
-            dt_min=self.dt_limit[0],
-            dt_max=self.dt_limit[1],
-            out=out,
+        rounding = self.rounding
+        if rounding is not None:
+            rounding = rounding._replace(layer=state.number)
+        self.scans.replay(
+            inputs, state, state.records, self.rows, self.part.max_scheduled, rounding, out
         )
 
 
-def mamba_parts(
-    batch: RowBatch,
-    positions: StatePositions,
-    caches: Caches,
-    tokens: int,
-    dt_limit: tuple[float, float],
-    chunk_size: int,
-) -> list[MambaPart]:
-    """The parts of a batch of `tokens` tokens, each with the kernels for its rows.
-
-    dt_limit: bounds of the time step. chunk_size: tokens that prompts are scanned in.
-    """
-    parts: list[MambaPart] = []
+def state_parts(
+    batch: RowBatch, positions: StatePositions, caches: Caches, tokens: int, scans: Scans
+) -> list[StatePart]:
+    """The parts of a batch of `tokens` tokens, each with the kernels for its rows."""
+    parts: list[StatePart] = []
     for part in batch.parts(tokens):
         rows = StateRows(
             block_table=caches.state_block_table,
@@ -191,9 +174,9 @@ def mamba_parts(
         if not part.update:
             cuts = positions.cuts
             cuts = None if cuts is None else Cuts(*(part.rows(field) for field in cuts))
-            parts.append(PromptPart(part, rows, cuts, dt_limit, chunk_size))
+            parts.append(PromptPart(part, rows, cuts, scans))
         elif positions.replay is None:
-            parts.append(ColumnsUpdatePart(part, rows, dt_limit))
+            parts.append(ColumnsUpdatePart(part, rows, scans))
         else:
             replay = ReplayRows(
                 block_table=rows.block_table,
@@ -203,5 +186,5 @@ def mamba_parts(
                 positions=ReplayPositions(*(part.rows(field) for field in positions.replay)),
                 ring_length=positions.ring_length,
             )
-            parts.append(ReplayUpdatePart(part, replay, dt_limit, positions.rounding))
+            parts.append(ReplayUpdatePart(part, replay, positions.rounding, scans))
     return parts

@@ -1,0 +1,93 @@
+"""Logits of random Qwen3-Next, Qwen3.5 and Qwen3.5-MoE models against transformers, in fp32 on the
+CPU: whole prompts, chunks, decoding, verifying, and what becomes of refused drafts."""
+
+from typing import Any
+
+import pytest
+import torch
+from helpers.qwen import hf_model, ours, save
+from helpers.replayed_model import ReplayedModel
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from hybrid_runtime.models.qwen3_5 import Qwen35
+
+TOLERANCE = 1e-5
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "next": ("next", {}),
+    "next, unnormalised": ("next", {"norm_topk_prob": False, "mlp_only_layers": [1]}),
+    "dense": ("dense", {}),
+    "dense, tied": ("dense", {"tie_word_embeddings": True}),
+    "dense, as published": ("dense", {"head_dim": 256, "linear_num_value_heads": 6}),
+    "moe": ("moe", {"layer_types": ["full_attention", *["linear_attention"] * 3]}),
+}
+
+
+@pytest.fixture(scope="module", params=CASES)
+def pair(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[PreTrainedModel, Qwen35]:
+    kind, changes = CASES[request.param]
+    model, directory = hf_model(kind, 1, **changes), tmp_path_factory.mktemp("qwen")
+    save(model, directory)
+    return model, ours(directory)
+
+
+def logits(model: PreTrainedModel, tokens: Tensor) -> Tensor:
+    with torch.inference_mode():
+        found: Tensor = model(tokens[None], use_cache=False).logits[0]
+    return found
+
+
+def distance(ours: Tensor, theirs: Tensor, start: int = 0) -> float:
+    """Largest difference over the text's largest logit. ours: of tokens from `start` on."""
+    part = theirs[start : start + len(ours)]
+    return float((ours - part).abs().max() / theirs.abs().max())
+
+
+def text(length: int, seed: int) -> Tensor:
+    return torch.randint(0, 96, (length,), generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("chunks", [[97], [1, 33, 63], [1] * 7], ids=["whole", "chunks", "single"])
+@torch.inference_mode()
+def test_prompts_equal_transformers(
+    pair: tuple[PreTrainedModel, Qwen35], chunks: list[int]
+) -> None:
+    theirs, model = pair
+    tokens, runs = text(sum(chunks), 2), ReplayedModel(model, 0)
+    got = [runs.step((1, part, -1, 0))[0] for part in tokens.split(chunks)]
+    assert distance(torch.cat(got), logits(theirs, tokens)) < TOLERANCE
+
+
+@pytest.mark.parametrize("verified", [1, 4, 8])
+@torch.inference_mode()
+def test_decoding_equals_transformers(pair: tuple[PreTrainedModel, Qwen35], verified: int) -> None:
+    """Steps of so many tokens, all drafts but one of which are accepted in turn: nothing that is
+    refused may leave a trace. Beside it a prompt in chunks, and a row that starts later."""
+    theirs, model = pair
+    drafts, runs = verified - 1, ReplayedModel(model, verified - 1)
+    whole, other = text(80, 3), text(60, 4)
+    want, want_other = logits(theirs, whole), logits(theirs, other)
+    runs.step((0, whole[:9], -1, 0))
+    n, m, turn = 9, 0, 0
+    while n + verified <= 60:
+        accepted = turn % verified
+        wrong = (whole[n + 1 + accepted : n + verified] + 1) % 96
+        given = torch.cat([whole[n : n + 1 + accepted], wrong])
+        rows = [(0, given, drafts, accepted)]
+        if m + 7 <= 60:
+            rows.append((2, other[m : m + 7], -1, 0))
+        got = runs.step(*rows)
+        sure = slice(n, n + accepted + 1)
+        assert distance(got[0][: accepted + 1], want[sure]) < TOLERANCE, (n, accepted)
+        if len(rows) > 1:
+            assert distance(got[1], want_other, m) < TOLERANCE
+            m += 7
+        # Refused tokens were computed right, too.
+        if wrong.numel() and turn < 4:
+            seen = torch.cat([whole[:n], given])
+            assert distance(got[0], logits(theirs, seen), n) < TOLERANCE
+        n, turn = n + 1 + accepted, turn + 1
+    assert m > 0
+    assert turn > 3
