@@ -115,7 +115,7 @@ def build(args: argparse.Namespace, alone: bool) -> Engine:
         }
     )
     return Engine.from_pretrained(
-        CHECKPOINT, drafter="mtp", device=args.device, dtype="float32", block_size=16,
+        args.checkpoint, drafter="mtp", device=args.device, dtype="float32", block_size=16,
         max_model_len=512, max_tokens_per_step=512, state_layout=args.state_layout, **size,
     )  # fmt: skip
 
@@ -333,6 +333,7 @@ def parsed(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--max-waiting", type=int, default=64)
     parser.add_argument("--blocks", type=int, nargs=2, default=(640, 260), help="KV and state")
     parser.add_argument("--host-blocks", type=int, nargs=2, default=(400, 200))
+    parser.add_argument("--checkpoint", type=Path, default=CHECKPOINT, help="with an MTP head")
     parser.add_argument("--state-layout", default="replay")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--seed", type=int, default=0)

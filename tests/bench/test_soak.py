@@ -5,12 +5,17 @@ from pathlib import Path
 
 import pytest
 import soak
+from helpers.qwen import small_checkpoint
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["replay", "columns"])
-def test_every_text_is_right_and_nothing_is_left(layout: str) -> None:
-    result = soak.run(soak.parsed(["--short", "--device", "cpu", "--state-layout", layout]))
+@pytest.mark.parametrize("kind", ["replay", "columns", "Gated DeltaNet"])
+def test_every_text_is_right_and_nothing_is_left(kind: str, tmp_path: Path) -> None:
+    more = ["--state-layout", kind]
+    if kind == "Gated DeltaNet":
+        small_checkpoint(tmp_path)
+        more = ["--checkpoint", str(tmp_path)]
+    result = soak.run(soak.parsed(["--short", "--device", "cpu", *more]))
     counts = result["counts"]
     assert not any(result["left"].values())
     for bad in soak.BAD:

@@ -17,10 +17,10 @@ from torch import Tensor
 from transformers import NemotronHConfig as HFConfig
 from transformers import NemotronHForCausalLM
 
-from hybrid_runtime.models.eagle import EagleHead
 from hybrid_runtime.models.forward_batch import Caches, RowBatch, StatePositions
 from hybrid_runtime.models.linear import checkpoint_tensors
-from hybrid_runtime.models.nemotron_h import MTPHead, NemotronH
+from hybrid_runtime.models.model import HybridModel
+from hybrid_runtime.models.nemotron_h import NemotronH
 from hybrid_runtime.models.nemotron_h_config import NemotronHConfig
 
 KINDS = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
@@ -107,21 +107,21 @@ def save_checkpoint(directory: Path, config: dict[str, Any], *modules: torch.nn.
 
 
 def make_caches(
-    model: NemotronH,
+    model: HybridModel,
     slots: int,
     block_size: int,
     max_tokens: int,
     num_draft: int = 0,
-    heads: Sequence[MTPHead | EagleHead] = (),
+    heads: Sequence[Any] = (),
     seed: int = 0,
     kv_dtype: torch.dtype | None = None,
 ) -> Caches:
     """Caches of NaN with shuffled block tables: ``max_tokens`` per slot and num_draft columns more.
 
-    Attention and Mamba blocks have the same size; block 0 belongs to nobody. kv_dtype: None = the
+    Attention and state blocks have the same size; block 0 belongs to nobody. kv_dtype: None = the
     model's.
     """
-    config, dtype = model.config, model.dtype
+    dtype = model.dtype
     columns = -(-max_tokens // block_size) + num_draft + 1
     blocks = slots * columns + 1
     generator = torch.Generator().manual_seed(seed)
@@ -140,14 +140,12 @@ def make_caches(
     for head in heads:
         kv |= {i: keys(head.kv_shape) for i in head.kv_layers}
     kv = {i: (k, v.clone()) for i, (k, v) in kv.items()}
-    window = config.conv_kernel - 1 + num_draft
-    states = {
-        i: (
-            nan(blocks, window, config.mamba2.conv_channels),
-            nan(blocks, config.mamba_num_heads, config.mamba_head_dim, config.ssm_state_size),
-        )
-        for i in model.state_layers
-    }
+    states = {}
+    for group in model.groups:
+        conv_state, matrix = group.recurrence(torch.float32, torch.float32, "SD").checkpoint
+        shapes = conv_state.longer(num_draft).shape, matrix.shape
+        for layer in group.layers:
+            states[layer] = (nan(blocks, *shapes[0]), nan(blocks, *shapes[1]))
     return Caches(kv, states, table(), table())
 
 

@@ -2,6 +2,7 @@
 checkpoints."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,9 @@ from transformers import (
     Qwen3NextForCausalLM,
 )
 
+from hybrid_runtime.demo import SHIPPED
 from hybrid_runtime.models.checkpoint import Checkpoint, load_model
-from hybrid_runtime.models.qwen3_5 import MTPHead, Qwen35
+from hybrid_runtime.models.qwen3_5 import Qwen35
 
 KINDS: dict[str, tuple[type[PreTrainedConfig], type[PreTrainedModel]]] = {
     "next": (Qwen3NextConfig, Qwen3NextForCausalLM),
@@ -67,10 +69,14 @@ def fill(module: nn.Module, seed: int, scale: float = 0.1) -> None:
         value.data.copy_(noise)
 
 
+def head_layer(kind: str, seed: int, **changes: Any) -> PreTrainedModel:
+    """A model whose one layer attends, as that of an MTP head does."""
+    return hf_model(kind, seed, layer_types=["full_attention"], num_hidden_layers=1, **changes)
+
+
 def head_tensors(kind: str, seed: int, **changes: Any) -> dict[str, Tensor]:
-    """Random values of an MTP head, by published names. Its layer is that of a model that has
-    nothing but attention."""
-    layer = hf_model(kind, seed, layer_types=["full_attention"], num_hidden_layers=1, **changes)
+    """Random values of an MTP head, by published names; its layer is that of `head_layer`."""
+    layer = head_layer(kind, seed, **changes)
     own = {
         name.replace("model.layers.0.", "mtp.layers.0."): value
         for name, value in layer.state_dict().items()
@@ -101,11 +107,19 @@ def save(
     file.write_text(json.dumps(config))
 
 
+def small_checkpoint(directory: Path) -> PreTrainedModel:
+    """A checkpoint of a dense model with an MTP head and the shipped tokenizer, and transformers'
+    model of it."""
+    layers = ["linear_attention", "full_attention"]
+    model = hf_model("dense", 1, vocab_size=320, num_hidden_layers=2, layer_types=layers)
+    save(model, directory, head_tensors("dense", 2, vocab_size=320))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(SHIPPED / name, directory / name)
+    return model
+
+
 def ours(directory: Path) -> Qwen35:
     """Our model of a checkpoint."""
     model = load_model(Checkpoint(directory), "cpu", torch.float32)
     assert isinstance(model, Qwen35)
     return model
-
-
-__all__ = ["KINDS", "MTPHead", "fill", "head_tensors", "hf_model", "ours", "save"]

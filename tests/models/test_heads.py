@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,14 +15,20 @@ from helpers.oracle import (
     randomise,
     row_batch,
 )
+from helpers.qwen import KINDS as QWEN
+from helpers.qwen import head_layer, head_tensors, save
+from helpers.qwen import hf_model as hf_qwen
 from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHRMSNorm
+from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNorm
 
 from hybrid_runtime.models.attention import FEW_TOKENS
+from hybrid_runtime.models.checkpoint import Checkpoint, load_head, load_model
 from hybrid_runtime.models.eagle import EagleConfig, EagleHead
 from hybrid_runtime.models.forward_batch import Caches, WantedTokens
+from hybrid_runtime.models.model import HybridModel
 from hybrid_runtime.models.nemotron_h import MTPHead, NemotronH
 
 BLOCK_SIZE, HIDDEN = 8, 32
@@ -91,10 +98,46 @@ def mtp_pair(pattern: str, seed: int) -> tuple[NemotronH, MTPHead, DenseMTP]:
     return target, head, DenseMTP(head, target, pattern, seed)
 
 
+class DenseQwenMTP:
+    """fc over both norms, then transformers' layer and the last norm."""
+
+    def __init__(self, kind: str, target: HybridModel, seed: int):
+        self.model: Any = head_layer(kind, seed).model
+        self.weights = head_tensors(kind, seed)
+        self.embedding = target.output_weight
+
+    def norm(self, name: str, x: Tensor) -> Tensor:
+        theirs = Qwen3NextRMSNorm(HIDDEN)
+        theirs.weight.data = self.weights[f"mtp.{name}.weight"]
+        normed: Tensor = theirs(x)
+        return normed
+
+    def __call__(self, tokens: Tensor, hidden: Tensor) -> Tensor:
+        embedded = self.norm("pre_fc_norm_embedding", self.embedding[tokens])
+        joined = torch.cat([embedded, self.norm("pre_fc_norm_hidden", hidden)], -1)
+        x = (joined @ self.weights["mtp.fc.weight"].T)[None]
+        place = torch.arange(len(tokens))
+        positions = place.expand(3, 1, -1) if "3_5" in type(self.model).__name__ else place[None]
+        mask = torch.full((len(tokens),) * 2, float("-inf")).triu(1)[None, None]
+        x = self.model.layers[0](
+            x, position_embeddings=self.model.rotary_emb(x, positions), attention_mask=mask
+        )
+        return self.norm("norm", x[0])
+
+
+def qwen_pair(kind: str, directory: Path) -> tuple[HybridModel, nn.Module, DenseQwenMTP]:
+    """Target, head and oracle. Embedding and output head are one."""
+    tied = {"tie_word_embeddings": True}
+    save(hf_qwen(kind, 3, **tied), directory, head_tensors(kind, 4))
+    checkpoint = Checkpoint(directory)
+    target = load_model(checkpoint, "cpu", torch.float32)
+    return target, load_head(checkpoint, target), DenseQwenMTP(kind, target, 4)
+
+
 def check_passes(
-    head: MTPHead | EagleHead,
-    dense: DenseMTP | DenseEagle,
-    target: NemotronH,
+    head: Any,
+    dense: DenseMTP | DenseEagle | DenseQwenMTP,
+    target: HybridModel,
     caches: Caches,
     seed: int,
 ) -> None:
@@ -172,7 +215,17 @@ def test_eagle(own_embedding: bool, fc_bias: bool) -> None:
     check_passes(head, DenseEagle(head, target), target, caches, 6)
 
 
-def check_wanted(head: MTPHead | EagleHead, target: NemotronH, prompt: int) -> None:
+@pytest.mark.parametrize("kind", QWEN)
+@torch.inference_mode()
+def test_mtp_of_qwen(kind: str, tmp_path: Path) -> None:
+    target, head, dense = qwen_pair(kind, tmp_path)
+    assert head.kv_layers == (4,)
+    assert head.kv_shape == (2, 16)
+    caches = make_caches(target, 3, BLOCK_SIZE, 40, heads=[head])
+    check_passes(head, dense, target, caches, 4)
+
+
+def check_wanted(head: Any, target: HybridModel, prompt: int) -> None:
     """A first pass over rows that decode and a padded one, then two prompts, the second of which
     goes on after it: what is wanted is that of a pass over all tokens, and so are keys and values.
 
@@ -214,6 +267,13 @@ def check_wanted(head: MTPHead | EagleHead, target: NemotronH, prompt: int) -> N
 @torch.inference_mode()
 def test_wanted_tokens_of_mtp(pattern: str, prompt: int) -> None:
     target, head, _ = mtp_pair(pattern, 8)
+    check_wanted(head, target, prompt)
+
+
+@pytest.mark.parametrize("prompt", [7, FEW_TOKENS])
+@torch.inference_mode()
+def test_wanted_tokens_of_qwen(prompt: int, tmp_path: Path) -> None:
+    target, head, _ = qwen_pair("moe", tmp_path)
     check_wanted(head, target, prompt)
 
 
