@@ -4,7 +4,7 @@ waiting for the GPU.
 Where to begin:
 
 - `hybrid_runtime.state`: the state manager, for a model runner of your own (docs/runner.md).
-- `hybrid_runtime.engine`: a complete engine for Nemotron-H checkpoints (docs/engine.md).
+- `hybrid_runtime.engine`: an engine for Nemotron-H and Qwen3.5 checkpoints (docs/engine.md).
 - `hybrid_runtime.integrations.vllm`: the vLLM plug-in, which vLLM finds by itself (docs/vllm.md).
 - `hybrid_runtime.kernels`: the kernels, on tensors only; `hybrid_runtime.specdecode`: one
   speculative step.

@@ -12,6 +12,7 @@ from typing import get_args
 from hybrid_runtime import __version__, demo
 from hybrid_runtime.bench import checkpoint
 from hybrid_runtime.bench import options as bench_options
+from hybrid_runtime.bench.shapes import SHAPES
 from hybrid_runtime.engine import Engine, SamplingParams
 from hybrid_runtime.engine.checks import DTypeName, KVDTypeName
 from hybrid_runtime.engine.load import QuantizationName
@@ -141,7 +142,11 @@ def parser() -> argparse.ArgumentParser:
         "how well the checkpoint predicts a text, with --quantization rounded too.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    b.add_argument("model", metavar="DIR", help="checkpoint directory or hub id")
+    b.add_argument("model", nargs="?", metavar="DIR", help="checkpoint directory or hub id")
+    b.add_argument(
+        "--shape", choices=SHAPES, help="instead of DIR: a published shape with random weights"
+    )
+    b.add_argument("--layers", type=int, help="of --shape, the first so many only")
     bench_options.add_options(b)
     b.add_argument(
         "--perplexity", type=Path, metavar="FILE",

@@ -362,7 +362,7 @@ def state_group(model: HybridModel) -> StateGroup:
     """The group of a model's layers with states; `ValueError` if there is none, or more than one,
     which one layout of state blocks cannot hold."""
     if not model.groups:
-        raise ValueError("the model has no Mamba layer; it must have one, or more")
+        raise ValueError("the model has no layer with a state; it must have one, or more")
     if len(model.groups) > 1:
         raise ValueError(f"the model has {len(model.groups)} kinds of states; it must have one")
     return model.groups[0]

@@ -12,7 +12,9 @@ from safetensors.torch import load_file, save_file
 
 from hybrid_runtime import demo
 from hybrid_runtime.bench.measure import measure
+from hybrid_runtime.bench.shapes import SHAPES, config
 from hybrid_runtime.cli import main
+from hybrid_runtime.models.registry import FAMILIES
 
 MODEL = str(demo.SHIPPED)
 MEASURE = "hybrid_runtime.bench.measure.measure"
@@ -33,6 +35,44 @@ def test_a_checkpoint_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[
     for batch in (1, 2):
         (said,) = [x for x in printed.err.splitlines() if f"batch={batch}" in x and "repeat 1" in x]
         assert "left" in said
+
+
+def test_a_shape_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out, shape = tmp_path / "out.json", ["--shape", "qwen-tiny", "--layers", "2", "--max-model-len"]
+    given = [*shape, "64", "--quantization", "fp8", "--block-size", "16", "--batches", "1"]
+    assert main(["bench", *given, *SMALL, "--json", str(out)]) == 0
+    assert "drafts by mtp" in capsys.readouterr().out
+    assert json.loads(out.read_text())["model"] == "qwen-tiny"
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ([], "DIR is None and shape None; exactly one must be given"),
+        ([MODEL, "--shape", "qwen3.5-9b"], "and shape 'qwen3.5-9b'; exactly one must be given"),
+        (["--shape", "qwen3.5-9b", "--perplexity", MODEL], "random weights predict nothing"),
+        (["--shape", "qwen-tiny", "--layouts", "columns"], "state_layout is 'columns'; it must be"),
+        (["--shape", "qwen-tiny", "--layers", "0"], "num_hidden_layers is 0, must be an integer"),
+    ],
+)
+def test_what_to_measure_must_be_clear(
+    given: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", *given, *SMALL]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_published_shapes_have_published_sizes() -> None:
+    """Weights of a 9B and a 35B, and what the study says of their states."""
+    for name, billions, state_mib in (("qwen3.5-9b", 9, 48), ("qwen3.5-35b-a3b", 35, 60)):
+        sizes = config(name)
+        model: Any = FAMILIES[SHAPES[name]["model_type"]].build(sizes, "meta", torch.bfloat16)
+        count = sum(tensor.numel() for tensor in model.parameters()) / 1e9
+        assert billions - 1 < count < billions + 1
+        (group,) = model.groups
+        matrix = group.recurrence(torch.bfloat16, torch.float32, "SD").checkpoint.matrix
+        assert len(group.layers) * matrix.nbytes == state_mib * 2**20
+        assert sizes.rotary.size == 64
 
 
 @pytest.mark.slow

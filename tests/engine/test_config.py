@@ -233,7 +233,7 @@ def test_drafts_of_a_head_that_the_checkpoint_lacks_are_refused_before_its_weigh
 
 def test_a_model_without_states_is_refused_before_its_weights_are_read(no_weights: Path) -> None:
     change(no_weights, hybrid_override_pattern="*-", num_hidden_layers=2)
-    with pytest.raises(ValueError, match="the model has no Mamba layer; it must have one"):
+    with pytest.raises(ValueError, match="the model has no layer with a state; it must have one"):
         Engine.from_pretrained(no_weights, drafter="ngram")
 
 
