@@ -118,8 +118,8 @@ def small_checkpoint(directory: Path) -> PreTrainedModel:
     return model
 
 
-def ours(directory: Path) -> Qwen35:
+def ours(directory: Path, device: str = "cpu") -> Qwen35:
     """Our model of a checkpoint."""
-    model = load_model(Checkpoint(directory), "cpu", torch.float32)
+    model = load_model(Checkpoint(directory), device, torch.float32)
     assert isinstance(model, Qwen35)
     return model

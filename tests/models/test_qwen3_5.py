@@ -1,10 +1,12 @@
-"""Logits of random Qwen3-Next, Qwen3.5 and Qwen3.5-MoE models against transformers, in fp32 on the
-CPU: whole prompts, chunks, decoding, verifying, and what becomes of refused drafts."""
+"""Logits of random Qwen3-Next, Qwen3.5 and Qwen3.5-MoE models against transformers on the CPU, in
+fp32: whole prompts, chunks, decoding, verifying, and what becomes of refused drafts."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from helpers.interpreter import elsewhere, kernels, plain, run_in_interpreter
 from helpers.qwen import hf_model, ours, save
 from helpers.replayed_model import ReplayedModel
 from torch import Tensor
@@ -12,6 +14,7 @@ from transformers import PreTrainedModel
 
 from hybrid_runtime.models.qwen3_5 import Qwen35
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOLERANCE = 1e-5
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "next": ("next", {}),
@@ -30,7 +33,7 @@ def pair(
     kind, changes = CASES[request.param]
     model, directory = hf_model(kind, 1, **changes), tmp_path_factory.mktemp("qwen")
     save(model, directory)
-    return model, ours(directory)
+    return model, ours(directory, DEVICE)
 
 
 def logits(model: PreTrainedModel, tokens: Tensor) -> Tensor:
@@ -49,6 +52,7 @@ def text(length: int, seed: int) -> Tensor:
     return torch.randint(0, 96, (length,), generator=torch.Generator().manual_seed(seed))
 
 
+@plain
 @pytest.mark.parametrize("chunks", [[97], [1, 33, 63], [1] * 7], ids=["whole", "chunks", "single"])
 @torch.inference_mode()
 def test_prompts_equal_transformers(
@@ -60,6 +64,7 @@ def test_prompts_equal_transformers(
     assert distance(torch.cat(got), logits(theirs, tokens)) < TOLERANCE
 
 
+@plain
 @pytest.mark.parametrize("verified", [1, 4, 8])
 @torch.inference_mode()
 def test_decoding_equals_transformers(pair: tuple[PreTrainedModel, Qwen35], verified: int) -> None:
@@ -91,3 +96,32 @@ def test_decoding_equals_transformers(pair: tuple[PreTrainedModel, Qwen35], veri
         n, turn = n + 1 + accepted, turn + 1
     assert m > 0
     assert turn > 3
+
+
+@kernels
+@pytest.mark.parametrize("kind", ["next", "moe"])
+@torch.inference_mode()
+def test_kernels_equal_transformers(kind: str, tmp_path: Path) -> None:
+    """All of them together: a prompt, steps of four tokens beside another one, and a single one."""
+    layers = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
+    theirs = hf_model(kind, 1, **layers, linear_value_head_dim=16)
+    save(theirs, tmp_path)
+    runs = ReplayedModel(ours(tmp_path, DEVICE), 3)
+    tokens = text(40, 3)
+    want, at = logits(theirs, tokens), 20
+    got = [runs.step((1, tokens[:at], -1, 0))[0]]
+    for accepted in (0, 3, 1):
+        right = at + 1 + accepted
+        given = torch.cat([tokens[at:right], (tokens[right : at + 4] + 1) % 96])
+        both = runs.step((1, given, 3, accepted), (2, tokens[runs.computed[2] :][:5], -1, 0))
+        assert distance(both[1], want, runs.computed[2] - 5) < TOLERANCE
+        got.append(both[0][: accepted + 1])
+        at = right
+    got.append(runs.step((1, tokens[at : at + 1], 0, 0))[0])
+    assert distance(torch.cat(got), want) < TOLERANCE
+
+
+@elsewhere
+@pytest.mark.slow
+def test_in_the_interpreter() -> None:
+    run_in_interpreter(__file__)
