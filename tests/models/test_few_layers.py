@@ -17,17 +17,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.jit import JITFunction
 
 from hybrid_runtime.kernels.common.varlen import Cuts
-from hybrid_runtime.kernels.mamba2.records import Records
 from hybrid_runtime.kernels.replay.rounding import Rounding
 from hybrid_runtime.kernels.step.advance_replay import ReplayPositions
 from hybrid_runtime.models import linear
 from hybrid_runtime.models.few_layers import few_layers
-from hybrid_runtime.models.formats import FORMATS, Format
+from hybrid_runtime.models.formats import FORMATS, ROUNDED_TO, Format
 from hybrid_runtime.models.forward_batch import Caches, RowBatch, StatePositions
 from hybrid_runtime.models.linear import join, place
 from hybrid_runtime.models.nemotron_h import NemotronH
 from hybrid_runtime.models.nemotron_h_config import NemotronHConfig
 from hybrid_runtime.models.quantization import Quantization
+from hybrid_runtime.models.qwen3_5 import Qwen35
+from hybrid_runtime.models.qwen3_5_config import Qwen35Config
 
 PATTERNS = [
     "M-M-M-M*-M-M-M-M-M*-M-M-",
@@ -39,6 +40,11 @@ PATTERNS = [
 ]  # fmt: skip
 ROWS = [(8, 1, 64), (8, 0, 0), (0, 16, 128), (16, 16, 1024)]
 """Decoding rows, prompts and the prompts' tokens: with products in halves and without."""
+VIEWS = {
+    "empty", "empty_like", "expand", "permute", "promote_types", "select", "slice",
+    "split_with_sizes", "squeeze", "t", "transpose", "unbind", "unsqueeze", "view",
+}  # fmt: skip
+"""Operations of PyTorch that launch nothing."""
 WIDTH, BLOCKS, SLOTS = 4, 5, 16
 
 pytestmark = pytest.mark.skipif(
@@ -96,11 +102,30 @@ def model_of(pattern: str, device: torch.device, **more: Any) -> NemotronH:
     return NemotronH(config, device, torch.bfloat16)
 
 
-def step_of(model: NemotronH, rows: tuple[int, int, int], replays: bool) -> tuple[Any, ...]:
+QWENS: dict[str, dict[str, Any]] = {
+    "qwen3_5_text": {"intermediate_size": 512},
+    "qwen3_next": {"mlp_only_layers": [2], "intermediate_size": 512},
+}
+
+
+def qwen_of(kind: str, device: torch.device) -> Qwen35:
+    config = {
+        "model_type": kind, "num_hidden_layers": 9, "full_attention_interval": 3,
+        "vocab_size": 512, "hidden_size": 256, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 256, "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4, "num_experts": 8, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 128, "shared_expert_intermediate_size": 128, **QWENS[kind],
+    }  # fmt: skip
+    return Qwen35(Qwen35Config.from_dict(config), device, torch.bfloat16)
+
+
+def step_of(model: Any, rows: tuple[int, int, int], replays: bool) -> tuple[Any, ...]:
     """Arguments of a call of the model: some rows that decode and some that run prompts."""
     update, prompts, prompt_tokens = rows
     count, tokens = update + prompts, update * WIDTH + prompt_tokens
-    device, config = model.device, model.config
+    device = model.device
+    (group,) = model.groups
+    recurrence = group.recurrence(torch.bfloat16, torch.bfloat16, "SD")
 
     def ints(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.int32, device=device)
@@ -108,22 +133,17 @@ def step_of(model: NemotronH, rows: tuple[int, int, int], replays: bool) -> tupl
     def some(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.bfloat16, device=device)
 
-    heads, dim, state = config.mamba_num_heads, config.mamba_head_dim, config.ssm_state_size
-    ring = Records(
-        x=some(len(model.state_layers), SLOTS, heads, 7, dim),
-        B=some(len(model.state_layers), SLOTS, config.n_groups, 7, state),
-        dt=torch.empty((len(model.state_layers), SLOTS, heads, 7), device=device),
-    )
-    window = config.conv_kernel - 1 + WIDTH - 1
+    ring = recurrence.allocate_records(len(group.layers), SLOTS, 7, device)
+    conv_state, matrix = recurrence.checkpoint
+    window = conv_state.longer(WIDTH - 1).shape
     caches = Caches(
         kv={i: (some(BLOCKS, 64, *model.kv_shape),) * 2 for i in model.kv_layers},
         states={
-            i: (some(BLOCKS, window, config.mamba2.conv_channels), some(BLOCKS, heads, dim, state))
-            for i in model.state_layers
+            i: (some(BLOCKS, *window), some(BLOCKS, *matrix.shape)) for i in model.state_layers
         },
         kv_block_table=ints(SLOTS, 8),
         state_block_table=ints(SLOTS, 8),
-        records={i: ring.layer(n) for n, i in enumerate(model.state_layers)},
+        records={i: tuple(part[n] for part in ring) for n, i in enumerate(group.layers)},
     )
     batch = RowBatch(
         slot=ints(count), cu_seqlens=ints(count + 1), computed=ints(count),
@@ -143,7 +163,7 @@ def step_of(model: NemotronH, rows: tuple[int, int, int], replays: bool) -> tupl
     return ints(tokens), batch, positions, caches
 
 
-def launched(model: NemotronH, step: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch) -> set[Any]:
+def launched(model: Any, step: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch) -> set[Any]:
     launches = Launches()
     with monkeypatch.context() as patch, launches:
         patch.setattr(JITFunction, "run", lambda *args, **more: launches.launch(*args, **more))
@@ -163,6 +183,33 @@ def test_few_layers_launch_what_all_do(
         whole = launched(model, step, monkeypatch)
         with model.few_layers():
             assert launched(model, step, monkeypatch) == whole
+
+
+@pytest.mark.parametrize("rounded", [False, True], ids=["plain", "fp8"])
+@pytest.mark.parametrize("kind", QWENS)
+def test_few_layers_of_qwen_launch_what_all_do(
+    gpu: torch.device, kind: str, rounded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of torch's own launches there are products, inputs of a router that become float32, and where
+    prompts begin."""
+    model, names = qwen_of(kind, gpu), set()
+    model.config.rotary.frequencies(gpu)  # made once
+    if rounded:
+        Quantization("this", ROUNDED_TO["fp8"]).store(model, "")
+        place(model, gpu)
+        join(model)
+    for rows in ROWS:
+        step = step_of(model, rows, True)
+        whole = launched(model, step, monkeypatch)
+        names |= {entry[0] for entry in whole}
+        with model.few_layers():
+            few = launched(model, step, monkeypatch)
+        assert few == whole
+    assert {"_rotate_heads_kernel", "_sigmoid_gate_kernel", "_replay_update_kernel"} <= names
+    assert {"prepare_kernel", "carry_kernel"} <= names
+    assert rounded == ("_quantize_kernel" in names)
+    torchs = {name.split(".")[1] for name in names if name.startswith("aten.")}
+    assert torchs - VIEWS <= {"mm", "bmm", "_scaled_mm", "_to_copy", "sub"}
 
 
 @pytest.mark.parametrize("pattern", ["MM*M*M-M", "MEM*EME*M"])
