@@ -233,7 +233,7 @@ FIELDS: list[tuple[str, str, list[Any], str]] = [
     ("config.json", "tie_word_embeddings", [0, "no"], FLAG),
     ("config.json", "attention_bias", [0, True], "False: nothing else is supported"),
     ("config.json", "n_shared_experts", [True, "1", 1.0], r"an integer in 0\.\.65536"),
-    ("config.json", "model_type", ["llama", 5], "'nemotron_h': nothing else is supported"),
+    ("config.json", "model_type", ["llama", 5], "'nemotron_h' or 'qwen3_next' or .*: nothing else"),
     (
         "config.json",
         "time_step_limit",
