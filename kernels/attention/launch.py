@@ -189,7 +189,8 @@ def attention_tiling(
     exact = dtype == torch.float32  # products without matrix units: small tiles
     # Every tile reads the context: few large ones where rows decode, small ones where prompts run,
     # which share a long row's work among more programs.
-    most = 32 if exact else 128 if max_scheduled <= DECODING else 64
+    wide = head_dim > 128  # not measured: what registers hold
+    most = (16 if wide else 32) if exact else 128 if max_scheduled <= DECODING else 64
     if head_dim <= 16:
         most = 32  # Triton 3.6 multiplies 64 x 16 outputs of matrix units wrongly
     most = max(most, triton.next_power_of_2(group))
@@ -198,6 +199,8 @@ def attention_tiling(
     small = exact or block_m <= 32
     block_n = min(max((4096 if small else 8192) // triton.next_power_of_2(head_dim), 16), 64)
     warps, stages = (4, 2) if exact else (2, 5) if block_m <= 32 else (4, 5)
+    if wide and block_m == 32:
+        warps = 4
     query_tiles = triton.cdiv(max_scheduled, tokens)
     if query_tiles > 1 and not exact:
         stages = 3  # of keys that many programs share, so that two of them fit a multiprocessor

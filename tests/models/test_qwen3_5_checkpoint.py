@@ -138,6 +138,13 @@ def test_rounding_at_load_is_that_of_each_line(kind: str, tmp_path: Path) -> Non
             assert torch.equal(rounded[name], tensor)
 
 
+def test_gated_experts_need_a_scale_for_each_line(tmp_path: Path) -> None:
+    """Files have gate and up apart, with a scale each, and here they are one matrix."""
+    made("moe", tmp_path, quantization_config={"quant_method": "modelopt", "quant_algo": "FP8"})
+    with pytest.raises(ValueError, match="gated experts are FP8, which has one scale for all"):
+        Checkpoint(tmp_path).build("cpu", torch.float32)
+
+
 PROJECTED = "model.layers.0.linear_attn.in_proj_qkvz.weight"
 ROUTED = "model.layers.1.mlp.experts.3.gate_proj.weight"
 SHARED = "model.layers.1.mlp.shared_expert_gate.weight"
