@@ -88,13 +88,15 @@ def scan_shape(heads: int, key_heads: int, key: int, value: int, chunk: int) -> 
 
 
 def scan_tiling(
-    rows: int, heads: int, value: int, product: torch.dtype, multiprocessors: int
+    rows: int, heads: int, key: int, value: int, product: torch.dtype, multiprocessors: int
 ) -> ScanTiling:
     """Launch shapes of so many rows, for products that are formed in `product`: the wide tile reads
     keys and queries less often, but leaves multiprocessors idle where rows are few."""
     if product == torch.float32:  # products without matrix units: small tiles
         return ScanTiling(16, 16, 8, 8, 1)
     # Triton 3.6 multiplies 64 x 16 outputs of matrix units wrongly: no tile is below 32.
+    if key > 128:
+        return ScanTiling(64, 32, 8, 4, 2)
     if value <= 32 or rows * heads * triton.cdiv(value, 32) <= multiprocessors:
         return ScanTiling(64, 32)
     return ScanTiling(64, 64, carry_warps=8)
@@ -170,7 +172,7 @@ def chunk_scan(
         return out.zero_()
     exact = torch.float32 in (q.dtype, k.dtype, v.dtype)
     product = torch.float32 if exact else torch.float16
-    tiling = tiling or scan_tiling(num_rows, heads, value, product, num_programs(v, 1))
+    tiling = tiling or scan_tiling(num_rows, heads, k.shape[2], value, product, num_programs(v, 1))
     shape = scan_shape(heads, k.shape[1], k.shape[2], value, tiling.chunk)
     parts = num_rows if cuts is None else 2 * num_rows
     factors = _allocate(tile_bound(tokens, parts, tiling.chunk), product, shape, v.device)

@@ -111,8 +111,9 @@ def test_flush_compiles(key: int, order: tuple[int, int], rounds: bool) -> None:
     assert compiled(kernel, constants, **types).asm["cubin"]
 
 
-# Of one prompt and of many, where multiprocessors are 132, and of a small model.
+# Of one prompt and of many, where multiprocessors are 132, of a small model, and of a larger one.
 SCANS = [(128, 1, torch.float16), (128, 8, torch.float16), (16, 1, torch.float16)]
+SCANS += [pytest.param(256, 1, torch.float16, marks=pytest.mark.slow)]
 
 
 @pytest.mark.parametrize("cut", [True, False], ids=["cut", "whole"])
@@ -121,7 +122,7 @@ def test_scan_fits_into_registers(
     dim: int, rows: int, product: torch.dtype, cut: bool, tmp_path: Path
 ) -> None:
     half = product == torch.float16
-    tiling = scan.scan_tiling(rows, 32, dim, product, 132)
+    tiling = scan.scan_tiling(rows, 32, dim, dim, product, 132)
     given, operand = ("*bf16", "*fp16") if half else ("*fp32", "*fp32")
     shape = scan.scan_shape(32, 16, dim, dim, tiling.chunk)
     types: dict[str, Any] = dict.fromkeys(("q", "k", "v", "a", "b", "out"), given)

@@ -102,7 +102,7 @@ ROUNDED = {torch.float32: 0.0, torch.float16: 3e-4, torch.bfloat16: 5e-3}
 PRECISE = Gdn(x=torch.float32)
 SHAPES = [
     (PRECISE, SMALL),
-    (PRECISE, scan_tiling(1, 2, 16, torch.float32, 1)),
+    (PRECISE, scan_tiling(1, 2, 16, 16, torch.float32, 1)),
     (PRECISE, ScanTiling(64, 32)),
     (Gdn(), SMALL),
     (Gdn(), None),
@@ -121,6 +121,7 @@ if CUDA:
         (Gdn(**BIG | {"heads": 48}, x=torch.float16), None),
         (Gdn(**BIG, x=torch.float32), None),
         (Gdn(heads=4, key_heads=2, key=64, value=64), None),
+        (Gdn(heads=4, key_heads=2, key=256, value=256), None),
     ]
 
 
@@ -277,9 +278,9 @@ def test_what_a_kernel_cannot_do_is_refused() -> None:
 @plain
 def test_the_tile_is_wide_where_narrow_ones_outnumber_multiprocessors() -> None:
     tile = partial(scan_tiling, product=torch.float16, multiprocessors=132)
-    assert tile(1, 32, 128) == ScanTiling(64, 32)
-    assert tile(1, 48, 128).tile == tile(8, 32, 128).tile == 64
-    assert tile(99, 32, 16).tile == 32
+    assert tile(1, 32, 128, 128) == ScanTiling(64, 32)
+    assert tile(1, 48, 128, 128).tile == tile(8, 32, 128, 128).tile == 64
+    assert tile(99, 32, 16, 16).tile == tile(99, 32, 256, 256).tile == 32
 
 
 @pytest.mark.gpu
