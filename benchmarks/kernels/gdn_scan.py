@@ -35,8 +35,9 @@ from hybrid_runtime.kernels.gdn.naive import chunk_scan_reference, gates, normal
 
 ROTATE = 256 << 20  # bytes that the launches of one graph work on, at least
 PROMPTS = "1x1024,1x4096,1x16384,8x1024"
-TILINGS = [ScanTiling(64, 32, *rest) for rest in ((4, 4, 2), (4, 4, 3), (8, 4, 3))]
-TILINGS += [ScanTiling(64, 64, *rest) for rest in ((4, 4, 3), (4, 8, 2), (4, 8, 3), (8, 8, 3))]
+TILINGS = [ScanTiling(64, 32, *rest) for rest in ((4, 4, 2), (4, 4, 3), (4, 4, 4), (8, 4, 3))]
+TILINGS += [ScanTiling(64, 64, *rest) for rest in ((4, 4, 2), (4, 4, 3), (4, 8, 3), (8, 4, 3))]
+TILINGS += [ScanTiling(64, 128, 4, 8, 2)]
 WORST = 1e-2
 """Relative error of outputs, root of mean squares, that none may reach: bf16 leaves 2e-3."""
 

@@ -94,12 +94,13 @@ def scan_tiling(
     keys and queries less often, but leaves multiprocessors idle where rows are few."""
     if product == torch.float32:  # products without matrix units: small tiles
         return ScanTiling(16, 16, 8, 8, 1)
-    # Triton 3.6 multiplies 64 x 16 outputs of matrix units wrongly: no tile is below 32.
+    # Triton 3.6 multiplies 64 x 16 outputs of matrix units wrongly: no tile is below 32. Of the
+    # second kernel's products some are 64 tokens by a tile: eight warps would find each twice.
     if key > 128:
         return ScanTiling(64, 32, 8, 4, 2)
     if value <= 32 or rows * heads * triton.cdiv(value, 32) <= multiprocessors:
         return ScanTiling(64, 32)
-    return ScanTiling(64, 64, carry_warps=8)
+    return ScanTiling(64, 64)
 
 
 class Factors(NamedTuple):

@@ -116,7 +116,7 @@ if CUDA:
     SHAPES += [
         (Gdn(**BIG), None),
         (Gdn(**BIG), ScanTiling(64, 32)),
-        (Gdn(**BIG), ScanTiling(64, 64, carry_warps=8)),
+        (Gdn(**BIG), ScanTiling(64, 64)),
         (Gdn(**BIG, transposed=True, states=torch.float16), None),
         (Gdn(**BIG | {"heads": 48}, x=torch.float16), None),
         (Gdn(**BIG, x=torch.float32), None),
