@@ -49,6 +49,19 @@ def part_of_tile(cu_seqlens, cut, rows, tile, SIZE: tl.constexpr):
     return part, tile - first_tile(start, part, SIZE)
 
 
+@triton.jit
+def tokens_of_tile(cu_seqlens, cut, rows, tile, SIZE: tl.constexpr):
+    """A tile's row, -1 if it has none, its first token, and how many tokens of the row's part there
+    are from there on (none if that is not positive)."""
+    part, number = part_of_tile(cu_seqlens, cut, rows, tile, SIZE)
+    here = part >= 0
+    start = part_start(cu_seqlens, cut, part, here) + number * SIZE
+    left = part_start(cu_seqlens, cut, part + 1, here) - start
+    if cut is not None:
+        part = tl.where(here, part // 2, -1)
+    return part, start, left
+
+
 def tile_bound(tokens: int, parts: int, size: int) -> int:
     """Tiles of `size` tokens that parts of so many tokens in all can have."""
     return tokens // size + parts

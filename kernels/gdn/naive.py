@@ -1,5 +1,5 @@
 """Plain-torch specifications: the gated delta rule, the same from a state that lacks some tokens,
-and the update with a ring.
+the scan of prompts, and the update with a ring.
 
 Recurrence (Yang, Kautz and Hatamizadeh 2024, "Gated Delta Networks"), per value head, with keys and
 queries of length 1 (queries times K ** -0.5 besides),
@@ -18,11 +18,19 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from einops import einsum
+from einops import einsum, rearrange
 from torch import Tensor
 
-from hybrid_runtime.kernels.common.varlen import gather_rows, row_tokens, scatter_rows
-from hybrid_runtime.kernels.gdn.checks import check_inputs, check_records
+from hybrid_runtime.kernels.common.varlen import (
+    Cuts,
+    StateRows,
+    gather_rows,
+    physical_blocks,
+    row_tokens,
+    scatter_rows,
+    split_rows,
+)
+from hybrid_runtime.kernels.gdn.checks import check_heads, check_inputs, check_records
 from hybrid_runtime.kernels.gdn.records import Records
 from hybrid_runtime.kernels.replay.naive import (
     accumulator,
@@ -37,6 +45,8 @@ from hybrid_runtime.kernels.step.advance_replay import ReplayPositions
 
 NORM_EPS = 1e-6
 """Added to the square of a norm, as deployed."""
+CHUNK = 32
+"""Tokens that `chunk_scan_reference` takes at once."""
 
 
 def inverse_norm(x: Tensor) -> Tensor:
@@ -170,6 +180,90 @@ def _by_channel(g: Tensor) -> Tensor:
     return g[..., None] if g.dim() == 2 else g
 
 
+def chunk_scan_reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    a: Tensor,
+    b: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    states: Tensor,
+    rows: StateRows,
+    max_scheduled: int,
+    cuts: Cuts | None = None,
+) -> Tensor:
+    """What `delta_rule_reference` computes, for prefill rows: chunk after chunk by its products.
+
+    The initial state of a row is read from column ``read_column + read_offset``. Prefill rows have
+    no drafts (``draft`` is 0 in each row), so only the state after a row's last token is stored, in
+    ``write_column``. All states are read before the first one is written. A padded row and a row
+    without tokens leave everything as it is.
+
+    Args:
+        q: [tokens, Hk, K], as the convolution leaves it.
+        k: [tokens, Hk, K], likewise.
+        v: [tokens, Hv, V]; Hv is a multiple of Hk, value head h uses key head h // (Hv // Hk).
+        a: [tokens, Hv], or [tokens, Hv, K] for a decay per channel.
+        b: [tokens, Hv].
+        A_log: [Hv].
+        dt_bias: [Hv], or [Hv, K].
+        states: [blocks, Hv, V, K] in the state's own dtype, any strides, changed in place.
+        rows: the rows, with read offsets in columns.
+        max_scheduled: upper bound of tokens per row.
+        cuts: states that are stored inside rows, and go on as they were stored; None: there are
+            none.
+
+    Returns:
+        [tokens, Hv, V] in v's dtype; 0 for padded rows. Arithmetic is fp32, or fp64 when v or the
+        states are.
+
+    Raises:
+        ValueError: an input or the states have another shape.
+    """
+    if cuts is not None:
+        given = q, k, v, a, b, A_log, dt_bias, states
+        before, behind = (
+            chunk_scan_reference(*given, part, max_scheduled) for part in split_rows(rows, cuts)
+        )
+        return before + behind
+    check_inputs(q, k, v, a, b, A_log, dt_bias)
+    group = check_heads(k, v, states)
+    acc = accumulator(v, states)
+    index, valid = row_tokens(rows.cu_seqlens, max_scheduled, v.shape[0], rows.active)
+    column = torch.where(rows.read_column >= 0, rows.read_column + rows.read_offset, -1)
+    state = initial_states(states, rows.block_table, rows.slot, column, rows.active, acc)
+    keys, queries = normalised(q.to(acc), k.to(acc), group)
+    # Rows are independent, as heads are: here they are more heads. A token that a row has not got
+    # has g, beta and k of 0.
+    every = [
+        rearrange(gather_rows(part, index, valid), "r t h ... -> t (r h) ...")
+        for part in (queries, keys, v.to(acc), *gates(a, b, A_log, dt_bias, acc))
+    ]
+    heads = rearrange(state, "r h v k -> (r h) v k")
+    outputs = []
+    for begin in range(0, max_scheduled, CHUNK):
+        q_, k_, v_, g, beta = (part[begin : begin + CHUNK] for part in every)
+        none = v_[:0], k_[:0], g[:0]
+        o, u = delta_rule_replayed_reference(heads, none, q_, k_, v_, g, beta)
+        heads = fold_replayed_reference(heads, u, k_, g)
+        outputs.append(o)
+    state = rearrange(heads, "(r h) v k -> r h v k", h=v.shape[1])
+    stored = rows.active & (rows.cu_seqlens.diff() > 0)
+    block = physical_blocks(rows.block_table, rows.slot, rows.write_column, stored)
+    states[block[stored]] = state[stored].to(states.dtype)
+    y = rearrange(torch.cat([every[2][:0], *outputs]), "t (r h) v -> r t h v", h=v.shape[1])
+    return scatter_rows(y.to(v.dtype), index, valid, v.shape[0])
+
+
+def normalised(q: Tensor, k: Tensor, group: int) -> tuple[Tensor, Tensor]:
+    """k of length 1 and q of length K ** -0.5, each for its `group` value heads:
+    `[..., Hk, K]` to `[..., Hv, K]`."""
+    keys = k * inverse_norm(k)[..., None]
+    queries = q * (inverse_norm(q) * k.shape[-1] ** -0.5)[..., None]
+    return keys.repeat_interleave(group, -2), queries.repeat_interleave(group, -2)
+
+
 def replay_update_reference(
     q: Tensor,
     k: Tensor,
@@ -229,9 +323,7 @@ def replay_update_reference(
     ]
     raw, (qs, ks, vs, gs, betas) = gathered[1], (part.to(acc) for part in gathered)
     rk = inverse_norm(ks)
-    keys = (ks * rk[..., None]).repeat_interleave(group, 2)
-    queries = qs * (inverse_norm(qs) * k.shape[-1] ** -0.5)[..., None]
-    queries = queries.repeat_interleave(group, 2)
+    keys, queries = normalised(qs, ks, group)
     state = initial_states(states, rows.block_table, rows.slot, positions.read_column, active, acc)
     pending = torch.where(active & (positions.read_column >= 0), positions.pending, 0).long()
 

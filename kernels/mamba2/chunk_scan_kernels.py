@@ -6,21 +6,8 @@ import triton
 import triton.language as tl
 
 from hybrid_runtime.kernels.common.math import softplus
-from hybrid_runtime.kernels.common.tiles import first_tile, part_of_tile, part_start
+from hybrid_runtime.kernels.common.tiles import first_tile, tokens_of_tile
 from hybrid_runtime.kernels.common.zero_fill import zero_tokens
-
-
-@triton.jit
-def tokens_of_chunk(cu_seqlens, cut, rows, chunk, CHUNK: tl.constexpr):
-    """A chunk's row, -1 if it has none, its first token, and how many tokens of the row's part
-    there are from there on (none if that is not positive)."""
-    part, number = part_of_tile(cu_seqlens, cut, rows, chunk, CHUNK)
-    here = part >= 0
-    start = part_start(cu_seqlens, cut, part, here) + number * CHUNK
-    left = part_start(cu_seqlens, cut, part + 1, here) - start
-    if cut is not None:
-        part = tl.where(here, part // 2, -1)
-    return part, start, left
 
 
 @triton.jit(
@@ -72,7 +59,7 @@ def steps_kernel(
     behind = tl.load(cu_seqlens + rows) + chunk
     zero_tokens(given, real, behind, tokens, tl.num_programs(1), size)
 
-    row, start, left = tokens_of_chunk(cu_seqlens, cut, rows, chunk, CHUNK)
+    row, start, left = tokens_of_tile(cu_seqlens, cut, rows, chunk, CHUNK)
     if row < 0:
         return
     if (left <= 0) | (tl.load(slot + row) < 0) | (tl.load(write_column + row) < 0):
@@ -298,7 +285,7 @@ def outputs_kernel(
     part = tl.program_id(0) % parts
     head = tl.program_id(0) // parts * EACH
     chunk = tl.program_id(1)
-    row, start, left = tokens_of_chunk(cu_seqlens, cut, rows, chunk, CHUNK)
+    row, start, left = tokens_of_tile(cu_seqlens, cut, rows, chunk, CHUNK)
     if row < 0:
         return
     if part * TOKENS >= left:

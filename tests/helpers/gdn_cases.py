@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from helpers.state_rows import Rows
 from helpers.tensors import DEVICE, ints, noise
 from torch import Tensor
 
-from hybrid_runtime.kernels.gdn.naive import advance_state, gates, inverse_norm
+from hybrid_runtime.kernels.gdn.naive import advance_state, gates, inverse_norm, normalised
 from hybrid_runtime.kernels.gdn.records import Records
 from hybrid_runtime.kernels.replay.ring import ring_length
 from hybrid_runtime.kernels.replay.rows import ReplayRows
@@ -93,13 +94,25 @@ class Gdn:
     def matrix(self) -> tuple[int, int, int]:
         return self.heads, self.value, self.key
 
+    def prompts(self, rows: Rows, seed: int) -> tuple[dict[str, Any], Tensor]:
+        """Arguments of a scan, and states; NaN where nobody may read."""
+        generator = torch.Generator(DEVICE).manual_seed(seed)
+        given = self.inputs(generator, rows.tokens)
+        for part in given.values():
+            part[~rows.owned] = float("nan")
+        states = self.pool(rows.blocks)
+        for _, slot, _, read, offset, _ in rows.active:
+            if read >= 0:
+                states[rows.block(slot, read + offset)] = noise(
+                    generator, *self.matrix, dtype=self.states
+                )
+        return given | self.vectors(generator) | rows.arguments, states
+
 
 def token_inputs(shape: Gdn, given: dict[str, Tensor]) -> list[Tensor]:
     """Normalised q, k, then v, g and beta of every value head in fp64, `[tokens, H, ...]`."""
     q, k, v = (given[name].double() for name in ("q", "k", "v"))
-    group = shape.heads // shape.key_heads
-    q = (q * inverse_norm(q)[..., None] * shape.key**-0.5).repeat_interleave(group, 1)
-    k = (k * inverse_norm(k)[..., None]).repeat_interleave(group, 1)
+    k, q = normalised(q, k, shape.heads // shape.key_heads)
     return [q, k, v, *gates(*(given[n] for n in ("a", "b", "A_log", "dt_bias")), torch.float64)]
 
 

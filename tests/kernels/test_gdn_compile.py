@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 import torch
 import triton.language as tl
-from helpers.hopper import compiled, spilled
+from helpers.hopper import aligned, compiled, spilled, spilled_in_copying_loop
 from triton.runtime.jit import JITFunction
 
-from hybrid_runtime.kernels.gdn import flush
+from hybrid_runtime.kernels.common.strides import ChannelStrides, HeadStrides, StateStrides
+from hybrid_runtime.kernels.gdn import chunk_scan as scan
+from hybrid_runtime.kernels.gdn import chunk_scan_kernels, flush
 from hybrid_runtime.kernels.gdn import replay_launch as launch
 from hybrid_runtime.kernels.gdn import replay_update as update
 from hybrid_runtime.kernels.replay.rounding import LAST_PLACE
@@ -112,3 +114,47 @@ def test_flush_compiles(key: int, order: tuple[int, int], rounds: bool) -> None:
     }  # fmt: skip
     constants |= {} if rounds else {"seed": None, "place": None}
     assert compiled(kernel, constants, **types).asm["cubin"]
+
+
+# Of one prompt and of many, where multiprocessors are 132, of a small model, and of a larger one.
+SCANS: list[Any] = [(128, 1, torch.float16), (128, 8, torch.float16), (16, 1, torch.float16)]
+SCANS += [pytest.param(256, 1, torch.float16, marks=pytest.mark.slow), (128, 1, torch.float32)]
+
+
+@pytest.mark.parametrize("cut", [True, False], ids=["cut", "whole"])
+@pytest.mark.parametrize(("dim", "rows", "product"), SCANS, ids=str)
+def test_scan_fits_into_registers(
+    dim: int, rows: int, product: torch.dtype, cut: bool, tmp_path: Path
+) -> None:
+    half = product == torch.float16
+    tiling = scan.scan_tiling(rows, 32, dim, dim, product, 132)
+    given, operand = ("*bf16", "*fp16") if half else ("*fp32", "*fp32")
+    shape = scan.scan_shape(32, 16, dim, dim, tiling.chunk)
+    types: dict[str, Any] = dict.fromkeys(("q", "k", "v", "a", "b", "out"), given)
+    types |= dict.fromkeys(("keys", "queries", "to_change", "to_output"), operand)
+    types |= {"decays": "*fp32", "largest": "*fp32", "rows": "i32"}
+    types |= dict.fromkeys(("q_stride", "k_stride", "v_stride"), HeadStrides("i32", "i32", 1))
+    types |= dict.fromkeys(("a_stride", "b_stride"), ChannelStrides("i32", 1))
+    types |= {"state_stride": StateStrides("i32", "i32", "i32", 1)}
+    types |= {"shape": shape._make(one.value for one in shape)}
+    names: dict[str, Any] = {
+        "dot_type": tl.float16 if half else tl.float32, "TRIPS": 0, "TILE": tiling.tile,
+    }  # fmt: skip
+    names |= {} if cut else {"cut": None, "cut_column": None}
+    names |= {} if half else {"largest": None}
+    for kernel, warps, stages in (
+        (chunk_scan_kernels.prepare_kernel, tiling.prepare_warps, 3),
+        (chunk_scan_kernels.carry_kernel, tiling.carry_warps, tiling.carry_stages),
+    ):
+        if not isinstance(kernel, JITFunction):
+            pytest.skip("the interpreter is on")
+        constants = {name: names[name] for name in kernel.arg_names if name in names}
+        options = {"num_warps": warps, "num_stages": stages}
+        code = compiled(kernel, constants, aligned(kernel, constants), options, **types)
+        assert spilled(code, tmp_path) <= (128 if tiling.tile == 64 else 0)
+        assert code.metadata.shared <= 227 * 1024
+        assert ("wgmma.mma_async" in code.asm["ptx"]) == half
+        if half and kernel is chunk_scan_kernels.carry_kernel:
+            # All that a chunk multiplies is on its way ahead of its use, 16 bytes at once.
+            assert "cp.async.cg.shared.global" in code.asm["ptx"]
+            assert spilled_in_copying_loop(code, tmp_path) == 0

@@ -11,7 +11,7 @@ from helpers.marks import slow
 HERE = Path(__file__).parent
 QUICK = (
     ("advance_columns", "penalties", "pooling", "sampling"),
-    ("layers", "step", "topk"),
+    ("gdn_scan", "layers", "step", "topk"),
     ("fp8_moe", "fp8_product", "narrow_head"),  # which have the interpreter round as GPUs do
 )
 SLOW = (("conv", "ssm"), ("cuts", "moe"), ("state_copy", "vllm_rows"))
