@@ -12,7 +12,7 @@ from hybrid_runtime.device.compile import compiling
 from hybrid_runtime.device.graphs import Graphs
 from hybrid_runtime.kernels.step.entry import ENTRY_FIELDS, SCHEDULED, SLOT
 from hybrid_runtime.specdecode.acceptance import Acceptance
-from hybrid_runtime.specdecode.draft_length import StepCost
+from hybrid_runtime.specdecode.draft_length import Drafts, StepCost
 from hybrid_runtime.specdecode.frame import Frame, Phase
 from hybrid_runtime.specdecode.phases import LayeredTarget, Phases
 from hybrid_runtime.specdecode.shape import PaddedShapes, StepShape
@@ -104,7 +104,7 @@ class CapturedSteps:
         for shape in self.shapes.decoding():
             for accept in accepts:
                 name = f"{shape.decode_rows} decoding rows"
-                for propose in self.shapes.drafts.after(shape.row_tokens - 1):
+                for propose in self.shapes.drafts.after(shape.drafts):
                     work.append((name, partial(self._decoding, shape, accept, propose)))
         for done, (name, act) in enumerate(work):
             if progress is not None:
@@ -121,15 +121,14 @@ class CapturedSteps:
         if progress is not None:
             progress(len(work), len(work))
 
-    def costs(self, accept: Acceptance) -> dict[tuple[int, int], StepCost]:
+    def costs(self, accept: Acceptance) -> dict[tuple[int, Drafts], StepCost]:
         """What steps take in which all rows decode, by rows and drafts; the rows are all padding.
         None on a CPU. Waits for the device."""
         if self._phases.manager.device.type != "cuda":
             return {}
         events = {}
         for shape in self.shapes.decoding():
-            drafts = shape.row_tokens - 1
-            frame = self._decoding(shape, accept, drafts)
+            frame = self._decoding(shape, accept, shape.drafts.most)
             self._prepare(frame)
             self._spread_tokens(frame)
             for _ in range(2):  # the first one finds its weights anywhere
@@ -140,7 +139,7 @@ class CapturedSteps:
                 if self._phases.drafter is not None:
                     self.launch("draft", frame)
                 end.record()
-            events[shape.decode_rows, drafts] = begin, between, end
+            events[shape.decode_rows, shape.drafts] = begin, between, end
         torch.cuda.synchronize(self._phases.manager.device)
         return {
             key: StepCost(begin.elapsed_time(between) / 1e3, between.elapsed_time(end) / 1e3)
@@ -207,7 +206,7 @@ class CapturedSteps:
     def _prepare(self, frame: Frame) -> None:
         """Rows that are all padding; those that decode have their tokens, because the prompts' are
         looked for behind them."""
-        self._padded[:, SCHEDULED].fill_(frame.shape.row_tokens)
+        self._padded[:, SCHEDULED].fill_(frame.shape.mean_tokens)
         self._phases.prepare(frame, self._padded, frame.shape.decode_rows)
 
     def _spread_tokens(self, frame: Frame) -> None:
@@ -251,8 +250,9 @@ class CapturedSteps:
             max_scheduled=max(shape.prompt_tokens, shape.row_tokens),
             max_context=self._max_context,
             accept=accept,
-            # Prompts' rows beyond those of the step have no tokens, the others as many as these.
-            pad=0 if shape.prompt_rows else shape.row_tokens,
+            # Prompts' rows beyond those of the step have no tokens, the others as many as these,
+            # or one where these differ.
+            pad=0 if shape.prompt_rows else 1 if shape.longest else shape.row_tokens,
             propose=self.shapes.drafts.beside_prompts
             if shape.prompt_rows
             else shape.row_tokens - 1,
