@@ -226,9 +226,8 @@ def synthetic_acceptance(
         verify: Tensor | None = None,
     ) -> Accepted:
         seed = sampling.seeds()
-        own = on_device[:, : drafts.shape[1]].expand(drafts.shape)
-        if len(kinds) > 1:
-            own = on_device[seed % len(kinds), : drafts.shape[1]]
+        own = on_device[seed % len(kinds)] if len(kinds) > 1 else on_device.expand(len(seed), -1)
+        own = own[:, : drafts.shape[1]]
         return synthetic(logits, drafts, num_draft, emits, own, position.long(), seed, verify)
 
     return accept

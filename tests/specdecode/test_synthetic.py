@@ -54,8 +54,8 @@ def test_requests_have_rates_by_their_seeds() -> None:
     """Alone in a row, and as lines."""
     logits = torch.eye(V)[torch.tensor([6, 6, 6, 6, 5, 6, 6, 6])].view(2, 4, V)
     drafts, count = torch.ones(2, 3).int(), torch.full((2,), 3).int()
-    accept = synthetic_acceptance([[1.0, 1.0, 1.0], [0.0, 0.0, 0.0]], "cpu")
-    sampling = rows_of(SamplingParams(), 2)._replace(seed=torch.tensor([10, 7]))
+    accept = synthetic_acceptance([[1.0, 1.0, 1.0], [0.0, 0.0, 0.0], [1.0, 0.0, 0.0]], "cpu")
+    sampling = rows_of(SamplingParams(), 2)._replace(seed=torch.tensor([12, 7]))
     expected = [[1, 1, 1, 6], [5, -1, -1, -1]], [4, 1]
     position, verify = torch.zeros(2), torch.arange(8).view(2, 4)
     got = accept(logits, drafts, count, count, None, sampling, position)
