@@ -30,6 +30,10 @@ class CapturedSteps:
     Verify pass and drafter of a step with prompts are captured once, acceptance for each kind.
     Where all rows decode, the drafter is captured for each number of drafts that may follow.
 
+    The drafter's graph is the same behind every acceptance that `capture` knows: where all rows
+    decode, the verify passes of all but the first copy their hidden states to where those of the
+    first are.
+
     phases: what is launched.
     shapes: to which steps are padded.
     """
@@ -57,19 +61,44 @@ class CapturedSteps:
     def _decoding(self, shape: StepShape, accept: Acceptance | None, propose: int) -> Frame:
         """Where all rows decode. It is captured now if it is not yet, over rows that are all
         padding."""
-        key = shape, accept
-        if key not in self._frames:
-            frame = self._uncaptured(shape, accept)
-            self._prepare(frame)
-            self._record("verify_and_accept", key, frame)
-            self._frames[key] = frame
-        frame = self._frames[key]
+        if (shape, accept) not in self._frames:
+            self._capture_verify(shape, accept, None)
+        frame = self._frames[shape, accept]
         frame.propose = propose
         if self._phases.drafter is not None and frame.graph_of("draft") is None:
-            self._prepare(frame)
-            self._phases.accept(replace(frame, accept=None))  # the drafter's rows are padding, too
-            self._record_draft((*key, propose), frame)
+            self._capture_draft(frame)
         return frame
+
+    def _capture_decoding(self, shape: StepShape, accepts: Sequence[Acceptance]) -> None:
+        """With all drafts that may be proposed behind it."""
+        hidden = None
+        for accept in accepts:
+            if (shape, accept) not in self._frames:
+                self._capture_verify(shape, accept, hidden)
+            verified = self._frames[shape, accept].verify_output
+            hidden = verified.hidden if verified is not None and hidden is None else hidden
+        first, *others = (self._frames[shape, accept] for accept in accepts)
+        for propose in self.shapes.drafts.after(shape.drafts):
+            for frame in (first, *others):
+                frame.propose = propose
+            if self._phases.drafter is not None and first.graph_of("draft") is None:
+                self._capture_draft(first, *others)
+
+    def _capture_verify(
+        self, shape: StepShape, accept: Acceptance | None, hidden: Tensor | None
+    ) -> None:
+        """Verify and accept. hidden: as of `Frame`."""
+        frame = self._uncaptured(shape, accept)
+        frame.hidden = hidden
+        self._prepare(frame)
+        self._record("verify_and_accept", (shape, accept), frame)
+        self._frames[shape, accept] = frame
+
+    def _capture_draft(self, first: Frame, *others: Frame) -> None:
+        """Of frames with the same hidden states."""
+        self._prepare(first)
+        self._phases.accept(replace(first, accept=None))  # the drafter's rows are padding, too
+        self._record_draft((first.shape, first.accept, first.propose), first, *others)
 
     def _mixed(self, shape: StepShape, accept: Acceptance | None) -> Frame:
         """Where prompts run. Kinds of acceptance that `capture` did not know are captured now, if
@@ -102,10 +131,8 @@ class CapturedSteps:
         """
         work = self._with_prompts(accepts)
         for shape in self.shapes.decoding():
-            for accept in accepts:
-                name = f"{shape.decode_rows} decoding rows"
-                for propose in self.shapes.drafts.after(shape.drafts):
-                    work.append((name, partial(self._decoding, shape, accept, propose)))
+            name = f"{shape.decode_rows} decoding rows"
+            work.append((name, partial(self._capture_decoding, shape, accepts)))
         for done, (name, act) in enumerate(work):
             if progress is not None:
                 progress(done, len(work))

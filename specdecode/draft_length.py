@@ -166,9 +166,9 @@ class DraftLength:
         if self._until_explored == EXPLORE // 2 and self._sizes:
             # The next smaller number, or the same for all rows.
             verify = Drafts.alike(self._level(verify.most - 1))
-        propose = wanted.most
-        if propose not in self.after(verify) and propose > verify.most:
-            propose = self.after(verify)[-1]
+        propose = verify.most
+        if wanted.most > propose:
+            propose = min(wanted.most, self.after(verify)[-1])
         return StepDrafts(verify, verify.most, propose)
 
     def numbers(self, slots: Ints, size: Drafts) -> NDArray[np.int32]:

@@ -83,17 +83,16 @@ class Pace:
         return spare
 
     def _cost(self, shape: StepShape) -> float:
-        return self._decode_cost(shape) + self._prompt.of(shape.prompt_tokens)
-
-    def _decode_cost(self, shape: StepShape) -> float:
-        """Of the rows that decode; 0.0 if nothing is known of them."""
-        for tokens in range(shape.mean_tokens, 0, -1):
-            if tokens in self._decode and (cost := self._decode[tokens].of(shape.decode_rows)):
-                return cost
-        return 0.0
+        rows, decode = shape.decode_rows, 0.0
+        tokens = shape.decode_tokens // max(rows, 1)
+        while not decode and tokens:
+            if tokens in self._decode:
+                decode = self._decode[tokens].of(rows)
+            tokens -= 1
+        return decode + self._prompt.of(shape.prompt_tokens)
 
     def _learn(self, shape: StepShape, took: float) -> None:
-        decode = self._decode[shape.mean_tokens]
+        decode = self._decode[shape.decode_tokens // max(shape.decode_rows, 1)]
         if not shape.prompt_tokens:
             decode.add(shape.decode_rows, took)
         elif not shape.decode_rows or decode.knows(shape.decode_rows):

@@ -349,8 +349,8 @@ def test_what_is_captured() -> None:
     decoding, mixed = captured.shapes.decoding(), list(captured.shapes.mixed())
     assert {shape for shape, _ in captured._frames} == {*decoding, *mixed}
     graphs = captured._graphs._captured
-    # With each acceptance: verified and accepted, and drafts; with prompts, only accepted.
-    assert len(graphs) == len(decoding) * 2 * 2 + len(mixed) * (1 + 2 + 1)
+    # With each acceptance: verified and accepted; with prompts, only accepted.
+    assert len(graphs) == len(decoding) * (2 + 1) + len(mixed) * (1 + 2 + 1)
     for slot in range(3):
         runs.admit(slot)
     runs.step({0: 0, 1: 0}, greedy)
