@@ -327,7 +327,7 @@ def _select_lines(
     rows, width = verify.shape
     at, shape = verify.flatten().long(), (logits.shape[0],)
     ahead = torch.minimum(torch.arange(width, device=at.device), num_draft[:, None]).flatten()
-    row = torch.arange(rows, device=at.device).repeat_interleave(width)
+    row = torch.arange(rows, device=at.device)[:, None].expand(-1, width).flatten()
     row, ahead = (x.new_zeros(shape).scatter_(0, at, x) for x in (row, ahead))
     own = sampling.of(row if sampling.slot is None else sampling.slot[row])
     drawn = select_tokens(

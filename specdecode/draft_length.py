@@ -208,14 +208,15 @@ class DraftLength:
         if not self._sizes:
             return {}
         size, survival = self._size(len(slots)), self._survival(slots, self.most)
-        found = {}
+        alike, found = [0.0, *survival.sum(0).cumsum().tolist()], {}
         for drafts in self._costs[size]:
-            kept = survival[:, : drafts.most]
+            kept: float = alike[drafts.most]
             if drafts.most > drafts.mean:
-                room = min(size * drafts.mean, kept.size)
-                kept = np.partition(kept, kept.size - room, axis=None)[kept.size - room :]
-            tokens = len(slots) + float(kept.sum())
-            found[drafts] = tokens / self._expected(size, drafts)
+                all_rows = survival[:, : drafts.most].flatten()
+                rest = all_rows.size - min(size * drafts.mean, all_rows.size)
+                all_rows.partition(rest)
+                kept = float(all_rows[rest:].sum())
+            found[drafts] = (len(slots) + kept) / self._expected(size, drafts)
         return found
 
     def _survival(self, slots: Ints, most: int) -> Floats:

@@ -60,9 +60,11 @@ class RowAcceptance:
         decay = np.exp(expected / -REJECTIONS)
         self._expected[slots] = decay * self._expected[slots] + expected
         self._rejections[slots] = decay * self._rejections[slots] + fails.any(1)
-        p = 1 - PRIOR
-        for j, (rejected, risks) in enumerate(zip(self._rejected, self._tried, strict=True)):
-            self.rejection[j] = p = (rejected + PRIOR_ROWS * p) / (risks + PRIOR_ROWS)
+        p, found = 1 - PRIOR, []
+        for rejected, risks in zip(self._rejected.tolist(), self._tried.tolist(), strict=True):
+            p = (rejected + PRIOR_ROWS * p) / (risks + PRIOR_ROWS)
+            found.append(p)
+        self.rejection = np.array(found)
 
     def risk(self, slots: Ints) -> Floats:
         """`[rows]`, 1 in their mean."""

@@ -322,15 +322,17 @@ def test_nothing_depends_on_the_data() -> None:
         position = torch.zeros(2, dtype=torch.int64)
         for method in methods:
             for q in (None, logits[:, 1:]):
-                got = method(logits, drafts, count, count, q, sampling, position)
-                assert got.tokens.shape == (2, 4)
-                assert got.num_accepted.shape == (2,)
+                for x, at in ((logits, None), (logits.flatten(0, 1)[:5], drafts.new_zeros(2, 4))):
+                    got = method(x, drafts, count, count, q, sampling, position, at)
+                    assert got.tokens.shape == (2, 4)
+                    assert got.num_accepted.shape == (2,)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("lines", [False, True], ids=["rows", "lines"])
 @pytest.mark.parametrize("name", ["greedy", "rejection", "rejection of drawn", "synthetic"])
-def test_captured_in_a_cuda_graph(name: str) -> None:
+def test_captured_in_a_cuda_graph(name: str, lines: bool) -> None:
     target, draft = tables()
     rows = 64
     params = [SamplingParams(), SAMPLED, FILTERED, SAMPLED] * (rows // 4)
@@ -345,8 +347,11 @@ def test_captured_in_a_cuda_graph(name: str) -> None:
         sampling = sampling_tensors(params, list(range(rows)), device)
         num_draft, emits = (torch.arange(rows) % 4).int(), torch.arange(rows) % 5 != 0
         inputs = [x.to(device) for x in (target[previous], drafts, num_draft, emits)]
-        accept = methods.get(name, rejection)
-        return lambda: accept(inputs[0], inputs[1], inputs[2], inputs[3], q, sampling, position)
+        accept, verify = methods.get(name, rejection), None
+        if lines:
+            inputs[0] = inputs[0].flatten(0, 1)
+            verify = torch.arange(len(inputs[0]), dtype=torch.int32, device=device).view(rows, -1)
+        return lambda: accept(*inputs, q, sampling, position, verify)
 
     on_device = position.cuda()
     run = step("cuda", on_device)
