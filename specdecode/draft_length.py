@@ -23,7 +23,7 @@ UNMEASURED = 3
 """Drafts of a row beside prompts, and by default as long as nobody knows what steps cost."""
 HYSTERESIS = 1.03
 """How many times as many tokens per second another number must promise."""
-EXPLORE = 32
+EXPLORE = 64
 """One step in so many tries the next larger number of drafts, and one the next smaller."""
 RECENT = 5
 """Steps with a number of drafts by whose median their cost is known: one that was held up by

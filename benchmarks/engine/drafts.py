@@ -197,7 +197,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--rows", type=numbers, default=[1, 8, 16, 32, 64, 128], help="requests that decode")
     add("--numbers", type=numbers, default=[1, 3, 5, 7], help="of drafts, fixed; of 0, 1, 3, 5, 7")
     add("--curves", type=curves, default=["qwen3.5"], help=", ".join(KINDS))
-    add("--ramp", action=argparse.BooleanOptionalAction, default=True, help="and a load that ramps")
+    add("--no-ramp", dest="ramp", action="store_false", help="no load that ramps")
     add("--isl", type=int, default=1024, help="prompt tokens")
     add("--steps", type=int, default=32, help="of each turn")
     add("--repeats", type=int, default=2)
