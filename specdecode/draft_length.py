@@ -171,11 +171,14 @@ class DraftLength:
             propose = min(wanted.most, self.after(verify)[-1])
         return StepDrafts(verify, verify.most, propose)
 
-    def numbers(self, slots: Ints, size: Drafts) -> NDArray[np.int32]:
+    def numbers(self, slots: Ints, size: Drafts, limit: int) -> NDArray[np.int32]:
         """Drafts of each of these rows, int32 `[rows]`: those that survive most often of all, as
-        many as there is room for in a step of that size, padded rows' share among them."""
+        many as there is room for in a step of that size, padded rows' share among them. limit: most
+        drafts of all rows."""
         survival = self._survival(slots, size.most)
-        room = min(self._size(len(slots)) * size.mean, survival.size)
+        room = min(self._size(len(slots)) * size.mean, survival.size, limit)
+        if not room:
+            return np.zeros(len(slots), np.int32)
         # Survival falls along a row, so that these are the first drafts of each.
         best = np.argpartition(survival, survival.size - room, axis=None)[survival.size - room :]
         return np.bincount(best // size.most, minlength=len(slots)).astype(np.int32)
@@ -236,7 +239,7 @@ class DraftLength:
         survival = self._survival(self._last_slots, self.most)
         chosen = np.full(len(survival), self.chosen.most)
         if self.chosen.most > self.chosen.mean:
-            chosen = self.numbers(self._last_slots, self.chosen)
+            chosen = self.numbers(self._last_slots, self.chosen, survival.size)
         made = np.arange(self.most) < chosen[:, None]
         return DraftStats(
             self.chosen,

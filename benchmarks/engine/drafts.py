@@ -101,7 +101,7 @@ class Decoding:
             verify = drafts.plan(slots, prompts=False).verify
             if verify.most > verify.mean:
                 uneven += 1
-                verified.append(drafts.numbers(slots, verify))
+                verified.append(drafts.numbers(slots, verify, MOST * rows))
             else:
                 verified.append(np.full(rows, verify.mean))
             self.engine.step()

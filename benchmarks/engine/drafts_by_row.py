@@ -94,7 +94,9 @@ def simulate(
         if fixed is not None:
             verify, propose = Drafts.alike(fixed), fixed
         differs = verify.most > verify.mean
-        number = drafts.numbers(slots, verify) if differs else np.full(rows, verify.mean)
+        number = (
+            drafts.numbers(slots, verify, MOST * rows) if differs else np.full(rows, verify.mean)
+        )
         made = position < number[:, None]
         accepted = ((luck.random(rows)[:, None] < survival) & made).sum(1)
         took = device.cost(verify).verify + propose * device.one_pass / 1e3

@@ -320,7 +320,8 @@ class Scheduler:
         if drafts.verify.most < width:
             scheduled = np.full(len(decoding), width)
         else:
-            scheduled = self.drafts.numbers(slots[decoding], drafts.verify) + 1
+            limit = self.max_tokens_per_step - len(decoding)
+            scheduled = self.drafts.numbers(slots[decoding], drafts.verify, limit) + 1
         if not len(prefilling):
             return decoding, scheduled, drafts, len(decoding)
         budget = min(self.max_tokens_per_step - width * len(decoding), self.max_prompt_tokens)

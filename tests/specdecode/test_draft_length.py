@@ -239,7 +239,7 @@ def test_drafts_go_where_they_are_accepted(
         drafts.queued(plan)
         number = np.full(rows, plan.verify.mean, np.int32)
         if plan.verify.most > plan.verify.mean:
-            number = drafts.numbers(slots, plan.verify)
+            number = drafts.numbers(slots, plan.verify, 7 * rows)
         made = np.arange(7) < number[:, None]
         drafts.acceptance.learn(
             slots, number, ((luck.random(rows)[:, None] < survival) & made).sum(1)
@@ -264,10 +264,11 @@ def test_all_drafts_that_there_is_room_for_are_given_out(data: st.DataObject) ->
         drafts.acceptance.learn(slots, tried, accepted)
     size = data.draw(st.sampled_from(drafts.uneven()))
     chosen = np.array(data.draw(st.permutations(range(64))))[:rows]
-    number = drafts.numbers(chosen, size)
+    limit = data.draw(st.integers(0, 450))
+    number = drafts.numbers(chosen, size, limit)
     assert number.shape == (rows,)
     assert ((number >= 0) & (number <= size.most)).all()
-    assert number.sum() == min(64 * size.mean, rows * size.most)
+    assert number.sum() == min(64 * size.mean, rows * size.most, limit)
     # No draft that was left out survives more often than one that was taken.
     survival = drafts.acceptance.survival(drafts.acceptance.risk(chosen))[:, : size.most]
     taken = np.arange(size.most) < number[:, None]
