@@ -4,6 +4,8 @@ Row i brings ``num_draft[i] <= K`` drafts and the target's logits at K + 1 posit
 ``logits[i, j]`` is the target's distribution after the row's certain tokens and its first j drafts.
 K is that of the step here: the most drafts of any row. A draft of -1 inside ``num_draft`` is one
 that the drafter did not make; it is never accepted.
+Rows with few drafts need fewer logits: they may also come as lines ``[lines, V]``, with the line of
+each row's positions beside them.
 ``reference.py`` has the same in the paper's order, for one request.
 """
 
@@ -47,7 +49,7 @@ class Acceptance(Protocol):
     """How the runner calls any of them; ``greedy`` and ``rejection`` fit as they are.
 
     Args:
-        logits: float [rows, K + 1, V].
+        logits: float [rows, K + 1, V]; with ``verify`` [lines, V].
         drafts: int32 [rows, K].
         num_draft: int32 [rows], 0 .. K.
         emits: bool or int [rows]; 0 for a padded row or an unfinished prefill chunk.
@@ -55,6 +57,8 @@ class Acceptance(Protocol):
             random numbers of stream DRAFT (or independent ones); None: they were not drawn.
         sampling: parameters of the rows; temperature 0 gives exactly what ``greedy`` gives.
         position: int [rows], absolute position of the first token the row emits.
+        verify: int32 [rows, K + 1], the line of each logits[i, j]; behind the row's drafts that of
+            the last one. None: logits are by row.
 
     Raises:
         ValueError: shapes that do not fit.
@@ -69,6 +73,7 @@ class Acceptance(Protocol):
         draft_probs: Tensor | None,
         sampling: SamplingTensors,
         position: Tensor,
+        verify: Tensor | None = None,
     ) -> Accepted: ...
 
 
@@ -80,13 +85,15 @@ def greedy(
     draft_probs: Tensor | None = None,
     sampling: SamplingTensors | None = None,
     position: Tensor | None = None,
+    verify: Tensor | None = None,
 ) -> Accepted:
     """Accepts drafts as long as each is the target's most likely token (lowest id at ties).
 
-    Arguments and errors are those of ``Acceptance``; the last three are not used.
+    Arguments and errors are those of ``Acceptance``; those by default None are not used, but
+    ``verify``.
     """
-    _check(logits, drafts, num_draft, emits)
-    return Accepted(*accept_drafts(_most_likely(logits), drafts, num_draft, emits))
+    _check(logits, drafts, num_draft, emits, verify)
+    return Accepted(*accept_drafts(_most_likely(logits, verify), drafts, num_draft, emits))
 
 
 def rejection(
@@ -97,6 +104,7 @@ def rejection(
     draft_probs: Tensor | None,
     sampling: SamplingTensors,
     position: Tensor,
+    verify: Tensor | None = None,
 ) -> Accepted:
     """Keeps the target's distribution, whatever the drafts (Leviathan et al. 2023, 2211.17192).
 
@@ -111,18 +119,21 @@ def rejection(
 
     Arguments and errors are those of ``Acceptance``.
     """
-    _check(logits, drafts, num_draft, emits)
-    rows, num_positions, vocabulary = logits.shape
-    max_draft = num_positions - 1
+    _check(logits, drafts, num_draft, emits, verify)
+    rows, max_draft, vocabulary = *drafts.shape, logits.shape[-1]
     if draft_probs is not None and draft_probs.shape != (rows, max_draft, vocabulary):
         raise ValueError(
             f"draft_probs has shape {list(draft_probs.shape)}, "
             f"must be None or [{rows}, {max_draft}, {vocabulary}]"
         )
     if draft_probs is None or max_draft == 0:
-        chosen = select_tokens(logits, sampling, position, TARGET, num_draft, emits, marks=True)
+        if verify is None:
+            chosen = select_tokens(logits, sampling, position, TARGET, num_draft, emits, marks=True)
+        else:
+            chosen = _select_lines(logits, sampling, position, num_draft, emits, verify)
         return Accepted(*accept_drafts(chosen, drafts, num_draft, emits))
 
+    logits = by_row(logits, verify)
     chosen, target = select_with_probabilities(logits, sampling, position, TARGET, marks=True)
     seed, position = sampling.seeds(), position.long()
     positions = position[:, None] + torch.arange(max_draft, device=logits.device)
@@ -155,19 +166,20 @@ def synthetic(
     rates: Tensor,
     position: Tensor,
     seed: Tensor,
+    verify: Tensor | None = None,
 ) -> Accepted:
     """Accepts as many drafts as ``rates`` says, right or wrong; for measurements.
 
     The token after them is the target's most likely one at that position. One random number
     (stream SYNTHETIC) per row and step decides: at least i + 1 drafts are accepted with probability
-    ``rates[i]``, in rows that have that many. rates: float32 [K], not increasing. seed: int64
+    ``rates[i]``, in rows that have that many. rates: float32 [rows, K], not increasing. seed: int64
     [rows]. Other arguments and errors are those of ``Acceptance``; position is int64.
     """
-    _check(logits, drafts, num_draft, emits)
-    if rates.shape != drafts.shape[1:]:
-        raise ValueError(f"rates has shape {list(rates.shape)}, must be {list(drafts.shape[1:])}")
-    drawn = uniform(seed, position, SYNTHETIC)
-    return Accepted(*accept_drafts(_most_likely(logits), drafts, num_draft, emits, rates, drawn))
+    _check(logits, drafts, num_draft, emits, verify)
+    if rates.shape != drafts.shape:
+        raise ValueError(f"rates has shape {list(rates.shape)}, must be {list(drafts.shape)}")
+    chosen, drawn = _most_likely(logits, verify), uniform(seed, position, SYNTHETIC)
+    return Accepted(*accept_drafts(chosen, drafts, num_draft, emits, rates, drawn))
 
 
 def synthetic_rates(mean_length: float, num_draft: int) -> tuple[float, ...]:
@@ -187,17 +199,21 @@ def synthetic_rates(mean_length: float, num_draft: int) -> tuple[float, ...]:
     return tuple(min(max(mean_length - 1.0 - i, 0.0), 1.0) for i in range(num_draft))
 
 
-def synthetic_acceptance(rates: Sequence[float], device: torch.device | str) -> Acceptance:
-    """``synthetic`` with fixed rates and the requests' own seeds, as the runner calls it.
+def synthetic_acceptance(
+    kinds: Sequence[Sequence[float]], device: torch.device | str
+) -> Acceptance:
+    """``synthetic`` with the requests' own seeds, as the runner calls it. kinds: rates, fixed ones;
+    a request has those at its seed, modulo their number.
 
     Raises:
         ValueError: a rate outside [0, 1] or larger than the one before it.
     """
-    if not all(0 <= rate <= 1 for rate in rates):
-        raise ValueError(f"rates is {list(rates)}, must be probabilities in [0, 1]")
-    if any(later > earlier for earlier, later in pairwise(rates)):
-        raise ValueError(f"rates is {list(rates)}, must not increase")
-    on_device = torch.tensor(rates, dtype=torch.float32, device=device)
+    for rates in kinds:
+        if not all(0 <= rate <= 1 for rate in rates):
+            raise ValueError(f"rates is {list(rates)}, must be probabilities in [0, 1]")
+        if any(later > earlier for earlier, later in pairwise(rates)):
+            raise ValueError(f"rates is {list(rates)}, must not increase")
+    on_device = torch.tensor(kinds, dtype=torch.float32, device=device)
 
     def accept(
         logits: Tensor,
@@ -207,16 +223,12 @@ def synthetic_acceptance(rates: Sequence[float], device: torch.device | str) -> 
         draft_probs: Tensor | None,
         sampling: SamplingTensors,
         position: Tensor,
+        verify: Tensor | None = None,
     ) -> Accepted:
-        return synthetic(
-            logits,
-            drafts,
-            num_draft,
-            emits,
-            on_device[: drafts.shape[1]],
-            position.long(),
-            sampling.seeds(),
-        )
+        seed = sampling.seeds()
+        own = on_device[seed % len(kinds)] if len(kinds) > 1 else on_device.expand(len(seed), -1)
+        own = own[:, : drafts.shape[1]]
+        return synthetic(logits, drafts, num_draft, emits, own, position.long(), seed, verify)
 
     return accept
 
@@ -252,8 +264,9 @@ class Adjusted:
         draft_probs: Tensor | None,
         sampling: SamplingTensors,
         position: Tensor,
+        verify: Tensor | None = None,
     ) -> Accepted:
-        adjusted = logits
+        adjusted = logits = by_row(logits, verify)
         if self.penalises:
             assert sampling.slot is not None
             penalties = self.sequences.penalties
@@ -267,10 +280,24 @@ class Adjusted:
         return replace(accepted, logprobs=token_logprobs(logits, accepted.tokens, most))
 
 
-def _check(logits: Tensor, drafts: Tensor, num_draft: Tensor, emits: Tensor) -> None:
-    if logits.dim() != 3 or logits.shape[1] == 0:
+def by_row(logits: Tensor, verify: Tensor | None) -> Tensor:
+    """[rows, K + 1, V], copied where they are lines."""
+    if verify is None:
+        return logits
+    return logits.index_select(0, verify.flatten()).unflatten(0, verify.shape)
+
+
+def _check(
+    logits: Tensor, drafts: Tensor, num_draft: Tensor, emits: Tensor, verify: Tensor | None
+) -> None:
+    if verify is None and (logits.dim() != 3 or logits.shape[1] == 0):
         raise ValueError(f"logits has shape {list(logits.shape)}, must be [rows, K + 1, V]")
-    rows, num_positions, _ = logits.shape
+    if verify is not None and (logits.dim() != 2 or verify.dim() != 2 or not verify.shape[1]):
+        raise ValueError(
+            f"logits has shape {list(logits.shape)} and verify {list(verify.shape)}, must be "
+            "[lines, V] and [rows, K + 1]"
+        )
+    rows, num_positions = (logits if verify is None else verify).shape[:2]
     if drafts.shape != (rows, num_positions - 1):
         raise ValueError(
             f"drafts has shape {list(drafts.shape)}, must be [{rows}, {num_positions - 1}]"
@@ -280,9 +307,34 @@ def _check(logits: Tensor, drafts: Tensor, num_draft: Tensor, emits: Tensor) -> 
             raise ValueError(f"{name} has shape {list(value.shape)}, must be [{rows}]")
 
 
-def _most_likely(logits: Tensor) -> Tensor:
+def _most_likely(logits: Tensor, verify: Tensor | None) -> Tensor:
     """int32 [rows, K + 1], the lowest token at ties; marked where logits are broken."""
-    return argmax(logits.flatten(0, 1), marks=True).view(logits.shape[:2])
+    if verify is None:
+        return argmax(logits.flatten(0, 1), marks=True).view(logits.shape[:2])
+    return argmax(logits, marks=True)[verify]
+
+
+def _select_lines(
+    logits: Tensor,
+    sampling: SamplingTensors,
+    position: Tensor,
+    num_draft: Tensor,
+    emits: Tensor,
+    verify: Tensor,
+) -> Tensor:
+    """What each row's positions draw, int32 [rows, K + 1]: every line is drawn from as if it were
+    a row of one token, at its own position. Lines of no row are taken for the first row's."""
+    rows, width = verify.shape
+    at, shape = verify.flatten().long(), (logits.shape[0],)
+    ahead = torch.minimum(torch.arange(width, device=at.device), num_draft[:, None]).flatten()
+    row = torch.arange(rows, device=at.device)[:, None].expand(-1, width).flatten()
+    row, ahead = (x.new_zeros(shape).scatter_(0, at, x) for x in (row, ahead))
+    own = sampling.of(row if sampling.slot is None else sampling.slot[row])
+    drawn = select_tokens(
+        logits[:, None], own, position[row] + ahead, TARGET, torch.zeros_like(row), emits[row],
+        marks=True,
+    )  # fmt: skip
+    return drawn[:, 0][verify]
 
 
 def _at_position(x: Tensor, index: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from hybrid_runtime.device.compile import compiling
 from hybrid_runtime.device.graphs import Graphs
 from hybrid_runtime.kernels.step.entry import ENTRY_FIELDS, SCHEDULED, SLOT
 from hybrid_runtime.specdecode.acceptance import Acceptance
-from hybrid_runtime.specdecode.draft_length import StepCost
+from hybrid_runtime.specdecode.draft_length import Drafts, StepCost
 from hybrid_runtime.specdecode.frame import Frame, Phase
 from hybrid_runtime.specdecode.phases import LayeredTarget, Phases
 from hybrid_runtime.specdecode.shape import PaddedShapes, StepShape
@@ -29,6 +29,10 @@ class CapturedSteps:
 
     Verify pass and drafter of a step with prompts are captured once, acceptance for each kind.
     Where all rows decode, the drafter is captured for each number of drafts that may follow.
+
+    The drafter's graph is the same behind every acceptance that `capture` knows: where all rows
+    decode, the verify passes of all but the first copy their hidden states to where those of the
+    first are.
 
     phases: what is launched.
     shapes: to which steps are padded.
@@ -57,19 +61,44 @@ class CapturedSteps:
     def _decoding(self, shape: StepShape, accept: Acceptance | None, propose: int) -> Frame:
         """Where all rows decode. It is captured now if it is not yet, over rows that are all
         padding."""
-        key = shape, accept
-        if key not in self._frames:
-            frame = self._uncaptured(shape, accept)
-            self._prepare(frame)
-            self._record("verify_and_accept", key, frame)
-            self._frames[key] = frame
-        frame = self._frames[key]
+        if (shape, accept) not in self._frames:
+            self._capture_verify(shape, accept, None)
+        frame = self._frames[shape, accept]
         frame.propose = propose
         if self._phases.drafter is not None and frame.graph_of("draft") is None:
-            self._prepare(frame)
-            self._phases.accept(replace(frame, accept=None))  # the drafter's rows are padding, too
-            self._record_draft((*key, propose), frame)
+            self._capture_draft(frame)
         return frame
+
+    def _capture_decoding(self, shape: StepShape, accepts: Sequence[Acceptance]) -> None:
+        """With all drafts that may be proposed behind it."""
+        hidden = None
+        for accept in accepts:
+            if (shape, accept) not in self._frames:
+                self._capture_verify(shape, accept, hidden)
+            verified = self._frames[shape, accept].verify_output
+            hidden = verified.hidden if verified is not None and hidden is None else hidden
+        first, *others = (self._frames[shape, accept] for accept in accepts)
+        for propose in self.shapes.drafts.after(shape.drafts):
+            for frame in (first, *others):
+                frame.propose = propose
+            if self._phases.drafter is not None and first.graph_of("draft") is None:
+                self._capture_draft(first, *others)
+
+    def _capture_verify(
+        self, shape: StepShape, accept: Acceptance | None, hidden: Tensor | None
+    ) -> None:
+        """Verify and accept. hidden: as of `Frame`."""
+        frame = self._uncaptured(shape, accept)
+        frame.hidden = hidden
+        self._prepare(frame)
+        self._record("verify_and_accept", (shape, accept), frame)
+        self._frames[shape, accept] = frame
+
+    def _capture_draft(self, first: Frame, *others: Frame) -> None:
+        """Of frames with the same hidden states."""
+        self._prepare(first)
+        self._phases.accept(replace(first, accept=None))  # the drafter's rows are padding, too
+        self._record_draft((first.shape, first.accept, first.propose), first, *others)
 
     def _mixed(self, shape: StepShape, accept: Acceptance | None) -> Frame:
         """Where prompts run. Kinds of acceptance that `capture` did not know are captured now, if
@@ -102,10 +131,8 @@ class CapturedSteps:
         """
         work = self._with_prompts(accepts)
         for shape in self.shapes.decoding():
-            for accept in accepts:
-                name = f"{shape.decode_rows} decoding rows"
-                for propose in self.shapes.drafts.after(shape.row_tokens - 1):
-                    work.append((name, partial(self._decoding, shape, accept, propose)))
+            name = f"{shape.decode_rows} decoding rows"
+            work.append((name, partial(self._capture_decoding, shape, accepts)))
         for done, (name, act) in enumerate(work):
             if progress is not None:
                 progress(done, len(work))
@@ -121,15 +148,14 @@ class CapturedSteps:
         if progress is not None:
             progress(len(work), len(work))
 
-    def costs(self, accept: Acceptance) -> dict[tuple[int, int], StepCost]:
+    def costs(self, accept: Acceptance) -> dict[tuple[int, Drafts], StepCost]:
         """What steps take in which all rows decode, by rows and drafts; the rows are all padding.
         None on a CPU. Waits for the device."""
         if self._phases.manager.device.type != "cuda":
             return {}
         events = {}
         for shape in self.shapes.decoding():
-            drafts = shape.row_tokens - 1
-            frame = self._decoding(shape, accept, drafts)
+            frame = self._decoding(shape, accept, shape.drafts.most)
             self._prepare(frame)
             self._spread_tokens(frame)
             for _ in range(2):  # the first one finds its weights anywhere
@@ -140,7 +166,7 @@ class CapturedSteps:
                 if self._phases.drafter is not None:
                     self.launch("draft", frame)
                 end.record()
-            events[shape.decode_rows, drafts] = begin, between, end
+            events[shape.decode_rows, shape.drafts] = begin, between, end
         torch.cuda.synchronize(self._phases.manager.device)
         return {
             key: StepCost(begin.elapsed_time(between) / 1e3, between.elapsed_time(end) / 1e3)
@@ -207,7 +233,7 @@ class CapturedSteps:
     def _prepare(self, frame: Frame) -> None:
         """Rows that are all padding; those that decode have their tokens, because the prompts' are
         looked for behind them."""
-        self._padded[:, SCHEDULED].fill_(frame.shape.row_tokens)
+        self._padded[:, SCHEDULED].fill_(frame.shape.mean_tokens)
         self._phases.prepare(frame, self._padded, frame.shape.decode_rows)
 
     def _spread_tokens(self, frame: Frame) -> None:
@@ -251,8 +277,9 @@ class CapturedSteps:
             max_scheduled=max(shape.prompt_tokens, shape.row_tokens),
             max_context=self._max_context,
             accept=accept,
-            # Prompts' rows beyond those of the step have no tokens, the others as many as these.
-            pad=0 if shape.prompt_rows else shape.row_tokens,
+            # Prompts' rows beyond those of the step have no tokens, the others as many as these,
+            # or one where these differ.
+            pad=0 if shape.prompt_rows else 1 if shape.longest else shape.row_tokens,
             propose=self.shapes.drafts.beside_prompts
             if shape.prompt_rows
             else shape.row_tokens - 1,

@@ -137,7 +137,7 @@ class StepBuffers:
             emitted=self.emitted[: shape.rows],
             num_accepted=self.num_accepted[: shape.rows],
             accept=accept,
-            in_order=shape == StepShape.decoding(shape.decode_rows, row_tokens - 1),
+            in_order=not (shape.prompt_rows or shape.longest),
             pad=pad,
         )
 

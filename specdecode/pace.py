@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import defaultdict, deque
 from typing import NamedTuple
 
 from hybrid_runtime.specdecode.shape import StepShape
@@ -30,13 +30,16 @@ class Pace:
     be queued late, but before the last queued one has run. A step has taken from when the results
     before it were there, or from when it was queued if that came later, until its own results were
     there. Its estimate is the shortest of the last few of its size, or of the next smaller size
-    that is known: it errs towards queueing too early, which is what is done without it.
+    that is known, with fewer rows or fewer drafts of a row: it errs towards queueing too early,
+    which is what is done without it.
 
     All times are seconds of one clock.
     """
 
     def __init__(self) -> None:
-        self._decode, self._prompt = _Costs(8), _Costs(256)
+        # Of rows that decode, by tokens of a row: drafts may cost as much as rows.
+        self._decode: defaultdict[int, _Costs] = defaultdict(lambda: _Costs(8))
+        self._prompt = _Costs(256)
         self._queued: deque[tuple[int, StepShape, float]] = deque()
         self._lead: deque[float] = deque([0.0], RECENT)
         self._began = self._read = 0.0
@@ -80,13 +83,20 @@ class Pace:
         return spare
 
     def _cost(self, shape: StepShape) -> float:
-        return self._decode.of(shape.decode_rows) + self._prompt.of(shape.prompt_tokens)
+        rows, decode = shape.decode_rows, 0.0
+        tokens = shape.decode_tokens // max(rows, 1)
+        while not decode and tokens:
+            if tokens in self._decode:
+                decode = self._decode[tokens].of(rows)
+            tokens -= 1
+        return decode + self._prompt.of(shape.prompt_tokens)
 
     def _learn(self, shape: StepShape, took: float) -> None:
+        decode = self._decode[shape.decode_tokens // max(shape.decode_rows, 1)]
         if not shape.prompt_tokens:
-            self._decode.add(shape.decode_rows, took)
-        elif not shape.decode_rows or self._decode.knows(shape.decode_rows):
-            self._prompt.add(shape.prompt_tokens, took - self._decode.of(shape.decode_rows))
+            decode.add(shape.decode_rows, took)
+        elif not shape.decode_rows or decode.knows(shape.decode_rows):
+            self._prompt.add(shape.prompt_tokens, took - decode.of(shape.decode_rows))
 
 
 class _Costs:

@@ -126,12 +126,15 @@ class Phases:
         assert frame.verify_output is not None
         inputs, text, hidden = frame.inputs, self.sequences, frame.verify_output.hidden
         d = frame.num_draft
-        if not frame.in_order:
-            hidden = hidden.index_select(0, inputs.verify[:, : d + 1].flatten())
-        logits = self.target.logits(hidden).unflatten(0, (-1, d + 1))
+        verify = None if frame.in_order else inputs.verify[:, : d + 1]
+        if frame.shape.prompt_rows and verify is not None:  # few of the tokens are looked at
+            hidden, verify = hidden.index_select(0, verify.flatten()), None
+        logits = self.target.logits(hidden)
+        if verify is None:
+            logits = logits.unflatten(0, (-1, d + 1))
         drafts = inputs.drafts[:, :d]
         if accept is greedy:
-            return greedy(logits, drafts, inputs.num_draft, inputs.emits)
+            return greedy(logits, drafts, inputs.num_draft, inputs.emits, verify=verify)
         probs = text.draft_probs
         return accept(
             logits=logits,
@@ -141,4 +144,5 @@ class Phases:
             draft_probs=None if probs is None else probs[inputs.slot.clamp(min=0), :d],
             sampling=text.sampling.of(inputs.slot),
             position=inputs.certain,
+            verify=verify,
         )

@@ -36,8 +36,8 @@ class SpecDecodeRunner:
     """Runs steps of a batch of sequences under one target and at most one drafter.
 
     A decoding row runs one certain token and 0 .. K drafts. Steps whose decoding rows have as many
-    drafts each, a number that `drafts` knows, are padded and captured; other steps run as they are,
-    without graphs.
+    drafts each, a number that `drafts` knows, are padded and captured, and so are those of many
+    rows with different numbers; other steps run as they are, without graphs.
 
     target: the model.
     manager: keeps its Mamba states right.
@@ -73,7 +73,7 @@ class SpecDecodeRunner:
         device, slots, num_draft = manager.device, manager.max_requests, sequences.num_draft
         self.drafts = drafts or DraftLength(num_draft, adaptive=False)
         rounding = Rounding(sequences.rounding_seed, layer=0) if stochastic_rounding else None
-        shapes, most_tokens = None, max(max_tokens, StepShape.decoding(slots, num_draft).tokens)
+        shapes, most_tokens = None, max(max_tokens, slots * (num_draft + 1))
         if captured_prompt_tokens is not None:
             block_size = manager.layout.block_size
             shapes = PaddedShapes(
@@ -98,7 +98,7 @@ class SpecDecodeRunner:
         self._copies = torch.cuda.Stream(device) if cuda else None
         self._copied = torch.cuda.Event() if cuda else None
         self._padding = [slice(0, 0)] * (steps_ahead + 1)
-        self._proposed = [0] * (steps_ahead + 1)
+        self._drafted = [(StepShape(0, 0, 0, 0), 0)] * (steps_ahead + 1)
 
     @property
     def drafter(self) -> Drafter | None:
@@ -137,10 +137,7 @@ class SpecDecodeRunner:
         decode_rows = shape.decode_rows
         if propose is None:
             propose = self.drafts.beside_prompts if shape.prompt_rows else self.drafts.most
-        row_tokens = int(rows.scheduled[:decode_rows].max(initial=0))
-        padded = None
-        if self._captured is not None and decode_rows * row_tokens == shape.decode_tokens:
-            padded = self._captured.shapes.of(shape)
+        padded = None if self._captured is None else self._captured.shapes.of(shape)
         padding = 0
         if padded is not None and shape.prompt_rows:
             padding = padded.decode_rows - decode_rows
@@ -149,7 +146,7 @@ class SpecDecodeRunner:
         try:
             turn = step.number % len(self._padding)
             self._padding[turn] = slice(decode_rows, decode_rows + padding)
-            self._proposed[turn] = propose
+            self._drafted[turn] = padded or shape, propose
             self._wait_for_copies()
             if padded is not None:
                 assert self._captured is not None
@@ -157,7 +154,7 @@ class SpecDecodeRunner:
             else:
                 frame = self._buffers.frame(
                     shape=shape,
-                    row_tokens=row_tokens,
+                    row_tokens=shape.row_tokens,
                     max_scheduled=int(rows.scheduled.max(initial=1)),
                     max_context=int((rows.computed_max + rows.scheduled).max(initial=1)),
                     accept=accept,
@@ -189,9 +186,8 @@ class SpecDecodeRunner:
         values = self._results.read(step.number, reason)
         took = self.pace.read(step.number, asked, time.perf_counter())
         if took is not None and self.drafts.adaptive and not took.shape.prompt_rows:
-            verified = took.shape.row_tokens - 1
-            proposed = self._proposed[step.number % len(self._proposed)]
-            self.drafts.took(took.shape.decode_rows, verified, proposed, took.seconds)
+            shape, proposed = self._drafted[step.number % len(self._drafted)]
+            self.drafts.took(took.shape.decode_rows, shape.drafts, proposed, took.seconds)
         if len(values):
             emitted = values.reshape(n, -1)
         else:

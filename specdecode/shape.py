@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hybrid_runtime.specdecode.draft_length import DraftLength
+from hybrid_runtime.specdecode.draft_length import DraftLength, Drafts
 from hybrid_runtime.state.rows import StepRows
 
 PROMPT_ROWS = 16
@@ -16,6 +16,9 @@ PROMPT_ROWS = 16
 ALONE_TOKENS = 128
 """Steps of so few prompt tokens, padded, have sizes without decoding rows: where no row decodes,
 padded ones would be up to half as many tokens more."""
+UNEVEN_ROWS = 32
+"""From so many padded rows on they may have different numbers of drafts in one step: where there
+are few, the tokens of all of them cost less than the passes that propose more."""
 
 
 class StepShape(NamedTuple):
@@ -25,24 +28,29 @@ class StepShape(NamedTuple):
     decode_tokens: tokens of all of them.
     prompt_rows: the other rows.
     prompt_tokens: tokens of all of them.
+    longest: most tokens of a row that decodes, where they differ; 0: all have as many.
     """
 
     decode_rows: int
     decode_tokens: int
     prompt_rows: int
     prompt_tokens: int
+    longest: int = 0
 
     @classmethod
-    def decoding(cls, rows: int, num_draft: int) -> StepShape:
-        """So many rows, each with so many drafts."""
-        return cls(rows, rows * (num_draft + 1), 0, 0)
+    def decoding(cls, rows: int, drafts: Drafts) -> StepShape:
+        """So many rows with such drafts."""
+        longest = drafts.most + 1 if drafts.most > drafts.mean else 0
+        return cls(rows, rows * (drafts.mean + 1), 0, 0, longest)
 
     @classmethod
     def of(cls, rows: StepRows, decode_rows: int) -> StepShape:
         """Of rows of which the first `decode_rows` decode."""
         decode_tokens, prompt_rows = rows.scheduled[:decode_rows].sum(), len(rows) - decode_rows
         prompt_tokens = rows.scheduled[decode_rows:].sum() if prompt_rows else 0
-        return cls(decode_rows, int(decode_tokens), prompt_rows, int(prompt_tokens))
+        longest = int(rows.scheduled[:decode_rows].max(initial=0))
+        longest *= longest * decode_rows != decode_tokens
+        return cls(decode_rows, int(decode_tokens), prompt_rows, int(prompt_tokens), longest)
 
     @property
     def rows(self) -> int:
@@ -54,8 +62,18 @@ class StepShape(NamedTuple):
 
     @property
     def row_tokens(self) -> int:
-        """Tokens of each decoding row, if all have as many drafts; 0 without decoding rows."""
+        """Most tokens of a decoding row; 0 without decoding rows."""
+        return self.longest or (self.decode_tokens // self.decode_rows if self.decode_rows else 0)
+
+    @property
+    def mean_tokens(self) -> int:
+        """Tokens of a decoding row in the mean, rounded down; 0 without decoding rows."""
         return self.decode_tokens // self.decode_rows if self.decode_rows else 0
+
+    @property
+    def drafts(self) -> Drafts:
+        """Of the decoding rows, of which there are some."""
+        return Drafts(self.mean_tokens - 1, self.row_tokens - 1)
 
 
 class PaddedShapes:
@@ -84,11 +102,12 @@ class PaddedShapes:
     @property
     def most_tokens(self) -> int:
         """Tokens of the largest step."""
-        decoding = StepShape.decoding(self._max_requests, self.drafts.most)
+        decoding = StepShape.decoding(self._max_requests, Drafts.alike(self.drafts.most))
         return decoding.tokens + self._token_size(self._max_prompt_tokens)
 
-    def of(self, shape: StepShape) -> StepShape:
-        """The padded shape of a step whose decoding rows have as many drafts each.
+    def of(self, shape: StepShape) -> StepShape | None:
+        """The padded shape of a step; None where its decoding rows have different numbers of drafts
+        and are few, beside prompts, or have too many tokens.
 
         Raises:
             ValueError: more prompts than a step may have.
@@ -98,17 +117,33 @@ class PaddedShapes:
                 f"shape.prompt_rows is {shape.prompt_rows}; at most {self._prompt_rows} may share "
                 "a step"
             )
-        num_draft = shape.row_tokens - 1 if shape.decode_rows else self.drafts.beside_prompts
+        if shape.longest:
+            return self._uneven(shape)
         if not shape.prompt_rows:
-            return StepShape.decoding(graph_size(shape.decode_rows, self._max_requests), num_draft)
+            size = graph_size(shape.decode_rows, self._max_requests)
+            return StepShape(size, size * shape.row_tokens, 0, 0)
+        num_draft = shape.row_tokens - 1 if shape.decode_rows else self.drafts.beside_prompts
         return self._mixed(shape.decode_rows, num_draft, self._token_size(shape.prompt_tokens))
 
+    def _uneven(self, shape: StepShape) -> StepShape | None:
+        """Of decoding rows with different numbers of drafts; padded ones have one token each."""
+        size = graph_size(shape.decode_rows, self._max_requests)
+        if shape.prompt_rows or size < UNEVEN_ROWS:
+            return None
+        tokens = shape.decode_tokens + size - shape.decode_rows
+        for drafts in self.drafts.uneven():
+            if shape.longest <= drafts.most + 1 and tokens <= size * (drafts.mean + 1):
+                return StepShape.decoding(size, drafts)
+        return None
+
     def decoding(self) -> list[StepShape]:
-        """The shapes of steps in which all rows decode, with each number of drafts that may be
-        chosen, the largest first: the graphs of smaller ones fit into the memory of theirs."""
+        """The shapes of steps in which all rows decode, with all drafts that may be chosen, the
+        largest first: the graphs of smaller ones fit into the memory of theirs."""
         most = self._max_requests
         sizes = {graph_size(n, most) for n in range(1, most + 1)}
-        shapes = [StepShape.decoding(n, k) for n in sizes for k in self.drafts.levels]
+        alike, uneven = map(Drafts.alike, self.drafts.levels), self.drafts.uneven()
+        shapes = [StepShape.decoding(n, drafts) for drafts in alike for n in sizes]
+        shapes += [StepShape.decoding(n, one) for one in uneven for n in sizes if n >= UNEVEN_ROWS]
         return sorted(shapes, key=lambda shape: (shape.tokens, shape.rows), reverse=True)
 
     def mixed(self) -> Iterator[StepShape]:
@@ -122,7 +157,7 @@ class PaddedShapes:
         """Of decoding rows beside prompt tokens that are padded already."""
         alone = decode_rows == 0 and prompt_tokens <= ALONE_TOKENS
         rows = 0 if alone else mixed_size(decode_rows, self._max_requests)
-        decoding = StepShape.decoding(rows, num_draft)
+        decoding = StepShape.decoding(rows, Drafts.alike(num_draft))
         return decoding._replace(prompt_rows=self._prompt_rows, prompt_tokens=prompt_tokens)
 
     def _token_size(self, tokens: int) -> int:

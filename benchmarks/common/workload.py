@@ -65,7 +65,8 @@ class Ask:
 
 
 def acceptance(name: str, drafts: int) -> tuple[float, ...] | None:
-    """How often draft 1, 2, ... is accepted together with all before it.
+    """How often draft 1, 2, ... is accepted together with all before it. Where a published curve
+    says more often than the one before, both have their mean.
 
     name: of `CURVES`; or a number, the mean tokens per step, which then vary as little as possible;
         or "real", as the model judges them: None.
@@ -82,7 +83,7 @@ def acceptance(name: str, drafts: int) -> tuple[float, ...] | None:
             raise ValueError(
                 f"drafts is {drafts} with acceptance {name!r}; it must be at most {len(curve) - 1}"
             )
-        return tuple(round(b - a, 6) for a, b in pairwise(curve[: drafts + 1]))
+        return _falling([b - a for a, b in pairwise(curve[: drafts + 1])])
     try:
         mean = float(name)
     except ValueError:
@@ -93,6 +94,19 @@ def acceptance(name: str, drafts: int) -> tuple[float, ...] | None:
             f"acceptance is {name!r}; it must be real, {known} or a number in 1..{drafts + 1}"
         )
     return tuple(min(max(mean - 1 - i, 0.0), 1.0) for i in range(drafts))
+
+
+def _falling(rates: list[float]) -> tuple[float, ...]:
+    """Means of as few neighbours as make them fall."""
+    means: list[tuple[float, int]] = []
+    for rate in rates:
+        mean, count = rate, 1
+        while means and means[-1][0] < mean:
+            before, number = means.pop()
+            mean = (mean * count + before * number) / (count + number)
+            count += number
+        means.append((mean, count))
+    return tuple(round(mean, 6) for mean, count in means for _ in range(count))
 
 
 def make(

@@ -1,14 +1,17 @@
 """As many drafts as pay, beside each number of drafts fixed: tokens/s by requests that decode.
 
-    python benchmarks/engine/drafts.py --shape 8b --rows 1,8,16,32,64,128 --curves qwen3.5,kimi-k3
-    python benchmarks/engine/drafts.py --shape tiny --rows 1,2 --steps 8
+    python benchmarks/engine/drafts.py --rows 1,8,16,32,64,128 --curves qwen3.5
+    python benchmarks/engine/drafts.py --rows 32,64,128 --curves mixed --no-ramp
+    python benchmarks/engine/drafts.py --shape tiny --isl 16 --rows 1,2 --steps 8 --curves mixed
 
 One engine, and the same requests throughout: the numbers take turns (ABBA) while they decode, so
 that nothing but the drafts changes. Prompts run before; steps that change the number count. Tokens
 are those that the curve gives steps of so many drafts in the mean: what a few steps happen to get
-says less. What is learnt while a number is fixed is kept from the engine. Then the load ramps:
-requests come until there are as many as given, and leave again, and what steps get is set against
-the number that was best for so many, fixed, right behind it.
+says less. Of "mixed", every second request accepts as Qwen3.5 does, the others half of the drafts
+at each position. What is learnt while a number is fixed is kept from the engine. Then the load
+ramps: requests come until there are as many as given, and leave again, and what steps get is set
+against the number that was best for so many, fixed, right behind it. What is done is saved after
+each number of requests.
 """
 
 from __future__ import annotations
@@ -19,12 +22,12 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "common"))
 
+import numpy as np
 import torch
 import workload
 from record import arguments, environment, numbers, save, show
@@ -32,19 +35,35 @@ from shapes import QUANTIZATIONS, SHAPES, build, config
 
 from hybrid_runtime.engine import Engine, EngineConfig, Request, SamplingParams
 from hybrid_runtime.specdecode.draft_length import DraftLength
+from hybrid_runtime.specdecode.row_acceptance import RowAcceptance
 
 Row = dict[str, Any]
 MOST = 7
+RATES = [
+    *(workload.acceptance(name, MOST) or () for name in workload.CURVES),
+    tuple(0.5**position for position in range(1, MOST + 1)),
+]
+"""Survival by position, of each kind of request."""
+KINDS = {name: [kind] for kind, name in enumerate(workload.CURVES)} | {"mixed": [0, len(RATES) - 1]}
+"""Kinds of requests, by the name of a curve; they take turns."""
 
 
 class Decoding:
     """An engine in which any number of requests decode for as long as one wants."""
 
-    def __init__(self, engine: Engine, isl: int, seed: int, rates: Sequence[float]) -> None:
+    def __init__(self, engine: Engine, isl: int, seed: int) -> None:
         self.engine, self._isl, self._rng = engine, isl, random.Random(seed)
-        self._tokens = [1.0, *(1 + total for total in accumulate(rates))]
+        # By kind, tokens of a row with 0, 1, ... drafts.
+        self._tokens = 1 + np.pad(np.cumsum(RATES, 1), ((0, 0), (1, 0)))
+        self._kinds = KINDS["mixed"]
         self._requests: list[Request] = []
         self.adaptive = engine.scheduler.drafts
+
+    def take(self, curve: str) -> None:
+        """No request is left, and the next ones are of that curve."""
+        self.become(0)
+        self._kinds = KINDS[curve]
+        self.adaptive.acceptance = RowAcceptance(MOST, self.engine.config.max_requests)
 
     def become(self, rows: int) -> None:
         """Have so many requests decode: submit more and run their prompts, or end some."""
@@ -54,7 +73,12 @@ class Decoding:
         new = []
         while len(self._requests) < rows:
             prompt = [self._rng.randrange(10, vocabulary - 10) for _ in range(self._isl)]
-            params = SamplingParams(max_tokens=self.engine.config.max_model_len, ignore_eos=True)
+            number = len(self._requests)
+            params = SamplingParams(
+                max_tokens=self.engine.config.max_model_len,
+                ignore_eos=True,
+                seed=number * len(RATES) + self._kinds[number % len(self._kinds)],
+            )
             new.append(self.engine.submit(prompt, params))
             self._requests.append(new[-1])
         while not all(request.output for request in new):
@@ -62,45 +86,50 @@ class Decoding:
 
     def measure(self, steps: int, fixed: int | None) -> Row:
         """So many steps, with that number of drafts or, None, with what pays."""
-        drafts = self.adaptive
-        if fixed is not None:
-            drafts = DraftLength(MOST, True, fixed)  # which never learns what steps cost
+        drafts, rows = self.adaptive, len(self._requests)
+        if fixed is not None:  # which never learns what steps cost
+            drafts = DraftLength(MOST, True, fixed, self.engine.config.max_requests)
         self._use(drafts)
         for _ in range(3 if fixed is not None else 1):  # a number rises by one level a step
             self.engine.step()
-        start, verified = time.perf_counter(), []
+        slots = np.array([request.slot for request in self._requests])
+        kinds = np.resize(self._kinds, rows)
+        verified: list[np.ndarray[Any, Any]] = []
+        uneven, start = 0, time.perf_counter()
         for _ in range(steps):
             # Queued behind the step whose results are read now, and as long as it.
-            verified.append(drafts.plan(len(self._requests), prompts=False).verify)
+            verify = drafts.plan(slots, prompts=False).verify
+            if verify.most > verify.mean:
+                uneven += 1
+                verified.append(drafts.numbers(slots, verify, MOST * rows))
+            else:
+                verified.append(np.full(rows, verify.mean))
             self.engine.step()
         seconds = time.perf_counter() - start
         self._use(self.adaptive)
-        tokens = len(self._requests) * sum(self._tokens[count] for count in verified)
         return {
-            "tok_s": tokens / seconds,
+            "tok_s": float(self._tokens[kinds, np.stack(verified)].sum()) / seconds,
             "step_ms": 1e3 * seconds / steps,
-            "drafts": statistics.fmean(verified),
+            "drafts": float(np.mean(verified)),
+            "uneven": uneven / steps,
         }
 
     def _use(self, drafts: DraftLength) -> None:
         self.engine.scheduler.drafts = self.engine.runner.drafts = drafts
 
 
-def measure(args: argparse.Namespace, curve: str) -> Iterator[list[Row]]:
-    """Rows of one acceptance curve, more and more of them."""
+def decoding(args: argparse.Namespace) -> Decoding:
+    """An engine whose graphs are captured."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     sizes = config(SHAPES[args.shape], args.layers)
     model, head = build(sizes, device, dtype, quantization=args.quantization)
-    ways = [None, *args.numbers]
-    turns = len(args.rows) * (args.repeats + 1) * len(ways) + 2 * len(args.rows)
-    length = args.isl + (args.steps + 2) * (MOST + 1) * turns
-    rates = workload.acceptance(curve, MOST)
-    assert rates is not None
+    turns = len(args.rows) * (args.repeats + 1) * (len(args.numbers) + 1) + 4 * len(args.rows)
+    length = args.isl + (args.steps + 3) * (MOST + 1) * turns
     options = EngineConfig(
         drafter="mtp",
         num_speculative_tokens=MOST,
-        synthetic_acceptance=rates,
+        synthetic_acceptance=tuple(RATES),
         max_requests=max(args.rows),
         max_model_len=length,
         num_blocks=None if device.type == "cuda" else (4 * length // 16, 64),
@@ -112,7 +141,13 @@ def measure(args: argparse.Namespace, curve: str) -> Iterator[list[Row]]:
     )
     engine = Engine(model, options, head=head, eos_token_ids=())
     engine.capture()
-    runs, rows = Decoding(engine, args.isl, args.seed, rates), []
+    return Decoding(engine, args.isl, args.seed)
+
+
+def measure(args: argparse.Namespace, runs: Decoding, curve: str) -> Iterator[list[Row]]:
+    """Rows of one acceptance curve, more and more of them."""
+    ways, rows = [None, *args.numbers], list[Row]()
+    runs.take(curve)
     for count in args.rows:
         runs.become(count)
         found: dict[int | None, list[Row]] = {way: [] for way in ways}
@@ -133,16 +168,24 @@ def measure(args: argparse.Namespace, curve: str) -> Iterator[list[Row]]:
             if row["requests"] == count:
                 row["best"], row["of_best"] = best, row["tok_s"] / best
             if row["requests"] == count and row["fixed"] is None:
-                expected = runs.adaptive.tokens_per_second(count)
-                row["expected"] = {str(number): speed for number, speed in expected.items()}
+                expected = runs.adaptive.stats().tokens_per_second
+                row["expected"] = {str(drafts): speed for drafts, speed in expected.items()}
         yield rows
     best_of = {row["requests"]: row["fixed"] for row in rows if row["tok_s"] == row["best"]}
-    for count in [*args.rows, *reversed(args.rows[:-1])]:
+    for count in [*args.rows, *reversed(args.rows[:-1])] if args.ramp else []:
         runs.become(count)
         one, fixed = runs.measure(args.steps, None), runs.measure(args.steps, best_of[count])
         of_best = {"best": fixed["tok_s"], "of_best": one["tok_s"] / fixed["tok_s"]}
         rows.append({"curve": curve, "requests": count, "fixed": "ramp"} | one | of_best)
         yield rows
+
+
+def curves(text: str) -> list[str]:
+    """Names of an option, separated by commas."""
+    names = text.split(",")
+    if unknown := {*names} - {*KINDS}:
+        raise argparse.ArgumentTypeError(f"{unknown} must be of {', '.join(KINDS)}")
+    return names
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -153,19 +196,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--quantization", choices=QUANTIZATIONS, help="of the weights; none")
     add("--rows", type=numbers, default=[1, 8, 16, 32, 64, 128], help="requests that decode")
     add("--numbers", type=numbers, default=[1, 3, 5, 7], help="of drafts, fixed; of 0, 1, 3, 5, 7")
-    add("--curves", type=lambda text: text.split(","), default=["qwen3.5"])
+    add("--curves", type=curves, default=["qwen3.5"], help=", ".join(KINDS))
+    add("--no-ramp", dest="ramp", action="store_false", help="no load that ramps")
     add("--isl", type=int, default=1024, help="prompt tokens")
-    add("--steps", type=int, default=48, help="of each turn")
+    add("--steps", type=int, default=32, help="of each turn")
     add("--repeats", type=int, default=2)
     add("--ssm-dtype", default="float32")
     add("--seed", type=int, default=0)
     args = parser.parse_args(argv)
     about = {"shape": args.shape, "name": SHAPES[args.shape].name, "environment": environment()}
     about["options"] = {k: v for k, v in vars(args).items() if k != "out"}
-    done: list[Row] = []
+    runs, done = decoding(args), list[Row]()
     for curve in args.curves:
         rows: list[Row] = []
-        for rows in measure(args, curve):
+        for rows in measure(args, runs, curve):
             path = save(f"drafts-{args.shape}", about | {"rows": [*done, *rows]}, args.out)
         done += rows
     shown = [{k: v for k, v in row.items() if k not in ("repeats", "expected")} for row in done]

@@ -6,8 +6,8 @@ walked for 200 steps, then consecutive steps are timed, each with the tokens pen
 have. Launches rotate over at least 256 MiB of state, each with rings of its own.
 
 `window`: ours as the engine runs it, which writes a state only when the ring is full; `every step`:
-one write in every step, with the last step's accepted drafts pending. `--sweep` times each at all
-tilings, the others take the default's. `--peer` times the kernel that vLLM verifies with (0.25.1;
+one write in every step, with the last step's accepted drafts pending. `--sweep` times each by
+one launch and by two. `--peer` times the kernel that vLLM verifies with (0.25.1;
 it writes a state for each token), where it can be imported.
 
 `--shape tiny` runs the same calls once on a CPU, and checks them.
@@ -31,7 +31,6 @@ from torch import Tensor
 from hybrid_runtime.kernels.gdn.naive import advance_state, gates, inverse_norm
 from hybrid_runtime.kernels.gdn.records import Records
 from hybrid_runtime.kernels.gdn.recurrence import gdn
-from hybrid_runtime.kernels.gdn.replay_launch import Tile
 from hybrid_runtime.kernels.gdn.replay_update import replay_update
 from hybrid_runtime.kernels.replay.ring import default_ring_tokens, ring_length
 from hybrid_runtime.kernels.replay.rows import ReplayRows
@@ -40,8 +39,6 @@ from hybrid_runtime.kernels.step.advance_replay import ReplayPositions
 ACCEPTED = (0.93, 0.8, 0.66, 0.58, 0.44, 0.39, 0.24)
 """Chance that so many drafts and one more are accepted: Qwen3.5's MTP layer."""
 ROTATE = 256 << 20  # bytes of state that the launches of one graph work on, at least
-TILES = [Tile(16, run, 1) for run in (1, 2, 4, 8)]
-TILES += [Tile(32, 1, 2), Tile(32, 2, 2), Tile(32, 4, 2), Tile(64, 1, 4), Tile(64, 2, 4)]
 
 
 class Shape(NamedTuple):
@@ -128,8 +125,8 @@ class Case:
 class Ours:
     """`replay_update`. window: see `walk`."""
 
-    def __init__(self, case: Case, window: int, tile: Tile | None = None) -> None:
-        self.case, self.window, self.tile = case, window, tile
+    def __init__(self, case: Case, window: int, prepared: bool | None = None) -> None:
+        self.case, self.window, self.prepared = case, window, prepared
         self.length = ring_length(case.drafts, window)
 
     def records(self) -> Records:
@@ -161,7 +158,7 @@ class Ours:
         case = self.case
         return replay_update(
             **inputs, A_log=case.A_log, dt_bias=case.dt_bias, states=states, records=records,
-            rows=at, max_scheduled=case.tokens, tile=self.tile,
+            rows=at, max_scheduled=case.tokens, prepared=self.prepared,
         )  # fmt: skip
 
     def calls(self) -> tuple[list[Callable[[], object]], float]:
@@ -262,11 +259,11 @@ def measure(args: Any) -> list[dict[str, Any]]:
                     del calls
                     torch.cuda.empty_cache()
                 for name, most in forms.items():
-                    swept = {}
+                    swept: dict[int, float] = {}
                     if args.sweep:
-                        for tile in TILES:
-                            calls, _ = Ours(case, most, tile).calls()
-                            swept["/".join(map(str, tile))] = min(graph_us(calls, 3, number=1))
+                        for launches in (1, 2):
+                            calls, _ = Ours(case, most, launches == 2).calls()
+                            swept[launches] = min(graph_us(calls, 3, number=1))
                             del calls
                             torch.cuda.empty_cache()
                         row[f"{name} swept"] = swept
@@ -290,7 +287,7 @@ def measure(args: Any) -> list[dict[str, Any]]:
 def result(args: Any, rows: list[dict[str, Any]], bandwidth: float) -> dict[str, Any]:
     return {
         "key heads": 16, "state": [128, 128], "state dtype": "float32", "acceptance": ACCEPTED,
-        "unit": "us", "tile": "rows/run/warps", "bandwidth": bandwidth, "gpu": rows,
+        "unit": "us", "bandwidth": bandwidth, "gpu": rows,
     }  # fmt: skip
 
 
@@ -316,7 +313,7 @@ def main() -> None:
     parser.add_argument("--drafts", type=numbers, default=[3, 7])
     parser.add_argument("--rows", type=numbers, default=[1, 8, 16, 32, 64, 128])
     parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--sweep", action="store_true", help="all tilings")
+    parser.add_argument("--sweep", action="store_true", help="by one launch and by two")
     parser.add_argument("--peer", action="store_true", help="vLLM's beside it")
     args = parser.parse_args()
     if args.shape == "tiny":

@@ -27,6 +27,7 @@ CODE: dict[str, tuple[str, ...]] = {
     "chat": DECODE,
     "draft-head": ("kernels/sampling/narrow_head.py",),
     "drafts": ("hybrid_runtime/engine", "hybrid_runtime/models", "kernels", "specdecode"),
+    "drafts-by-row": ("specdecode/draft_length.py", "specdecode/row_acceptance.py"),
     "fp8-accuracy": FP8,
     "fp8-large": DECODE,
     "fp8-products": ("kernels/linear",),

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from hybrid_runtime.device.sync import Waits
-from hybrid_runtime.engine.config import EngineConfig, state_group
+from hybrid_runtime.engine.config import EngineConfig, acceptance_kinds, state_group
 from hybrid_runtime.engine.memory import Memory
 from hybrid_runtime.engine.memory_plan import MemoryPlan, Planner, longest
 from hybrid_runtime.engine.offload.cache import HostCache
@@ -196,5 +196,5 @@ def acceptances(config: EngineConfig, device: torch.device) -> tuple[Acceptance,
         return greedy, rejection
     if not isinstance(rates, tuple):
         rates = synthetic_rates(rates, config.num_draft)
-    forced = synthetic_acceptance(rates, device)
+    forced = synthetic_acceptance(acceptance_kinds(rates), device)
     return forced, forced

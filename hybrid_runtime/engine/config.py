@@ -53,7 +53,7 @@ class EngineOptions(TypedDict, total=False):
     num_speculative_tokens: int | None
     adaptive: bool
     sampled_drafts: bool
-    synthetic_acceptance: float | tuple[float, ...] | None
+    synthetic_acceptance: float | tuple[float | tuple[float, ...], ...] | None
     max_requests: int
     max_model_len: int
     max_tokens_per_step: int
@@ -98,9 +98,10 @@ class EngineConfig:
     sampled_drafts: bool = False
     """Draw the drafts of MTP and EAGLE at the request's temperature; False takes the likeliest."""
 
-    synthetic_acceptance: float | tuple[float, ...] | None = None
+    synthetic_acceptance: float | tuple[float | tuple[float, ...], ...] | None = None
     """Acceptance to pretend, for measurements; the text is then wrong. A number: mean tokens per
-    step (1 .. K + 1). K numbers: how often draft 1, 2, ... is accepted with all before it."""
+    step (1 .. K + 1). K numbers: how often draft 1, 2, ... is accepted with all before it. Several
+    times K numbers: a request has those at its seed, modulo how many times there are."""
 
     max_requests: int = 8
     """Requests that run at once; sizes the memory."""
@@ -211,7 +212,7 @@ class EngineConfig:
     def draft_length(self) -> DraftLength:
         """How many drafts steps have."""
         first = UNMEASURED if self.num_speculative_tokens is None else self.num_draft
-        return DraftLength(self.num_draft, self.adaptive, first)
+        return DraftLength(self.num_draft, self.adaptive, first, self.max_requests)
 
     def resolved(self, head: Any) -> EngineConfig:
         """With the drafter that "auto" is beside this draft head (None: there is none);
@@ -340,16 +341,19 @@ class EngineConfig:
         self._check_synthetic(k)
 
     def _check_synthetic(self, k: int) -> None:
-        given = self.synthetic_acceptance
-        for number in given if isinstance(given, tuple) else (given,):
-            if given is not None:
-                check_number("synthetic_acceptance", number)
+        given, right = self.synthetic_acceptance, True
         if isinstance(given, tuple):
-            falls = all(later <= rate for rate, later in pairwise(given))
-            right = len(given) == k and falls and all(0 <= rate <= 1 for rate in given)
+            kinds = acceptance_kinds(given)
+            for kind in kinds:
+                for number in kind:
+                    check_number("synthetic_acceptance", number)
+                falls = all(later <= rate for rate, later in pairwise(kind))
+                right &= len(kind) == k and falls and all(0 <= rate <= 1 for rate in kind)
+            right &= given in (kinds, kinds[0])
             must = f"{k} rates from 0 to 1, none above the one before it"
-        else:
-            right = given is None or 1 <= given <= k + 1
+        elif given is not None:
+            check_number("synthetic_acceptance", given)
+            right = 1 <= given <= k + 1
             must = f"in 1..{k + 1}"
         if not right:
             raise ValueError(
@@ -366,3 +370,9 @@ def state_group(model: HybridModel) -> StateGroup:
     if len(model.groups) > 1:
         raise ValueError(f"the model has {len(model.groups)} kinds of states; it must have one")
     return model.groups[0]
+
+
+def acceptance_kinds(given: tuple[float | tuple[float, ...], ...]) -> tuple[tuple[float, ...], ...]:
+    """`EngineConfig.synthetic_acceptance` as rates of several kinds of requests."""
+    several = tuple(kind for kind in given if isinstance(kind, tuple))
+    return several or (tuple(rate for rate in given if not isinstance(rate, tuple)),)

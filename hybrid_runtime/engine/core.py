@@ -330,7 +330,9 @@ class EngineCore:
         self.counts.draft_steps += int(np.count_nonzero(drafted))
         self.counts.draft_emitted += int(count[drafted].sum())
         if schedule.drafts.made:
-            self._scheduler.drafts.verified(schedule.drafts.made, count[drafted] - 1)
+            tried = np.minimum(rows.draft[drafted], schedule.drafts.made)
+            acceptance = self._scheduler.drafts.acceptance
+            acceptance.learn(rows.index[drafted], tried, count[drafted] - 1)
         return live
 
     def _append_plain(self, schedule: Schedule, emitted: Ints, live: Bools, now: float) -> Bools:

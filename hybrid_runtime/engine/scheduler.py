@@ -169,6 +169,7 @@ class Scheduler:
             blocks = hit.tokens // self.block_size
             turn = self._prompt_tokens + request.length - hit.tokens
             self.ledger.admit(request, hit.tokens, blocks, turn)
+            self.drafts.acceptance.admit(request.slot)
             wanted = Wanted(0)
             if self.cache is not None:
                 self.cache.adopt(request)
@@ -312,10 +313,15 @@ class Scheduler:
         # Tokens emitted, and the fewest that queued steps will emit, are not yet all.
         decodes = (left <= 0) & (np.maximum(table.length[slots], low + 1) < table.most[slots])
         prefilling = (left > 0).nonzero()[0]
-        drafts = self.drafts.plan(int(np.count_nonzero(decodes)), len(prefilling) > 0)
-        width = drafts.verify + 1
-        decoding = decodes.nonzero()[0][: self.max_tokens_per_step // width]
-        scheduled = np.full(len(decoding), width)
+        decoding = decodes.nonzero()[0]
+        drafts = self.drafts.plan(slots[decoding], len(prefilling) > 0)
+        width = drafts.verify.mean + 1
+        decoding = decoding[: self.max_tokens_per_step // width]
+        if drafts.verify.most < width:
+            scheduled = np.full(len(decoding), width)
+        else:
+            limit = self.max_tokens_per_step - len(decoding)
+            scheduled = self.drafts.numbers(slots[decoding], drafts.verify, limit) + 1
         if not len(prefilling):
             return decoding, scheduled, drafts, len(decoding)
         budget = min(self.max_tokens_per_step - width * len(decoding), self.max_prompt_tokens)
@@ -346,8 +352,8 @@ class Scheduler:
         """What was chosen, with its blocks handed out; None if there are too few."""
         running, slots, table = self.running, self._running[chosen], self.ledger
         low, high = table.computed_min[slots], table.computed_max[slots]
-        draft = np.full(len(slots), drafts.verify, np.int32)
-        draft[num_decoding:] = 0
+        draft = np.zeros(len(slots), np.int32)
+        draft[:num_decoding] = scheduled[:num_decoding] - 1
         bound = low.astype(np.int32)
         rows = StepRows(
             slots.astype(np.int32),
@@ -365,6 +371,8 @@ class Scheduler:
             return None
         rows = self.state.named(rows)
         shape = StepShape.decoding(num_decoding, drafts.verify)
+        if shape.longest:
+            shape = shape._replace(decode_tokens=int(scheduled.sum()))
         if len(chosen) > num_decoding:
             prompt_tokens = int(scheduled[num_decoding:].sum())
             shape = shape._replace(

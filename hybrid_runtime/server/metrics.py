@@ -113,7 +113,8 @@ class EngineCollector(Collector):
         yield _gauge(
             "acceptance_length", "Mean tokens per drafted row", stats.mean_acceptance_length
         )
-        yield _gauge("drafts", "Drafts that rows get now", stats.drafts.chosen)
+        yield _gauge("drafts", "Drafts of a row now, in the mean", stats.drafts.chosen.mean)
+        yield _gauge("most_drafts", "Most drafts of a row now", stats.drafts.chosen.most)
         yield _gauge(
             "expected_acceptance_length", "Tokens that a row with so many should get",
             stats.drafts.expected,

@@ -47,11 +47,12 @@ def invert(A, i, j, dot_type: tl.constexpr, LEVELS: tl.constexpr):
 
     i, j: index of rows and columns. LEVELS: log2 of their number.
     """
-    T = tl.where(i == j, 1.0, tl.where((i ^ j == 1) & (i > j), -A, 0.0))
+    apart = i ^ j  # whose highest bit tells which blocks an entry lies between
+    T = tl.where(apart == 0, 1.0, tl.where(apart == 1, -A, 0.0))
     for level in range(1, LEVELS):
-        between = ((i >> level) ^ (j >> level) == 1) & (i > j)
+        between = tl.where(apart >> level == 1, A, 0.0).to(dot_type)
         left = T.to(dot_type)
-        step = tl.dot(left, tl.where(between, A, 0.0).to(dot_type), input_precision="ieee")
+        step = tl.dot(left, between, input_precision="ieee")
         T -= tl.dot(step.to(dot_type), left, input_precision="ieee")
     return T
 

@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 
 from hybrid_runtime.kernels.common.math import softplus
-from hybrid_runtime.kernels.replay.products import load_apart, product, split
+from hybrid_runtime.kernels.replay.products import load_apart, product
 
 OWN = tl.constexpr(16)
 """Of a row's own tokens: the least number that a product sums over."""
@@ -56,7 +56,7 @@ class Factors(NamedTuple):
     """See above; i are columns.
 
     beta, of_read, of_query: `[QUERIES]`, of v, S k and S q.
-    A, B: `[PENDING, QUERIES]`, as operands.
+    A, B: `[PENDING, QUERIES]`.
     lower, upper: of each own token j a vector `[QUERIES]`.
     """
 
@@ -69,6 +69,15 @@ class Factors(NamedTuple):
     upper: Any
 
 
+class Weights(NamedTuple):
+    """Of a state that is stored. past: of the pending u `[PENDING]`. own: of the row's own
+    `[QUERIES]`. decay: of the state that is read."""
+
+    past: Any
+    own: Any
+    decay: Any
+
+
 @triton.jit
 def ring_index(token, row, shape):
     """Where tokens lie in the ring; those of the row follow the pending ones."""
@@ -77,13 +86,19 @@ def ring_index(token, row, shape):
 
 
 @triton.jit
-def load_rows(p_rows, live, n, key_stride: tl.constexpr, shape):
+def part_columns(s: tl.constexpr, shape):
+    """Columns of K of a part, `[PART]`."""
+    return s * shape.PART + tl.arange(0, shape.PART)
+
+
+@triton.jit
+def load_rows(p_rows, live, key_stride: tl.constexpr, shape):
     """Parts of keys or queries that are `live`, `[tokens, PART]` each; 0 elsewhere."""
     parts = ()
     for s in tl.static_range(shape.PARTS):
-        part = n + s * shape.PART
-        mask = live[:, None] & (part < shape.KEY)[None, :]
-        parts += (load_apart(p_rows[:, None] + part[None, :] * key_stride, mask),)
+        n = part_columns(s, shape)
+        mask = live[:, None] & (n < shape.KEY)[None, :]
+        parts += (load_apart(p_rows[:, None] + n[None, :] * key_stride, mask),)
     return parts
 
 
@@ -98,22 +113,35 @@ def squares(parts):
 
 
 @triton.jit
-def load_gates(inputs, records, row, strides, shape, rk):
-    """`Gates` of a head. rk: of its own keys."""
+def load_gates(inputs, records, row, strides, shape):
+    """a and b `[QUERIES]`, A_log, dt_bias; g and rk of the pending tokens `[PENDING]`."""
     i = tl.arange(0, shape.QUERIES)
     j = tl.arange(0, shape.PENDING)
     own = i < row.scheduled
+    past = j < row.pending
     ring = ring_index(j, row, shape)
-    a = tl.load(inputs.a + i * strides.a_token, mask=own, other=0.0).to(tl.float32)
-    b = tl.load(inputs.b + i * strides.b_token, mask=own, other=0.0).to(tl.float32)
-    rate = -tl.exp(tl.load(inputs.A_log).to(tl.float32))
-    g = rate * softplus(a + tl.load(inputs.dt_bias).to(tl.float32))
+    return (
+        tl.load(inputs.a + i * strides.a_token, mask=own, other=0.0).to(tl.float32),
+        tl.load(inputs.b + i * strides.b_token, mask=own, other=0.0).to(tl.float32),
+        tl.load(inputs.A_log).to(tl.float32),
+        tl.load(inputs.dt_bias).to(tl.float32),
+        tl.load(records.g + ring, mask=past, other=0.0),
+        tl.load(records.rk + ring, mask=past, other=0.0),
+    )
+
+
+@triton.jit
+def find_gates(loaded, rk, row, shape):
+    """`Gates` of a head. loaded: by `load_gates`. rk: of its own keys."""
+    a, b, A_log, dt_bias, past_g, past_rk = loaded
+    own = tl.arange(0, shape.QUERIES) < row.scheduled
+    g = -tl.exp(A_log) * softplus(a + dt_bias)
     return Gates(
         g=tl.where(own, g, 0.0),
-        past_g=tl.load(records.g + ring, mask=j < row.pending, other=0.0),
+        past_g=past_g,
         beta=1 / (1 + tl.exp(-b)),
         rk=rk,
-        past_rk=tl.load(records.rk + ring, mask=j < row.pending, other=0.0),
+        past_rk=past_rk,
     )
 
 
@@ -165,29 +193,100 @@ def combine(keys, gates, rk, rq, row, shape, dot_type: tl.constexpr):
         lowers += (tl.sum(tl.where((j == t)[:, None], lower, 0.0), axis=0),)
         uppers += (tl.sum(tl.where((j == t)[:, None], upper, 0.0), axis=0),)
     decay = tl.exp(reached + tl.sum(gates.past_g, axis=0))
-    # Outputs are rounded to 16 bits: two parts of what only they need are enough.
     return Factors(
         beta=gates.beta,
         of_read=of_read * decay,
         of_query=rq * decay,
-        A=split(A * past * of_read[None, :], 3, dot_type),
-        B=split(B * past * rq[None, :], 2, dot_type),
+        A=A * past * of_read[None, :],
+        B=B * past * rq[None, :],
         lower=lowers,
         upper=uppers,
     )
 
 
 @triton.jit
-def state_factors(gates, own_rk, after, row, shape):
-    """Of a state after `after` of the row's tokens, or that many below 0 before the last pending
-    one: weights of the pending u `[PENDING]`, of its own `[QUERIES]`, and the decay of the state
-    that is read."""
+def state_weights(gates, own_rk, after, row, shape):
+    """`Weights` of a state after `after` of the row's tokens, or that many below 0 before the last
+    pending one."""
     i = tl.arange(0, shape.QUERIES)
     j = tl.arange(0, shape.PENDING)
     past_end = row.pending + tl.minimum(after, 0)
     passed = tl.sum(tl.where(i < after, gates.g, 0.0), axis=0)
     behind = sum_behind(gates.past_g, past_end)
-    past = tl.where(j < past_end, gates.past_rk * tl.exp(behind + passed), 0.0)
-    own = tl.where(i < after, own_rk * tl.exp(sum_behind(gates.g, after)), 0.0)
     total = tl.sum(tl.where(j < past_end, gates.past_g, 0.0), axis=0)
-    return past, own, tl.exp(total + passed)
+    return Weights(
+        past=tl.where(j < past_end, gates.past_rk * tl.exp(behind + passed), 0.0),
+        own=tl.where(i < after, own_rk * tl.exp(sum_behind(gates.g, after)), 0.0),
+        decay=tl.exp(total + passed),
+    )
+
+
+@triton.jit
+def line_offsets(shape):
+    """Where a line of prepared factors has lower, upper, A, B and the weights of the two states,
+    behind beta, of_read and of_query."""
+    Q: tl.constexpr = shape.QUERIES
+    LOWER: tl.constexpr = 3 * Q
+    UPPER: tl.constexpr = LOWER + shape.TOKENS * Q
+    A: tl.constexpr = UPPER + shape.TOKENS * Q
+    B: tl.constexpr = A + shape.PENDING * Q
+    WEIGHTS: tl.constexpr = B + shape.PENDING * Q
+    return LOWER, UPPER, A, B, WEIGHTS
+
+
+@triton.jit
+def store_factors(line, factors, shape):
+    i = tl.arange(0, shape.QUERIES)
+    cell = tl.arange(0, shape.PENDING)[:, None] * shape.QUERIES + i[None, :]
+    LOWER, UPPER, A, B, _ = line_offsets(shape)
+    tl.store(line + i, factors.beta)
+    tl.store(line + shape.QUERIES + i, factors.of_read)
+    tl.store(line + 2 * shape.QUERIES + i, factors.of_query)
+    for t in tl.static_range(shape.TOKENS):
+        tl.store(line + LOWER + t * shape.QUERIES + i, factors.lower[t])
+        tl.store(line + UPPER + t * shape.QUERIES + i, factors.upper[t])
+    tl.store(line + A + cell, factors.A)
+    tl.store(line + B + cell, factors.B)
+
+
+@triton.jit
+def load_factors(line, shape):
+    i = tl.arange(0, shape.QUERIES)
+    cell = tl.arange(0, shape.PENDING)[:, None] * shape.QUERIES + i[None, :]
+    LOWER, UPPER, A, B, _ = line_offsets(shape)
+    lowers = ()
+    uppers = ()
+    for t in tl.static_range(shape.TOKENS):
+        lowers += (tl.load(line + LOWER + t * shape.QUERIES + i),)
+        uppers += (tl.load(line + UPPER + t * shape.QUERIES + i),)
+    return Factors(
+        beta=tl.load(line + i),
+        of_read=tl.load(line + shape.QUERIES + i),
+        of_query=tl.load(line + 2 * shape.QUERIES + i),
+        A=tl.load(line + A + cell),
+        B=tl.load(line + B + cell),
+        lower=lowers,
+        upper=uppers,
+    )
+
+
+@triton.jit
+def store_weights(line, i_state: tl.constexpr, weights, shape):
+    i = tl.arange(0, shape.QUERIES)
+    j = tl.arange(0, shape.PENDING)
+    p_weights = line + line_offsets(shape)[4] + i_state * (shape.PENDING + shape.QUERIES + 1)
+    tl.store(p_weights + j, weights.past)
+    tl.store(p_weights + shape.PENDING + i, weights.own)
+    tl.store(p_weights + shape.PENDING + shape.QUERIES, weights.decay)
+
+
+@triton.jit
+def load_weights(line, i_state, shape):
+    i = tl.arange(0, shape.QUERIES)
+    j = tl.arange(0, shape.PENDING)
+    p_weights = line + line_offsets(shape)[4] + i_state * (shape.PENDING + shape.QUERIES + 1)
+    return Weights(
+        past=tl.load(p_weights + j),
+        own=tl.load(p_weights + shape.PENDING + i),
+        decay=tl.load(p_weights + shape.PENDING + shape.QUERIES),
+    )

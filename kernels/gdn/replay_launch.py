@@ -1,8 +1,9 @@
-"""How the replay layout's state update is launched: by which tiles, the constants it is compiled
+"""How the replay layout's state update is launched: by which launches, the constants it is compiled
 for, and what one program works on, as its functions pass it on.
 
-A program takes some tiles of one head's state in turn, of one row of the batch: a tile is some rows
-of V by all of K. What the tiles of a head have in common is found once a program.
+A program takes one tile of a head's state, of one row of the batch: 16 rows of V by all of K. What
+the tiles of a head have in common (`replay_factors`) is more work than a tile itself. With many
+tiles a launch before finds it, once a head; with few, each program does, and a launch is saved.
 """
 
 from __future__ import annotations
@@ -17,43 +18,16 @@ from hybrid_runtime.kernels.replay.ring import MAX_TOKENS, SHORT_RING_TOKENS
 
 Strides = tuple[int, ...]
 
-STAGES = 2
-"""Tiles that are on their way or in use at a time."""
-ROWS_OF_A_WARP = 16
+ROWS = 16
+"""Of V, that a tile has: what one warp multiplies at once."""
 AT_ONCE = 8
-"""Programs of a multiprocessor that are counted on: each is one warp, with 255 registers a
-thread."""
-RUNS = (1, 2, 4, 8)
-"""Tiles that a program takes one after another; few choices, since each is compiled."""
-START = 2.0
-"""What all that comes before the first tile takes, in the time of a tile. Not measured."""
+"""Programs of a multiprocessor that run at a time: one warp each, with 255 registers a thread."""
 
 
-class Tile(NamedTuple):
-    """What a program works on.
-
-    rows: of a head's state, at a time.
-    run: so many times, one after another.
-    warps: of a program, 16 rows each.
-    """
-
-    rows: int
-    run: int
-    warps: int
-
-
-@functools.cache
-def choose_tile(num_rows: int, heads: int, value: int, multiprocessors: int) -> Tile:
-    """The tile by which all programs are done first. num_rows: of the batch. value: V."""
-    tiles = triton.cdiv(value, ROWS_OF_A_WARP)
-
-    def duration(run: int) -> float:
-        turns = num_rows * heads * triton.cdiv(tiles, run) / (AT_ONCE * multiprocessors)
-        # The last programs of several turns start late, by up to one turn.
-        return (turns + 1 if turns > 1 else 1.75) * (run + START)
-
-    run = min((run for run in RUNS if run <= tiles), key=duration)
-    return Tile(ROWS_OF_A_WARP, run, 1)
+def prepares(num_rows: int, heads: int, value: int, multiprocessors: int) -> bool:
+    """Whether a launch before finds what tiles have in common: if not all tiles run at a time.
+    num_rows: of the batch. value: V."""
+    return num_rows * heads * triton.cdiv(value, ROWS) > AT_ONCE * multiprocessors
 
 
 class UpdateShape(NamedTuple):
@@ -69,12 +43,11 @@ class UpdateShape(NamedTuple):
     PENDING: most tokens that are pending, padded.
     TOKENS: most tokens of a row, padded to a power of two.
     QUERIES: the same, as columns of a product.
-    RUN: tiles per program.
     ROWS: rows of V per tile.
     PART: columns of K per part, 16 bytes for each of 4 lanes.
     PARTS: parts that make up K.
-    STAGES: of the loop over tiles.
     SCALE: of queries, K ** -0.5.
+    LINE: floats that a head of a row has prepared.
     """
 
     HEADS: tl.constexpr
@@ -87,12 +60,11 @@ class UpdateShape(NamedTuple):
     PENDING: tl.constexpr
     TOKENS: tl.constexpr
     QUERIES: tl.constexpr
-    RUN: tl.constexpr
     ROWS: tl.constexpr
     PART: tl.constexpr
     PARTS: tl.constexpr
-    STAGES: tl.constexpr
     SCALE: tl.constexpr
+    LINE: tl.constexpr
 
 
 @functools.cache
@@ -105,7 +77,6 @@ def update_shape(
     ring: int,
     tokens: int,
     itemsize: int,
-    tile: Tile,
 ) -> UpdateShape:
     """The constants of a launch. Kept, because Triton finds a compiled kernel by their hash.
 
@@ -113,6 +84,9 @@ def update_shape(
     row. itemsize: bytes of a state's element.
     """
     part = 64 // itemsize
+    pending = 16 if ring <= SHORT_RING_TOKENS + MAX_TOKENS else 32
+    padded = triton.next_power_of_2(tokens)
+    queries = 8 if tokens <= 8 else 16
     return UpdateShape(
         HEADS=tl.constexpr(heads),
         GROUP=tl.constexpr(heads // key_heads),
@@ -121,15 +95,14 @@ def update_shape(
         KEY_STRIDE=tl.constexpr(matrix_strides[1]),
         VALUE_STRIDE=tl.constexpr(matrix_strides[0]),
         RING=tl.constexpr(ring),
-        PENDING=tl.constexpr(16 if ring <= SHORT_RING_TOKENS + MAX_TOKENS else 32),
-        TOKENS=tl.constexpr(triton.next_power_of_2(tokens)),
-        QUERIES=tl.constexpr(8 if tokens <= 8 else 16),
-        RUN=tl.constexpr(tile.run),
-        ROWS=tl.constexpr(tile.rows),
+        PENDING=tl.constexpr(pending),
+        TOKENS=tl.constexpr(padded),
+        QUERIES=tl.constexpr(queries),
+        ROWS=tl.constexpr(ROWS),
         PART=tl.constexpr(part),
         PARTS=tl.constexpr(triton.cdiv(key, part)),
-        STAGES=tl.constexpr(STAGES),
         SCALE=tl.constexpr(key**-0.5),
+        LINE=tl.constexpr(queries * (3 + 2 * padded + 2 * pending) + 2 * (pending + queries + 1)),
     )
 
 
@@ -206,7 +179,7 @@ class Share(NamedTuple):
     """The program's share of the row.
 
     head: its value head.
-    value: first row of V of its tiles.
+    value: first row of V of its tile.
     writes_g: of the programs of a value head, this one writes g to the ring.
     writes_k: of those of a key head, this one writes k.
     """

@@ -21,17 +21,17 @@ from hybrid_runtime.kernels.gdn.checks import check_inputs, check_memory, check_
 from hybrid_runtime.kernels.gdn.naive import replay_update_reference
 from hybrid_runtime.kernels.gdn.records import Records
 from hybrid_runtime.kernels.gdn.replay_launch import (
+    ROWS,
     Inputs,
     Ring,
     Row,
     Share,
     Target,
-    Tile,
-    choose_tile,
     input_strides,
+    prepares,
     update_shape,
 )
-from hybrid_runtime.kernels.gdn.replay_tiles import update_tiles
+from hybrid_runtime.kernels.gdn.replay_tiles import prepare, update_tile
 from hybrid_runtime.kernels.replay.ring import LONG_RING_TOKENS, MAX_TOKENS
 from hybrid_runtime.kernels.replay.rounding import LAST_PLACE, Rounding, last_place, rounding_key
 from hybrid_runtime.kernels.replay.rows import ReplayRows
@@ -73,6 +73,7 @@ def _replay_update_kernel(
     certain,
     seed,
     layer,
+    lines,
     out,
     tokens,
     table_stride,
@@ -81,19 +82,20 @@ def _replay_update_kernel(
     shape,
     place,
     dot_type: tl.constexpr,
-    WIDTH: tl.constexpr,
+    PREPARES: tl.constexpr,
     PDL: tl.constexpr,
 ):
     pdl_wait(PDL, False)
     HEADS: tl.constexpr = shape.HEADS
     VALUE: tl.constexpr = shape.VALUE
     MATRIX: tl.constexpr = VALUE * shape.KEY
-    PER_HEAD: tl.constexpr = (VALUE + WIDTH - 1) // WIDTH
+    ROWS: tl.constexpr = shape.ROWS
+    PER_HEAD: tl.constexpr = 1 if PREPARES else (VALUE + ROWS - 1) // ROWS
     i_item = tl.program_id(0)
     i_row = tl.program_id(1)
     i_head = i_item // PER_HEAD
     i_key_head = i_head // shape.GROUP
-    first = i_item % PER_HEAD * WIDTH
+    first = i_item % PER_HEAD * ROWS
 
     row_slot = tl.load(slot + i_row)
     start = tl.load(cu_seqlens + i_row)
@@ -108,9 +110,10 @@ def _replay_update_kernel(
     after = tl.load(checkpoint_after + i_row)
     active = (row_slot >= 0) & (target >= 0)
 
-    o_v = first + tl.arange(0, WIDTH)
-    p_zeros = out + i_head * VALUE + o_v
-    zero_unowned(p_zeros, o_v < VALUE, i_row, start, end, active, tokens, HEADS * VALUE)
+    if not PREPARES:
+        o_v = first + tl.arange(0, ROWS)
+        p_zeros = out + i_head * VALUE + o_v
+        zero_unowned(p_zeros, o_v < VALUE, i_row, start, end, active, tokens, HEADS * VALUE)
 
     if active & (end > start):
         reads = source >= 0
@@ -150,39 +153,40 @@ def _replay_update_kernel(
             writes_g=first == 0,
             writes_k=(first == 0) & (i_head % shape.GROUP == 0),
         )
-        p_read = head + block * state_stride
-        p_out = out + begin * (HEADS * VALUE) + i_head * VALUE
         key = row_slot.to(tl.uint32)
         kept_key = key
-        if stores == 0:
-            none = Target(state=p_read, after=own, key=key)
-            update_tiles(
-                inputs, records, p_read, none, none, False, p_out, row, share, strides, shape,
-                place, dot_type, False,
+        if place is not None:
+            position = tl.load(certain + i_row)
+            key = rounding_key(tl.load(seed + row_slot), layer, position)
+            kept_key = rounding_key(tl.load(seed + row_slot), layer, position - own + after)
+        written = tl.load(table + target).to(tl.int64)
+        keeps = (stores != 0) & (kept >= 0)
+        copy = tl.load(table + kept, mask=keeps, other=0).to(tl.int64)
+        state = Target(state=head + written * state_stride, after=own, key=key)
+        checkpoint = Target(state=head + copy * state_stride, after=after, key=kept_key)
+        line = None
+        if lines is not None:
+            line = lines + (i_row.to(tl.int64) * HEADS + i_head) * shape.LINE
+        if PREPARES:
+            prepare(
+                inputs, records, state, checkpoint, line, row, share, strides, shape, dot_type
             )  # fmt: skip
         else:
-            if place is not None:
-                position = tl.load(certain + i_row)
-                key = rounding_key(tl.load(seed + row_slot), layer, position)
-                kept_key = rounding_key(tl.load(seed + row_slot), layer, position - own + after)
-            written = tl.load(table + target).to(tl.int64)
-            keeps = kept >= 0
-            copy = tl.load(table + kept, mask=keeps, other=0).to(tl.int64)
-            update_tiles(
+            update_tile(
                 inputs,
                 records,
-                p_read,
-                Target(state=head + written * state_stride, after=own, key=key),
-                Target(state=head + copy * state_stride, after=after, key=kept_key),
-                keeps,
-                p_out,
+                head + block * state_stride,
+                state,
+                checkpoint,
+                tl.where(stores == 0, 0, tl.where(keeps, 2, 1)),
+                line,
+                out + begin * (HEADS * VALUE) + i_head * VALUE,
                 row,
                 share,
                 strides,
                 shape,
                 place,
                 dot_type,
-                True,
             )
 
 
@@ -200,12 +204,12 @@ def replay_update(
     max_scheduled: int,
     rounding: Rounding | None = None,
     out: Tensor | None = None,
-    tile: Tile | None = None,
+    prepared: bool | None = None,
 ) -> Tensor:
-    """`replay_update_reference` by one launch where Triton runs.
+    """`replay_update_reference` by one or two launches where Triton runs.
 
-    The outputs go to `out` if it is given, contiguous and of v's shape and dtype. `tile`: what a
-    program works on, by default as many tiles as is best.
+    The outputs go to `out` if it is given, contiguous and of v's shape and dtype. `prepared`: by
+    two launches, see `replay_launch`; None: as is faster.
 
     Each block of `states` must be dense, as [Hv, V, K] or as [Hv, K, V]; the records contiguous,
     their k of v's dtype; and no row may read or write a block that another row of the same call
@@ -248,50 +252,60 @@ def replay_update(
         seed, layer, place = None, 0, None
     else:
         seed, layer, place = *rounding, last_place(states.dtype)
-    tile = tile or choose_tile(num_rows, heads, value, num_programs(v, 1))
+    if prepared is None:
+        prepared = prepares(num_rows, heads, value, num_programs(v, 1))
     shape = update_shape(
         heads, key_heads, key, value, states.stride()[2:], ring, max_scheduled,
-        states.element_size(), tile,
+        states.element_size(),
     )  # fmt: skip
     positions = rows.positions
-    width = tile.rows * tile.run
-    _replay_update_kernel[(heads * triton.cdiv(value, width), num_rows)](
-        q=q,
-        k=k,
-        v=v,
-        a=a,
-        b=b,
-        A_log=A_log,
-        dt_bias=dt_bias,
-        states=states,
-        u_ring=records.u,
-        k_ring=records.k,
-        g_ring=records.g,
-        rk_ring=records.rk,
-        block_table=rows.block_table,
-        slot=rows.slot,
-        cu_seqlens=rows.cu_seqlens,
-        draft=rows.draft,
-        read_column=positions.read_column,
-        pending=positions.pending,
-        cursor=positions.cursor,
-        write_column=positions.write_column,
-        writes=positions.writes,
-        checkpoint_column=positions.checkpoint_column,
-        checkpoint_after=positions.checkpoint_after,
-        certain=positions.certain,
-        seed=seed,
-        layer=layer,
-        out=out,
-        tokens=tokens,
-        table_stride=rows.block_table.stride(0),
-        state_stride=states.stride(0),
-        strides=input_strides(q.stride(), k.stride(), v.stride(), a.stride(), b.stride()),
-        shape=shape,
-        place=place,
-        dot_type=operand_type(torch.bfloat16, v) if v.dtype == torch.bfloat16 else tl.float32,
-        WIDTH=width,
-        num_warps=tile.warps,
-        **pdl(v),
-    )
+    lines = None
+    if prepared:
+        lines = torch.empty((num_rows, heads, shape.LINE.value), device=v.device)
+
+    def launch(tiles: int, preparing: bool) -> None:
+        _replay_update_kernel[(heads * tiles, num_rows)](
+            q=q,
+            k=k,
+            v=v,
+            a=a,
+            b=b,
+            A_log=A_log,
+            dt_bias=dt_bias,
+            states=states,
+            u_ring=records.u,
+            k_ring=records.k,
+            g_ring=records.g,
+            rk_ring=records.rk,
+            block_table=rows.block_table,
+            slot=rows.slot,
+            cu_seqlens=rows.cu_seqlens,
+            draft=rows.draft,
+            read_column=positions.read_column,
+            pending=positions.pending,
+            cursor=positions.cursor,
+            write_column=positions.write_column,
+            writes=positions.writes,
+            checkpoint_column=positions.checkpoint_column,
+            checkpoint_after=positions.checkpoint_after,
+            certain=positions.certain,
+            seed=seed,
+            layer=layer,
+            lines=lines,
+            out=out,
+            tokens=tokens,
+            table_stride=rows.block_table.stride(0),
+            state_stride=states.stride(0),
+            strides=input_strides(q.stride(), k.stride(), v.stride(), a.stride(), b.stride()),
+            shape=shape,
+            place=place,
+            dot_type=operand_type(torch.bfloat16, v) if v.dtype == torch.bfloat16 else tl.float32,
+            PREPARES=preparing,
+            num_warps=1,
+            **pdl(v),
+        )
+
+    if prepared:
+        launch(1, preparing=True)
+    launch(triton.cdiv(value, ROWS), preparing=False)
     return out

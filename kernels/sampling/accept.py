@@ -58,7 +58,8 @@ def accept_drafts_reference(
         drafts: int32 `[rows, K]`; -1 is a draft that was not made, which is never accepted.
         num_draft: int32 `[rows]`, 0 .. K.
         emits: bool or int `[rows]`, 0 where a row emits nothing.
-        rates: float32 `[K]`; given, draft i is accepted if `drawn` < rates[i], right or wrong.
+        rates: float32 `[rows, K]`; given, a row's draft i is accepted if its `drawn` < rates[i],
+            right or wrong.
         drawn: float32 `[rows]` in [0, 1), one number for all drafts of a row.
 
     Returns:
@@ -82,6 +83,7 @@ def _accept_drafts_kernel(
     num_draft,
     emits,
     rates,
+    rate_stride,
     drawn,
     tokens,
     counts,
@@ -98,7 +100,8 @@ def _accept_drafts_kernel(
     b_own = tl.load(chosen + i_row * (NUM_DRAFT + 1) + o_j, mask=m_token, other=0)
     b_draft = tl.load(drafts + i_row * draft_stride + o_j, mask=m_draft, other=-1)
     if FORCED:
-        m_agrees = tl.load(drawn + i_row) < tl.load(rates + o_j, mask=o_j < NUM_DRAFT, other=0.0)
+        p_rates = rates + i_row * rate_stride + o_j
+        m_agrees = tl.load(drawn + i_row) < tl.load(p_rates, mask=o_j < NUM_DRAFT, other=0.0)
     else:
         m_agrees = b_draft == b_own
     accepted = tl.min(tl.where(m_agrees & (b_draft >= 0), WIDTH, o_j), axis=0)
@@ -130,6 +133,7 @@ def accept_drafts(
         num_draft=num_draft.to(torch.int32),
         emits=emits,
         rates=rates if forced else counts,
+        rate_stride=rates.stride(0) if rates is not None else 0,
         drawn=drawn if forced else counts,
         tokens=tokens,
         counts=counts,

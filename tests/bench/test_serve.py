@@ -18,6 +18,10 @@ def test_a_curve_gives_how_often_each_draft_is_accepted() -> None:
     assert workload.acceptance("3", 3) == (1.0, 1.0, 0.0)
     assert workload.acceptance("2.5", 2) == (1.0, 0.5)
     assert workload.acceptance("real", 3) is None
+    # What is published for 7 says more of the last draft than of the one before.
+    assert workload.acceptance("kimi-k3", 7) == pytest.approx(
+        (0.84, 0.61, 0.42, 0.35, 0.22, 0.17, 0.17)
+    )
 
 
 @pytest.mark.parametrize(("name", "drafts"), [("qwen", 3), ("5", 3), ("0.5", 3), ("kimi-k3", 9)])

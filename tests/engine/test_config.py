@@ -135,6 +135,8 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"synthetic_acceptance": (0.9, 0.5)}, "must be 7 rates from 0 to 1"),
     ({"synthetic_acceptance": (0.5, 0.9, 0.1, 0, 0, 0, 0)}, "none above the one before it"),
     ({"synthetic_acceptance": (1.5, 0.9, 0.1, 0, 0, 0, 0)}, "synthetic_acceptance is"),
+    ({"synthetic_acceptance": ((0.5,) * 7, (0.5, 0.6))}, "must be 7 rates from 0 to 1"),
+    ({"synthetic_acceptance": ((0.5,) * 7, 0.5)}, "must be 7 rates from 0 to 1"),
     ({"adaptive": 1}, "adaptive is 1; it must be"),
     # These need the model's config.
     ({"block_size": 3}, "block_size is 3; it must be larger than num_speculative_tokens"),

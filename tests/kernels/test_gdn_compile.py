@@ -22,56 +22,61 @@ from hybrid_runtime.kernels.replay.rounding import LAST_PLACE
 TYPES: dict[str, Any] = dict.fromkeys(
     ("seed", "certain", "listed", "offset", "pending", "cursor", "writes"), "*i32"
 )
-TYPES |= {"u_ring": "*fp32", "k_ring": "*bf16", "g_ring": "*fp32", "rk_ring": "*fp32"}
+TYPES |= {
+    "u_ring": "*fp32",
+    "k_ring": "*bf16",
+    "g_ring": "*fp32",
+    "rk_ring": "*fp32",
+    "lines": "*fp32",
+}
 STRIDES = launch.InputStrides(8192, 128, 1, 8192, 128, 1, 8192, 128, 1, 32, 1, 32, 1)
 FLOATS = ("q", "k", "v", "a", "b", "k_ring", "out")
 
 
 def shaped(
-    states: str, ring: int, tokens: int, tile: launch.Tile, strides: tuple[int, int], key: int = 128
+    states: str, ring: int, tokens: int, strides: tuple[int, int], key: int = 128
 ) -> launch.UpdateShape:
     itemsize = 4 if states == "*fp32" else 2
-    shape = launch.update_shape(32, 16, key, 128, strides, ring, tokens, itemsize, tile)
+    shape = launch.update_shape(32, 16, key, 128, strides, ring, tokens, itemsize)
     return shape._make(constant.value for constant in shape)
 
 
 @pytest.mark.parametrize(
-    ("states", "ring", "tokens", "tile", "local"),
+    ("states", "ring", "tokens", "part", "local"),
     [
-        ("*fp32", 19, 4, launch.Tile(16, 4, 1), 64),
-        ("*fp32", 23, 8, launch.Tile(16, 8, 1), 256),
+        ("*fp32", 19, 4, "prepares", 0),
+        ("*fp32", 19, 4, "prepared", 0),
         *(
             pytest.param(*row, marks=pytest.mark.slow)
             for row in (
-                ("*fp32", 19, 4, launch.Tile(16, 1, 1), 256),
-                ("*fp32", 19, 4, launch.Tile(32, 4, 2), 256),
-                ("*fp32", 16, 1, launch.Tile(16, 4, 1), 64),
-                ("*bf16", 19, 4, launch.Tile(16, 4, 1), 256),
-                ("*fp32", 47, 16, launch.Tile(16, 4, 1), 2048),
+                ("*fp32", 19, 4, "whole", 64),
+                ("*fp32", 23, 8, "whole", 128),
+                ("*fp32", 23, 8, "prepared", 64),
+                ("*fp32", 16, 1, "prepared", 0),
+                ("*bf16", 19, 4, "prepared", 128),
+                ("*fp32", 47, 16, "prepared", 1024),
             )
         ),
     ],
 )
 def test_update_compiles(
-    states: str, ring: int, tokens: int, tile: launch.Tile, local: int, tmp_path: Path
+    states: str, ring: int, tokens: int, part: str, local: int, tmp_path: Path
 ) -> None:
     kernel = update._replay_update_kernel
     if not isinstance(kernel, JITFunction):
         pytest.skip("the interpreter is on")
     types = TYPES | {"strides": STRIDES, "states": states} | dict.fromkeys(FLOATS, "*bf16")
-    types |= {"shape": shaped(states, ring, tokens, tile, (128, 1))}
+    types |= {"shape": shaped(states, ring, tokens, (128, 1))}
     constants: dict[str, Any] = {
-        "seed": None, "place": None, "dot_type": tl.bfloat16, "WIDTH": tile.rows * tile.run,
+        "seed": None, "place": None, "dot_type": tl.bfloat16, "PREPARES": part == "prepares",
     }  # fmt: skip
+    constants |= {"lines": None} if part == "whole" else {}
     aligned = ("q", "k", "v", "u_ring", "k_ring", "states", "state_stride", "out")
-    code = compiled(kernel, constants, aligned, {"num_warps": tile.warps}, **types)
+    code = compiled(kernel, constants, aligned, {"num_warps": 1}, **types)
     text = code.asm["ptx"]
     assert "mma.sync" in text
-    # States come 16 bytes at once; with several tiles to shared memory, ahead of their use.
-    if tile.run > 1:
-        copies = re.findall(r"cp\.async\.cg\.shared\.global \[[^]]*\], \[[^]]*\], (\S+),", text)
-        assert len(copies) >= 16 * 128 * (4 if states == "*fp32" else 2) // (16 * 32)
-        assert set(copies) == {"0x10"}
+    # Keys, queries and states come 16 bytes at once.
+    assert len(re.findall(r"ld\.global\S*\.v4\.b32", text)) >= 16
     # Few registers go to local memory, bytes a thread.
     assert spilled(code, tmp_path) <= local
 
@@ -88,9 +93,9 @@ def test_update_compiles_for_other_orders_and_sizes(
         pytest.skip("the interpreter is on")
     floats = "*fp32" if dot_type == tl.float32 else "*bf16"
     types = TYPES | {"strides": STRIDES, "states": "*fp16"} | dict.fromkeys(FLOATS, floats)
-    types |= {"shape": shaped("*fp16", 19, 4, launch.Tile(16, 1, 1), order, key)}
+    types |= {"shape": shaped("*fp16", 19, 4, order, key)}
     types |= {"place": LAST_PLACE[torch.float16]}
-    constants: dict[str, Any] = {"dot_type": dot_type, "WIDTH": 16}
+    constants: dict[str, Any] = {"dot_type": dot_type, "lines": None, "PREPARES": False}
     assert compiled(kernel, constants, (), {"num_warps": 1}, **types).asm["cubin"]
 
 

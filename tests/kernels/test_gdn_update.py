@@ -20,7 +20,7 @@ from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 from hybrid_runtime.kernels.gdn import replay_update as update
 from hybrid_runtime.kernels.gdn.naive import replay_update_reference
 from hybrid_runtime.kernels.gdn.records import Records
-from hybrid_runtime.kernels.gdn.replay_launch import Tile, choose_tile
+from hybrid_runtime.kernels.gdn.replay_launch import prepares
 from hybrid_runtime.kernels.gdn.replay_update import replay_update
 from hybrid_runtime.kernels.replay.rounding import Rounding
 from hybrid_runtime.kernels.replay.rows import ReplayRows
@@ -62,7 +62,6 @@ if CUDA:
         Gdn(**BIG, x=torch.float32),
         Gdn(**BIG | {"heads": 48, "key": 64}),
     ]
-TILES = [None, Tile(16, 2, 1), Tile(32, 1, 2)]
 
 
 @pytest.mark.slow
@@ -105,11 +104,11 @@ def test_replay_update(shape: Gdn, monkeypatch: pytest.MonkeyPatch) -> None:
         states, records, arguments = case(shape, rows, seed)
         want, kept = states.clone(), clones(records)
         y_want = replay_update_reference(states=want, records=kept, **arguments)
-        for tile in TILES:
+        for prepared in (False, True):
             got, mine, y = states.clone(), clones(records), framed(arguments["v"])
             with monkeypatch.context() as patch:
                 patch.setattr(update, "replay_update_reference", None)  # the kernel does it
-                replay_update(states=got, records=mine, out=y, tile=tile, **arguments)
+                replay_update(states=got, records=mine, out=y, prepared=prepared, **arguments)
             assert frame_is_whole(y)
             assert not y[~rows.owned].any()
             error = (y.float() - y_want.float()).abs().max() / y_want.float().abs().max()
@@ -278,12 +277,8 @@ def test_decays_per_channel_and_fp64_go_to_the_reference(kda: bool) -> None:
         assert same_bytes(got, expected)
 
 
-def test_a_program_takes_more_tiles_the_more_rows_there_are() -> None:
-    runs = [choose_tile(rows, 32, 128, 132).run for rows in (1, 4, 16, 64, 128)]
-    assert runs[0] == 1
-    assert runs == sorted(runs)
-    assert choose_tile(1000, 5, 40, 132).run <= 3
-    assert choose_tile(1000, 5, 5, 132) == Tile(16, 1, 1)
+def test_a_launch_more_where_there_are_many_tiles() -> None:
+    assert [prepares(rows, 32, 128, 132) for rows in (1, 4, 5, 128)] == [False, False, True, True]
 
 
 @pytest.mark.gpu

@@ -79,7 +79,10 @@ def test_accept_drafts(data: st.DataObject) -> None:
     emits = table(1, st.integers(0, 1))[:, 0]
     forced: tuple[Tensor, ...] = ()
     if data.draw(st.booleans()) and num_draft:
-        rates = torch.tensor([0.9, 0.5, 0.5, 0.2, *[0.0] * 11], device=DEVICE)[:num_draft]
+        rates = torch.tensor([[0.9, 0.5, 0.5, 0.2, *[0.0] * 11], [1.0, *[0.3] * 14]], device=DEVICE)
+        kind = table(1, st.integers(0, 1))[:, 0].long()
+        rates = rates[kind, :num_draft] if data.draw(st.booleans()) else rates[:1].expand(rows, -1)
+        rates = rates[:, :num_draft]
         forced = (rates, table(1, st.integers(0, 9))[:, 0] / 10)
     found = accept.accept_drafts(chosen, drafts, count, emits, *forced)
     wanted = accept.accept_drafts_reference(chosen, drafts, count, emits, *forced)
@@ -90,7 +93,7 @@ def test_accept_drafts(data: st.DataObject) -> None:
 @kernels
 def test_each_row_is_forced_by_its_own_number() -> None:
     ones = torch.ones(4, 4, dtype=torch.int32, device=DEVICE)
-    rates = torch.tensor([0.9, 0.5, 0.2], device=DEVICE)
+    rates = torch.tensor([0.9, 0.5, 0.2], device=DEVICE).expand(4, -1)
     drawn = torch.tensor([0.1, 0.3, 0.6, 0.95], device=DEVICE)
     for act in (accept.accept_drafts, accept.accept_drafts_reference):
         _, counts = act(0 * ones, ones[:, 1:], 3 * ones[:, 0], ones[:, 0], rates, drawn)

@@ -250,12 +250,20 @@ def test_every_acceptance_equals_the_reference(
     def numbers(row: int, stream: int, index: int) -> float:
         return uniform(sampling.seed, position + index, stream)[row].item()
 
+    # The same as lines, without those behind a row's drafts, in any order and among others.
+    tried = torch.minimum(torch.arange(most + 1), num_draft[:, None])
+    order = torch.randperm(rows * (most + 1) + 2, generator=generator)[: rows * (most + 1)]
+    verify = order.view(rows, -1).gather(1, tried.long()).int()
+    lines = torch.full((rows * (most + 1) + 2, vocabulary), float("nan"))
+    lines[verify.long()] = logits.gather(1, tried.long()[:, :, None].expand_as(logits))
+
     # Temperature 0 is greedy whatever the draft distribution was.
     sampling = rows_of(SamplingParams(top_k=2, top_p=0.5), rows)
     p = probabilities_reference(logits, sampling)
     expected = by_reference(p, None, drafts, num_draft, emits, numbers)
     assert_emits(greedy(logits, drafts, num_draft, emits), *expected)
     assert_emits(greedy(logits.bfloat16(), drafts, num_draft, emits.int()), *expected)
+    assert_emits(greedy(lines, drafts, num_draft, emits, verify=verify), *expected)
     for q in (None, draft_probs):
         assert by_reference(p, q, drafts, num_draft, emits, numbers) == expected
         got = rejection(logits, drafts, num_draft, emits, q, sampling, position)
@@ -265,8 +273,9 @@ def test_every_acceptance_equals_the_reference(
     p = probabilities_reference(logits, sampling)
     for q in (None, draft_probs):
         expected = by_reference(p, q, drafts, num_draft, emits, numbers)
-        got = rejection(logits, drafts, num_draft, emits, q, sampling, position)
-        assert_emits(got, *expected)
+        for x, at in ((logits, None), (lines, verify)):
+            got = rejection(x, drafts, num_draft, emits, q, sampling, position, at)
+            assert_emits(got, *expected)
 
 
 def test_greedy_and_sampled_rows_share_a_batch() -> None:
@@ -294,13 +303,17 @@ def test_wrong_shapes_are_refused() -> None:
             rejection(*wrong, None, sampling, zeros)
     with pytest.raises(ValueError, match=r"draft_probs has shape \[2, 4, 8\], must be None or"):
         rejection(logits, drafts, count, count, logits, sampling, zeros)
-    with pytest.raises(ValueError, match=r"rates has shape \[2\], must be \[3\]"):
-        synthetic(logits, drafts, count, count, torch.ones(2), zeros, zeros)
+    with pytest.raises(ValueError, match=r"rates has shape \[1, 2\], must be \[2, 3\]"):
+        synthetic(logits, drafts, count, count, torch.ones(1, 2), zeros, zeros)
+    with pytest.raises(ValueError, match=r"logits has shape \[2, 4, 8\] and verify \[2, 4\], must"):
+        greedy(logits, drafts, count, count, verify=drafts.new_zeros(2, 4))
+    with pytest.raises(ValueError, match=r"drafts has shape \[2, 3\], must be \[2, 2\]"):
+        greedy(logits[0], drafts, count, count, verify=drafts.new_zeros(2, 3))
 
 
 def test_nothing_depends_on_the_data() -> None:
     # Meta tensors have no values: any host read or data-dependent shape raises.
-    forced = synthetic_acceptance([1.0, 0.5, 0.0], "meta")
+    forced = synthetic_acceptance([[1.0, 0.5, 0.0]], "meta")
     methods: tuple[Acceptance, ...] = (greedy, rejection, forced)
     with torch.device("meta"):
         logits, drafts = torch.zeros(2, 4, V), torch.zeros(2, 3, dtype=torch.int32)
@@ -309,15 +322,17 @@ def test_nothing_depends_on_the_data() -> None:
         position = torch.zeros(2, dtype=torch.int64)
         for method in methods:
             for q in (None, logits[:, 1:]):
-                got = method(logits, drafts, count, count, q, sampling, position)
-                assert got.tokens.shape == (2, 4)
-                assert got.num_accepted.shape == (2,)
+                for x, at in ((logits, None), (logits.flatten(0, 1)[:5], drafts.new_zeros(2, 4))):
+                    got = method(x, drafts, count, count, q, sampling, position, at)
+                    assert got.tokens.shape == (2, 4)
+                    assert got.num_accepted.shape == (2,)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("lines", [False, True], ids=["rows", "lines"])
 @pytest.mark.parametrize("name", ["greedy", "rejection", "rejection of drawn", "synthetic"])
-def test_captured_in_a_cuda_graph(name: str) -> None:
+def test_captured_in_a_cuda_graph(name: str, lines: bool) -> None:
     target, draft = tables()
     rows = 64
     params = [SamplingParams(), SAMPLED, FILTERED, SAMPLED] * (rows // 4)
@@ -326,14 +341,17 @@ def test_captured_in_a_cuda_graph(name: str) -> None:
     position = torch.arange(rows) + START
 
     def step(device: str, position: Tensor) -> Callable[[], Accepted]:
-        forced = synthetic_acceptance([1.0, 0.5, 0.0], device)
+        forced = synthetic_acceptance([[1.0, 0.5, 0.0]], device)
         methods: dict[str, Acceptance] = {"greedy": greedy, "synthetic": forced}
         q = draft.softmax(-1)[previous[:, :3]].to(device) if "drawn" in name else None
         sampling = sampling_tensors(params, list(range(rows)), device)
         num_draft, emits = (torch.arange(rows) % 4).int(), torch.arange(rows) % 5 != 0
         inputs = [x.to(device) for x in (target[previous], drafts, num_draft, emits)]
-        accept = methods.get(name, rejection)
-        return lambda: accept(inputs[0], inputs[1], inputs[2], inputs[3], q, sampling, position)
+        accept, verify = methods.get(name, rejection), None
+        if lines:
+            inputs[0] = inputs[0].flatten(0, 1)
+            verify = torch.arange(len(inputs[0]), dtype=torch.int32, device=device).view(rows, -1)
+        return lambda: accept(*inputs, q, sampling, position, verify)
 
     on_device = position.cuda()
     run = step("cuda", on_device)

@@ -6,17 +6,20 @@ from hypothesis import strategies as st
 from hybrid_runtime.specdecode.pace import MARGIN, Pace
 from hybrid_runtime.specdecode.shape import StepShape
 
-SHAPES = st.tuples(st.integers(0, 64), st.integers(0, 4096)).filter(any)
+SIZES = st.tuples(st.integers(0, 64), st.integers(0, 4096)).filter(any)
+SHAPES = st.tuples(SIZES, st.integers(0, 7)).map(lambda drawn: (*drawn[0], drawn[1]))
+"""Rows that decode, prompt tokens, and drafts of a row."""
 LEAD = 1e-3
 
 
-def shape_of(rows: int, prompt_tokens: int) -> StepShape:
-    return StepShape(rows, 4 * rows, int(prompt_tokens > 0), prompt_tokens)
+def shape_of(rows: int, prompt_tokens: int, drafts: int = 3) -> StepShape:
+    return StepShape(rows, (drafts + 1) * rows, int(prompt_tokens > 0), prompt_tokens)
 
 
-def cost_of(rows: int, prompt_tokens: int) -> float:
+def cost_of(rows: int, prompt_tokens: int, drafts: int = 3) -> float:
     """Never less for more; the same within what Pace holds for one size."""
-    return 4e-3 + 1e-3 * -(-rows // 8) + 5e-3 * -(-prompt_tokens // 256)
+    rows = -(-rows // 8)
+    return 4e-3 + 1e-3 * rows * (1 + drafts / 2) + 5e-3 * -(-prompt_tokens // 256)
 
 
 class Device:
@@ -28,7 +31,7 @@ class Device:
         self.queued: list[tuple[int, float]] = []
         self.number = 0
 
-    def step(self, rows: int, prompt_tokens: int, late: float = 0.0) -> float:
+    def step(self, rows: int, prompt_tokens: int, drafts: int = 3, late: float = 0.0) -> float:
         """Wait as long as Pace says and `late` more, queue a step, read the one before; how long
         it has waited."""
         spare = self.pace.spare(self.now)
@@ -37,9 +40,9 @@ class Device:
         self.now += LEAD
         if self.queued:
             self.idle += max(self.now - self.free, 0.0)
-        self.free = max(self.free, self.now) + cost_of(rows, prompt_tokens)
+        self.free = max(self.free, self.now) + cost_of(rows, prompt_tokens, drafts)
         self.number += 1
-        self.pace.queued(self.number, shape_of(rows, prompt_tokens), self.now)
+        self.pace.queued(self.number, shape_of(rows, prompt_tokens, drafts), self.now)
         self.queued.append((self.number, self.free))
         if len(self.queued) > 1:
             number, done = self.queued.pop(0)
@@ -50,22 +53,22 @@ class Device:
 
 
 @given(st.lists(SHAPES, min_size=1, max_size=40))
-def test_the_device_never_waits_for_a_late_step(steps: list[tuple[int, int]]) -> None:
+def test_the_device_never_waits_for_a_late_step(steps: list[tuple[int, int, int]]) -> None:
     device = Device()
-    for rows, prompt_tokens in steps:
-        device.step(rows, prompt_tokens)
+    for shape in steps:
+        device.step(*shape)
     assert device.idle == 0
 
 
 @given(st.lists(SHAPES.filter(lambda shape: shape[0] > 0), min_size=1, max_size=6))
-def test_what_is_known_is_waited_for(steps: list[tuple[int, int]]) -> None:
+def test_what_is_known_is_waited_for(steps: list[tuple[int, int, int]]) -> None:
     device = Device()
-    for rows, _ in steps * 4:
-        device.step(rows, 0)
-    for rows, prompt_tokens in steps * 4:
-        device.step(rows, prompt_tokens)
-    for rows, prompt_tokens in steps:
-        device.step(rows, prompt_tokens)
+    for rows, _, drafts in steps * 4:
+        device.step(rows, 0, drafts)
+    for shape in steps * 4:
+        device.step(*shape)
+    for shape in steps:
+        device.step(*shape)
         left = device.free - device.now
         assert device.pace.spare(device.now) > left - LEAD - MARGIN - 1e-4
 
@@ -116,3 +119,11 @@ def test_nothing_is_waited_for_before_anything_is_known_or_queued() -> None:
     assert pace.spare(3.0) > 0.5
     pace.read(4, 9.0, 9.5)  # step 3 was given up
     assert pace.spare(9.5) == 0
+
+
+def test_fewer_drafts_are_no_longer_step() -> None:
+    device = Device()
+    for drafts in (7, 0, 3, 7, 1):
+        for _ in range(10):
+            device.step(64, 0, drafts)
+    assert device.idle == 0

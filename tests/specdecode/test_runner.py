@@ -26,6 +26,7 @@ from hybrid_runtime.kernels.sampling.rows import SamplingTensors
 from hybrid_runtime.models.forward_batch import Caches
 from hybrid_runtime.specdecode import reference
 from hybrid_runtime.specdecode.acceptance import Acceptance, Adjusted, greedy, rejection
+from hybrid_runtime.specdecode.draft_length import Drafts
 from hybrid_runtime.specdecode.drafter import VerifyOutput
 from hybrid_runtime.specdecode.runner import SpecDecodeRunner
 from hybrid_runtime.specdecode.sampling import (
@@ -348,8 +349,8 @@ def test_what_is_captured() -> None:
     decoding, mixed = captured.shapes.decoding(), list(captured.shapes.mixed())
     assert {shape for shape, _ in captured._frames} == {*decoding, *mixed}
     graphs = captured._graphs._captured
-    # With each acceptance: verified and accepted, and drafts; with prompts, only accepted.
-    assert len(graphs) == len(decoding) * 2 * 2 + len(mixed) * (1 + 2 + 1)
+    # With each acceptance: verified and accepted; with prompts, only accepted.
+    assert len(graphs) == len(decoding) * (2 + 1) + len(mixed) * (1 + 2 + 1)
     for slot in range(3):
         runs.admit(slot)
     runs.step({0: 0, 1: 0}, greedy)
@@ -358,7 +359,7 @@ def test_what_is_captured() -> None:
         runs.step(num_draft, greedy)
         assert set(graphs) == ahead
     runs.step({0: 1, 1: 1, 2: 1}, greedy)
-    key = StepShape.decoding(3, 1), greedy
+    key = StepShape.decoding(3, Drafts.alike(1)), greedy
     assert set(graphs) - ahead == {("verify_and_accept", key), ("draft", (*key, K))}
 
 

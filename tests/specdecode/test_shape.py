@@ -7,9 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybrid_runtime.specdecode.draft_length import DraftLength
+from hybrid_runtime.specdecode.draft_length import DraftLength, Drafts
 from hybrid_runtime.specdecode.shape import (
     PROMPT_ROWS,
+    UNEVEN_ROWS,
     PaddedShapes,
     StepShape,
     graph_size,
@@ -33,9 +34,10 @@ def test_every_step_has_a_padded_shape(max_requests: int, data: st.DataObject) -
     prompt_rows = data.draw(st.integers(0 if decode_rows else 1, most_prompts))
     tokens = data.draw(st.integers(1, min(bound, most))) if prompt_rows else 0
     num_draft = data.draw(st.sampled_from(drafts.levels))
-    shape = StepShape.decoding(decode_rows, num_draft)
+    shape = StepShape.decoding(decode_rows, Drafts.alike(num_draft))
     shape = shape._replace(prompt_rows=prompt_rows, prompt_tokens=tokens)
     padded = shapes.of(shape)
+    assert padded is not None
     assert all(size >= rows for size, rows in zip(padded, shape, strict=True))
     assert padded.decode_tokens % max(padded.decode_rows, 1) == 0
     assert padded.rows <= most_rows(max_requests)
@@ -44,6 +46,38 @@ def test_every_step_has_a_padded_shape(max_requests: int, data: st.DataObject) -
         assert padded.row_tokens == shape.row_tokens == num_draft + 1
     if not prompt_rows or num_draft == drafts.beside_prompts or not decode_rows:
         assert padded in {*(shapes.mixed() if prompt_rows else shapes.decoding())}
+
+
+@given(st.data())
+def test_many_rows_with_different_drafts_have_a_padded_shape(data: st.DataObject) -> None:
+    drafts = DraftLength(7, True)
+    max_requests = data.draw(st.integers(1, 300))
+    shapes = PaddedShapes(max_requests, drafts, 8192, 2048, 1056)
+    rows = data.draw(st.integers(1, max_requests))
+    number = data.draw(st.lists(st.integers(0, 7), min_size=rows, max_size=rows))
+    given = StepRows.exact(list(range(rows)), [0] * rows, [1 + k for k in number], number)
+    shape = StepShape.of(given, rows)
+    padded = shapes.of(shape)
+    assert (shape.longest > 0) == (len({*number}) > 1)
+    if padded is None:
+        size = graph_size(rows, max_requests)
+        assert shape.longest
+        assert size < UNEVEN_ROWS or all(
+            max(number) > one.most or size - rows + shape.tokens > size * (one.mean + 1)
+            for one in drafts.uneven()
+        )
+        return
+    if shape.longest or number[0] in drafts.levels:
+        assert padded in {*shapes.decoding()}
+    assert padded.rows >= rows
+    # Padded rows have a token each where rows differ.
+    behind = (padded.rows - rows) * (1 if shape.longest else padded.row_tokens)
+    assert padded.tokens >= shape.tokens + behind
+    assert padded.row_tokens >= max(number) + 1
+    assert padded.tokens <= shapes.most_tokens
+    # A step with prompts too is not padded where rows differ.
+    if shape.longest:
+        assert shapes.of(shape._replace(prompt_rows=1, prompt_tokens=9)) is None
 
 
 @given(st.integers(1, 300), st.integers(1, 300))
@@ -72,9 +106,9 @@ def test_more_prompts_than_may_share_a_step_are_refused() -> None:
 
 def test_the_shape_of_rows() -> None:
     rows = StepRows.exact([4, 0, 2], [7, 9, 0], [4, 2, 20], [3, 1, 0])
-    assert StepShape.of(rows, 2) == (2, 6, 1, 20)
-    assert StepShape.of(rows, 0) == (0, 0, 3, 26)
-    assert StepShape.of(rows, 3) == (3, 26, 0, 0)
+    assert StepShape.of(rows, 2) == (2, 6, 1, 20, 4)
+    assert StepShape.of(rows, 0) == (0, 0, 3, 26, 0)
+    assert StepShape.of(rows, 3) == (3, 26, 0, 0, 20)
 
 
 @pytest.mark.parametrize("exact", [True, False])

@@ -20,7 +20,7 @@ def test_synthetic_mean_length(mean_length: float, one_request: bool) -> None:
     logits = torch.randn(rows, most + 1, V, generator=generator)
     drafts = torch.randint(0, V, (rows, most), generator=generator).int()
     rates = synthetic_rates(mean_length, most)
-    accept = synthetic_acceptance(rates, "cpu")
+    accept = synthetic_acceptance([rates], "cpu")
     full = torch.full((rows,), most, dtype=torch.int32)
     sampling, position = rows_of(SamplingParams(temperature=1.0), rows), torch.full((rows,), 9)
     if one_request:
@@ -44,10 +44,24 @@ def test_synthetic_keeps_only_what_was_drafted() -> None:
     drafts = torch.tensor([[1, 2, 3], [1, 2, 3], [1, -1, 3], [1, 2, 3], [-1, -1, -1]]).int()
     num_draft = torch.tensor([3, 1, 3, 2, 0]).int()
     emits = torch.tensor([1, 1, 1, 0, 1])
-    rates = torch.ones(3)
+    rates = torch.ones(5, 3)
     got = synthetic(logits, drafts, num_draft, emits, rates, torch.arange(5), torch.arange(5))
     expected = [[1, 2, 3, 6], [1, 6, -1, -1], [1, 6, -1, -1], [-1] * 4, [6, -1, -1, -1]]
     assert_emits(got, expected, [4, 2, 2, 0, 1])
+
+
+def test_requests_have_rates_by_their_seeds() -> None:
+    """Alone in a row, and as lines."""
+    logits = torch.eye(V)[torch.tensor([6, 6, 6, 6, 5, 6, 6, 6])].view(2, 4, V)
+    drafts, count = torch.ones(2, 3).int(), torch.full((2,), 3).int()
+    accept = synthetic_acceptance([[1.0, 1.0, 1.0], [0.0, 0.0, 0.0], [1.0, 0.0, 0.0]], "cpu")
+    sampling = rows_of(SamplingParams(), 2)._replace(seed=torch.tensor([12, 7]))
+    expected = [[1, 1, 1, 6], [5, -1, -1, -1]], [4, 1]
+    position, verify = torch.zeros(2), torch.arange(8).view(2, 4)
+    got = accept(logits, drafts, count, count, None, sampling, position)
+    assert_emits(got, *expected)
+    lines = logits.flatten(0, 1)
+    assert_emits(accept(lines, drafts, count, count, None, sampling, position, verify), *expected)
 
 
 def test_synthetic_rates() -> None:
@@ -60,7 +74,7 @@ def test_synthetic_rates() -> None:
     with pytest.raises(ValueError, match="num_draft is -1, must be at least 0"):
         synthetic_rates(1.0, -1)
     with pytest.raises(ValueError, match=r"rates is \[0.5, 0.6\], must not increase"):
-        synthetic_acceptance([0.5, 0.6], "cpu")
+        synthetic_acceptance([[0.5, 0.6]], "cpu")
     for rates in ([1.2, 0.5], [0.5, -0.1], [math.nan]):
         with pytest.raises(ValueError, match="must be probabilities"):
-            synthetic_acceptance(rates, "cpu")
+            synthetic_acceptance([rates], "cpu")
