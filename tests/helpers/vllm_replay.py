@@ -21,9 +21,11 @@ from helpers.vllm_stand_in import (
     vllm_config,
 )
 
+from hybrid_runtime.integrations.vllm.mamba2_layers import MAMBA2
 from hybrid_runtime.integrations.vllm.replay_layers import ReplayLayers
 from hybrid_runtime.integrations.vllm.replay_state import ReplayStates
 from hybrid_runtime.kernels.mamba2.naive import replay_update_reference
+from hybrid_runtime.kernels.mamba2.records import Records
 from hybrid_runtime.kernels.replay.rows import ReplayRows
 
 HEADS, DIM, STATE = 2, 2, 4
@@ -67,7 +69,7 @@ class ReplayEngine:
             vars(layer).update(sizes, conv1d=conv1d, prefix=name, A=torch.full((HEADS,), -1e-38))
             self.layers.append(layer)
         # The cache's groups have layers in another order than the model.
-        shared = ReplayLayers(self.layers[::-1], SLOTS, K, torch.float32, "cpu")
+        shared = ReplayLayers(MAMBA2, self.layers[::-1], SLOTS, K, torch.float32, "cpu")
         model = SimpleNamespace(replay_layers=shared)
         self.shared = shared
         self.state = ReplayState(self.config, model, None, torch.device("cpu"))
@@ -143,13 +145,13 @@ class ReplayEngine:
         replay_update_reference(
             torch.tensor(tokens).float().view(-1, 1, 1).expand(-1, HEADS, DIM),
             torch.full((len(tokens), HEADS), ONE),
-            self.shared.A_log[index],
+            self.shared.params[0][index],
             ones,
             ones,
             torch.zeros(HEADS),
             torch.zeros(HEADS),
             layer.kv_cache[1],
-            self.shared.records[index],
+            Records(*self.shared.records[index]),
             ReplayRows(
                 self.shared.tables[index],
                 one.slot,

@@ -26,7 +26,7 @@ def clear() -> None:
     for made in (
         models.model_class,
         model_state_class,
-        replay_layers.mixer_class,
+        replay_layers.layer_class,
         replay_state.model_state_class,
     ):
         made.cache_clear()
@@ -98,7 +98,7 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
         "vllm.model_executor.layers.mamba.mamba_mixer2": {"MambaMixer2": MambaMixer2},
         "vllm.v1.attention.backends.mamba2_attn": {
             "Mamba2AttentionMetadata": dataclasses.make_dataclass(
-                "Mamba2AttentionMetadata", hooks.LAYER_FIELDS.split()
+                "Mamba2AttentionMetadata", hooks.MAMBA2.fields.split()
             )
         },
         "vllm.model_executor.layers.mamba.mamba_utils": {"is_conv_state_dim_first": lambda: False},

@@ -42,7 +42,7 @@ def test_a_model_that_replays(mode: str, caplog: pytest.LogCaptureFixture) -> No
     assert not caplog.records
     # A rate of -2 is exp(ln 2); weights that are loaded anew are followed.
     model.load_weights(-2.0)
-    assert model.replay_layers.A_log.exp().allclose(-model.mixers[0].A)
+    assert model.replay_layers.params[0].exp().allclose(-model.mixers[0].A)
 
 
 @pytest.mark.parametrize(
@@ -157,7 +157,7 @@ def test_another_vllm(
         monkeypatch.delitem(module.Mamba2AttentionMetadata.__dataclass_fields__, "num_decodes")
     else:
         replaced = sys.modules["vllm.model_executor.custom_op"].op_registry_oot
-        replaced[replay_layers.NAME] = type("Another", (sys.modules[MIXER].MambaMixer2,), {})
+        replaced["MambaMixer2"] = type("Another", (sys.modules[MIXER].MambaMixer2,), {})
     assert spare_blocks(build()) == [K, K]
     (record,) = caplog.records
     says = {"platform": "NVIDIA", "method": "lane", "field": "num_decodes", "other": "another"}
