@@ -27,7 +27,7 @@ NONE = 1 << 30
 
 
 @functools.cache
-def _parallel() -> Any:
+def parallel() -> Any:
     """A configuration, and vLLM's process groups for one process."""
     from vllm.config import CacheConfig, DeviceConfig, VllmConfig, set_current_vllm_config
     from vllm.distributed import init_distributed_environment, initialize_model_parallel
@@ -81,7 +81,7 @@ class Layers:
         from vllm.model_executor.layers.mamba import mamba_utils
         from vllm.model_executor.layers.mamba.ops import mamba_ssm
 
-        self.config, self.drafts, self.slots = _parallel(), drafts, slots
+        self.config, self.drafts, self.slots = parallel(), drafts, slots
         self.channels_first, self.monkeypatch = channels_first, monkeypatch
         self.config.cache_config.mamba_ssm_cache_dtype = dtype
         assert replay_layers.register(MAMBA2) is None
