@@ -9,6 +9,9 @@ from hybrid_runtime.kernels.replay.ring import MAX_TOKENS
 
 OLDEST, NEWEST = (0, 25, 1), (0, 33, 0)
 
+PLAIN_ROWS_DECODE = (0, 32)
+"""The first release in which rows without drafts are decode rows of Gated DeltaNet."""
+
 MAMBA2, GDN, OTHER = "Mamba-2", "Gated DeltaNet", "other"
 """Kinds of layers with states; of the last, none replays."""
 
@@ -131,7 +134,7 @@ def plain_rows_run_as_prompts() -> bool:
     prompts, which starts from the state in the running column."""
     from vllm import __version__
 
-    return parsed(__version__) < (0, 32)
+    return parsed(__version__) < PLAIN_ROWS_DECODE
 
 
 def without_spare_blocks(spec: Any) -> Any:
