@@ -66,15 +66,11 @@ class StepRows(NamedTuple):
         )
 
     def first(self, rows: int) -> StepRows:
-        """Views of the first rows; the tables stay whole."""
-        return self.at(slice(rows))
-
-    def at(self, index: Tensor | slice) -> StepRows:
-        """These rows, of a tensor of indices as copies; the tables stay whole."""
+        """Views of the first rows; slots and tables stay whole."""
         return self._replace(
-            slot=self.slot[index],
-            draft=self.draft[index],
-            positions=ReplayPositions(*(part[index] for part in self.positions)),
+            slot=self.slot[:rows],
+            draft=self.draft[:rows],
+            positions=ReplayPositions(*(part[:rows] for part in self.positions)),
         )
 
 

@@ -106,12 +106,15 @@ def test_without_drafts_the_log_says_what_gives_them(caplog: pytest.LogCaptureFi
     assert "--speculative-config" in record.getMessage()
 
 
-def test_the_page_quotes_the_line_that_proves_replay(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(("name", "kind"), [("vllm", "NemotronHForCausalLM"), ("qwen", QWEN)])
+def test_the_page_quotes_the_line_that_proves_replay(
+    name: str, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level("INFO"):
-        build()
+        build(kind)
     (record,) = caplog.records
     assert record.levelname == "INFO"
-    page = (Path(__file__).parents[2] / "docs" / "vllm.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / f"{name}.md").read_text()
     quoted = re.findall(r"^hybrid-runtime replays: .*$", page, re.MULTILINE)
     without_numbers = [re.sub(r"[\d.]+ ", "N ", line) for line in (record.getMessage(), *quoted)]
     assert len(without_numbers) == 2

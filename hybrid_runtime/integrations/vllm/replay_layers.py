@@ -25,6 +25,7 @@ from hybrid_runtime.integrations.vllm.hooks import LayerHooks
 from hybrid_runtime.kernels.recurrence import Recurrence
 from hybrid_runtime.kernels.replay.ring import ring_length
 from hybrid_runtime.kernels.replay.rounding import Rounding
+from hybrid_runtime.kernels.step.advance_replay import ReplayPositions
 from hybrid_runtime.kernels.step.vllm_rows import StepRows
 
 if TYPE_CHECKING:
@@ -250,7 +251,11 @@ class _Rows:
         the same for all layers."""
         if self._chosen is None:
             index = mask.int().argsort(descending=True, stable=True)[:count]
-            self._chosen = self.whole.at(index)
+            self._chosen = self.whole._replace(
+                slot=self.whole.slot[index],
+                draft=self.whole.draft[index],
+                positions=ReplayPositions(*(part[index] for part in self.whole.positions)),
+            )
         return self._chosen
 
 
