@@ -34,6 +34,14 @@ SHAPES: dict[str, dict[str, Any]] = {
         "shared_expert_intermediate_size": 512,
     },
 }  # fmt: skip
+SMALL: dict[str, Any] = {
+    "num_hidden_layers": 8, "hidden_size": 256, "intermediate_size": 512, "vocab_size": 320,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
+    "linear_num_key_heads": 1, "linear_num_value_heads": 2,
+    **DENSE,
+}  # fmt: skip
+"""Of no checkpoint, for texts in fp32 (`serve.py`): tokens are bytes, and states so small that a
+request passes several blocks."""
 COMMON: dict[str, Any] = {
     "architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next", "vocab_size": 248320,
     "head_dim": 256, "linear_num_key_heads": 16, "linear_key_head_dim": 128,
@@ -49,7 +57,16 @@ COMMON: dict[str, Any] = {
 def config(name: str, layers: int | None = None) -> dict[str, Any]:
     """A checkpoint's config.json of that shape, the first `layers` layers alone if given. Each
     fourth layer is one of attention."""
-    shape = COMMON | SHAPES[name]
+    return _config(SHAPES[name], layers)
+
+
+def small() -> dict[str, Any]:
+    """The same of `SMALL`."""
+    return _config(SMALL)
+
+
+def _config(sizes: dict[str, Any], layers: int | None = None) -> dict[str, Any]:
+    shape = COMMON | sizes
     depth = layers or shape["num_hidden_layers"]
     kinds = ["linear_attention", "full_attention"]
     shape |= {"num_hidden_layers": depth}
@@ -58,3 +75,21 @@ def config(name: str, layers: int | None = None) -> dict[str, Any]:
         shape["moe_intermediate_size"] = shape["intermediate_size"] // shape["num_experts"]
         shape["mlp_only_layers"] = list(range(1, depth))
     return shape
+
+
+def draftable(worker: Any, seed: int = 1) -> None:
+    """Random weights by which the MTP head is often right, though nothing was trained: the next
+    token depends on the one before it above all, and the head looks at that one alone. Contexts
+    change it often enough that a wrong state changes the text."""
+    import torch
+
+    runner = worker.model_runner
+    for part in (runner.model, runner.speculator.model):
+        for name, weight in part.named_parameters():
+            if name.endswith(("embed_tokens.weight", "lm_head.weight")):
+                # Whether or not model and head share them.
+                generator = torch.Generator(weight.device).manual_seed(seed + ("head" in name))
+                weight.data.normal_(0, 1, generator=generator)
+            elif name.endswith("fc.weight"):
+                weight.data.zero_()
+                weight.data[:, : len(weight)].fill_diagonal_(1)

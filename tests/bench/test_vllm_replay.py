@@ -174,6 +174,9 @@ def test_shapes_of_qwen() -> None:
         assert shape["mlp_only_layers"] == list(range(1, shape["num_hidden_layers"]))
         assert shape["num_experts_per_tok"] == shape["num_experts"]
         assert shape["moe_intermediate_size"] * shape["num_experts"] == shape["intermediate_size"]
+    small = qwen.small()
+    assert small["layer_types"].count("linear_attention") == 6
+    assert small["moe_intermediate_size"] * small["num_experts"] == small["intermediate_size"]
     short = qwen.config("qwen3.5-27b", 8)
     assert (len(short["layer_types"]), short["mlp_only_layers"][-1]) == (8, 7)
     folder = nemotron.checkpoint(short, "bfloat16", 100)

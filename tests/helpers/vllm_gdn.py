@@ -19,6 +19,7 @@ from helpers.vllm_scheduler import Speculation
 from torch import Tensor
 from vllm.config import set_current_vllm_config
 from vllm.config.compilation import CUDAGraphMode
+from vllm.model_executor.layers.mamba import mamba_utils
 from vllm.model_executor.layers.mamba.gdn import qwen_gdn_linear_attn as vllm_gdn
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadataBuilder
@@ -118,9 +119,17 @@ def convolution(x: Tensor, weight: Tensor, *_: Any, **given: Any) -> Tensor:
 
 
 class GdnRunner:
-    """replays: with our layer and model state; else vLLM's own, without prefix caching."""
+    """replays: with our layer and model state; else vLLM's own, without prefix caching.
+    channels_first: vLLM's DS layout of conv_states."""
 
-    def __init__(self, mode: str, replays: bool, drafts: int, patch: pytest.MonkeyPatch) -> None:
+    def __init__(
+        self,
+        mode: str,
+        replays: bool,
+        drafts: int,
+        patch: pytest.MonkeyPatch,
+        channels_first: bool = False,
+    ) -> None:
         self.drafts, self.replays, self.align = drafts, replays, mode == "align"
         assert replays or not self.align
         patch.setattr(vllm_gdn.ChunkGatedDeltaRule, "forward", chunks)
@@ -147,8 +156,11 @@ class GdnRunner:
         columns = COLUMNS if self.align else 1 + spec.num_speculative_blocks
         self.table = 1 + torch.arange(SLOTS * columns, dtype=torch.int32).view(SLOTS, columns)
         blocks = 1 + SLOTS * columns
+        for place in (vllm_gdn, mamba_utils):
+            patch.setattr(place, "is_conv_state_dim_first", lambda: channels_first)
+        windows = torch.zeros(blocks, TAPS + drafts, CHANNELS)
         self.layer.kv_cache = (
-            torch.zeros(blocks, TAPS + drafts, CHANNELS),
+            windows.mT.contiguous() if channels_first else windows,
             torch.full((blocks, HEADS, DIM, DIM), torch.nan),
         )
         group = SimpleNamespace(kv_cache_spec=spec, layer_names=[self.layer.prefix])

@@ -57,10 +57,13 @@ def near(found: torch.Tensor, expected: torch.Tensor) -> None:
 
 @kernels
 @alone
-@pytest.mark.parametrize("mode", ["align", "none"])
-def test_random_steps(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("mode", "channels_first"), [("align", False), ("align", True), ("none", False)]
+)
+def test_random_steps(mode: str, channels_first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Batches that mix prompts, drafts and rows without drafts, in any order."""
-    runner, rng = GdnRunner(mode, True, K, monkeypatch), random.Random(1)
+    runner = GdnRunner(mode, True, K, monkeypatch, channels_first)
+    rng = random.Random(1)
     mixed = boundaries = 0
     for _ in range(14):
         rows, accepted = drawn(runner, rng, plain=0.3)
