@@ -241,7 +241,9 @@ class GdnRunner:
         for place in (f"{vllm_gdn.__name__}.get_forward_context", _CONTEXT):
             self.patch.setattr(place, lambda: context)
         out = torch.zeros(len(mixed), HEADS, DIM)
-        self.layer._forward_core(mixed.clone(), gate[0].clone(), gate[1].clone(), out)
+        # Qwen3.5's layers hand on a part of a wider projection.
+        wide = torch.empty(len(mixed), CHANNELS + HEADS * DIM)[:, :CHANNELS].copy_(mixed)
+        self.layer._forward_core(wide, gate[0].clone(), gate[1].clone(), out)
         return out
 
     def _rule(self, rows: list[Row], accepted: list[int], mixed: Tensor, gate: Tensor) -> Tensor:
