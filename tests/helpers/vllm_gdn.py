@@ -110,7 +110,7 @@ def convolution(x: Tensor, weight: Tensor, *_: Any, **given: Any) -> Tensor:
     rows = zip(pairs, given["cache_indices"], given["has_initial_state"], strict=True)
     for (start, end), block, known in rows:
         window = given["conv_states"][int(block)]
-        before = window[:, :TAPS] * (1 if known else 0)
+        before = window[:, :TAPS] if known else torch.zeros(len(window), TAPS)
         own = torch.cat([before, x[:, start:end]], 1)
         taps = own.unfold(1, TAPS + 1, 1)
         out[:, start:end] = F.silu((taps * weight[:, None]).sum(-1))
@@ -150,6 +150,8 @@ class GdnRunner:
             self.shared = model.replay_layers = replay_layers.ReplayLayers(
                 GDN, found, SLOTS, drafts, torch.float32, "cpu"
             )
+            for ring in self.shared.rings:  # as a slot's request before may have left it
+                ring.fill_(torch.nan)
         spec = self.layer.get_kv_cache_spec(self.config)
         assert isinstance(spec, MambaSpec)
         assert spec.num_speculative_blocks == (0 if replays else drafts)
@@ -158,7 +160,7 @@ class GdnRunner:
         blocks = 1 + SLOTS * columns
         for place in (vllm_gdn, mamba_utils):
             patch.setattr(place, "is_conv_state_dim_first", lambda: channels_first)
-        windows = torch.zeros(blocks, TAPS + drafts, CHANNELS)
+        windows = torch.full((blocks, TAPS + drafts, CHANNELS), torch.nan)
         self.layer.kv_cache = (
             windows.mT.contiguous() if channels_first else windows,
             torch.full((blocks, HEADS, DIM, DIM), torch.nan),
