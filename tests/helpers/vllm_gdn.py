@@ -139,6 +139,8 @@ class GdnRunner:
         for module in [module for name, module in sys.modules.items() if name.startswith("vllm.")]:
             if hasattr(module, "PIN_MEMORY"):
                 patch.setattr(module, "PIN_MEMORY", False)
+            if hasattr(module, "is_pin_memory_available"):
+                patch.setattr(module, "is_pin_memory_available", lambda: False)
         assert replay_layers.register(GDN) is None
         with replay_layers.collecting(replays) as found:
             self.layer, self.config = layer("model.layers.0.linear_attn", drafts)
