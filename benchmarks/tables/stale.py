@@ -55,6 +55,7 @@ CODE: dict[str, tuple[str, ...]] = {
     "vllm-gained": PLUGIN,
     "vllm-histories": ("hybrid_runtime/integrations/vllm",),
     "vllm-poisoned": PLUGIN,
+    "vllm-qwen-steps": ("hybrid_runtime/integrations/vllm", "kernels/gdn", "kernels/replay"),
     "vllm-releases": ("hybrid_runtime/integrations/vllm",),
     "vllm-replay-steps": PLUGIN,
     "vllm-replay-texts": PLUGIN,

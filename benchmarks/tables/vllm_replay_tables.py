@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+import torch
 from markdown import markdown
-from source import load, where
+from source import RESULTS, load, where
 from vllm_tables import alike
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "vllm"))
+
+import qwen
+
+from hybrid_runtime.kernels.gdn.recurrence import gdn
+from hybrid_runtime.kernels.replay.ring import ring_length
 
 MENDED, PRESENT = "mended", "present"
 TEXTS = (
@@ -50,10 +61,66 @@ SERVED = (
 ratio."""
 
 
+QWEN_STEPS = (
+    ("vllm_replay_steps-qwen9b", "Qwen3.5-9B"),
+    ("vllm_replay_steps-qwen9b-k7", "Qwen3.5-9B"),
+    ("vllm_replay_steps-qwen27b", "Qwen3.5-27B"),
+    ("vllm_replay_steps-qwen35b", "Qwen3.5-35B-A3B"),
+)
+
+
 def steps() -> str:
     """Steps with replay beside vLLM's own, and requests that run at once in the same cache."""
+    table, notes = _steps(STEPS)
+    notes.insert(0, _fit(load("h200", "vllm_replay_requests")))
+    return f"{table}\n\n{' '.join(dict.fromkeys(notes))}"
+
+
+def qwen_steps() -> str:
+    """The same of Qwen's shapes, as far as they have been measured."""
+    known = [pair for pair in QWEN_STEPS if (RESULTS / "h200" / f"{pair[0]}.json").exists()]
+    if not known:
+        return "Not run on a GPU yet."
+    table, notes = _steps(known)
+    notes.insert(0, "Random weights; built [as Qwen3-Next](benchmarks.md#vllm).")
+    return f"{table}\n\n{' '.join(dict.fromkeys(notes))}"
+
+
+def qwen_memory() -> str:
+    """What a request of Qwen's models holds, from their shapes."""
+    drafts, lines = 3, []
+    for name in qwen.SHAPES:
+        shape = qwen.config(name)
+        recurrence = gdn(
+            shape["linear_num_value_heads"],
+            shape["linear_num_key_heads"],
+            shape["linear_key_head_dim"],
+            shape["linear_value_head_dim"],
+            shape["linear_conv_kernel_dim"],
+            torch.bfloat16,
+        )
+        kinds = shape["layer_types"]
+        layers = kinds.count("linear_attention")
+        conv_state, matrix = recurrence.checkpoint
+        state = layers * (conv_state.longer(drafts).nbytes + matrix.nbytes)
+        ring = recurrence.ring(ring_length(drafts, 0))
+        records = layers * sum(record.nbytes for record in ring)
+        token = 2 * 2 * shape["num_key_value_heads"] * shape["head_dim"]
+        token *= len(kinds) - layers
+        sizes = ((1 + drafts) * state, state, records, 1024 * token, 32768 * token)
+        lines.append([name, *(f"{size / 2**20:.0f}" for size in sizes)])
+    header = [
+        "shape", "states in vLLM's layout, MiB", "with replay", "records of drafts",
+        "keys and values of 1,024 tokens", "of 32,768",
+    ]  # fmt: skip
+    note = "3 drafts, fp32 states, bf16 keys. Counted without the padding of vLLM's pages."
+    return f"{markdown(header, lines)}\n\n{note}"
+
+
+def _steps(measured: Sequence[tuple[str, str]]) -> tuple[str, list[str]]:
+    """A table of these results, and what was measured where."""
     lines, notes = [], []
-    for name, shape in STEPS:
+    for name, shape in measured:
         result = load("h200", name)
         given = result["options"]
         for rows, found in sorted(result["batches"].items(), key=lambda item: int(item[0])):
@@ -72,12 +139,11 @@ def steps() -> str:
                 ]
             )
         notes.append(_machine(result))
-    notes.insert(0, _fit(load("h200", "vllm_replay_requests")))
     header = [
         "shape", "drafts", "rows", "replay, ms", "vLLM V2, ms", "÷ V2", "of neighbours", "runs",
         "commit",
     ]  # fmt: skip
-    return f"{markdown(header, lines)}\n\n{' '.join(dict.fromkeys(notes))}"
+    return markdown(header, lines), notes
 
 
 def texts() -> str:
@@ -221,6 +287,8 @@ def histories() -> str:
 
 TABLES = {
     "vllm-replay-steps": steps,
+    "vllm-qwen-steps": qwen_steps,
+    "vllm-qwen-memory": qwen_memory,
     "vllm-replay-texts": texts,
     "vllm-served": served,
     "vllm-gained": gained,

@@ -26,9 +26,9 @@ from requirements import (
     ATTRIBUTES,
     CALLS,
     FIELDS,
+    LAYERS,
     MANAGER,
     METHODS,
-    MIXER,
     NAMES,
     REGISTRY,
     RUNNER,
@@ -49,8 +49,8 @@ MAMBA = "model_executor/layers/mamba/abstract.py"
 class Source:
     """Parsed files of one release."""
 
-    def __init__(self, root: Path) -> None:
-        self.root = root
+    def __init__(self, root: Path, release: str) -> None:
+        self.root, self.release = root, versions.parsed(release)
         self._trees: dict[str, ast.Module] = {}
 
     def tree(self, path: str) -> ast.Module:
@@ -122,10 +122,8 @@ def checks(source: Source) -> Iterator[tuple[str, bool]]:
         if function or name not in hooks.EITHER:
             met = bool(function) and signature(function) == known
             yield f"{STATE}: MambaHybridModelState.{name}{known}", met
-    for name, known in hooks.LAYER.items():
-        function = source.find(MIXER, "MambaMixer2", name) or source.find(MAMBA, "MambaBase", name)
-        met = bool(function) and signature(function) == known
-        yield f"{MIXER}: MambaMixer2.{name}{known}", met
+    for path, layer in LAYERS.items():
+        yield from _layer(source, path, layer)
     function = source.find(STATE, "MambaHybridModelState", "prepare_attn")
     met = bool(function) and parameters(function)[0][:6] == hooks.PREPARE.split()
     yield f"{STATE}: MambaHybridModelState.prepare_attn({hooks.PREPARE}, ...)", met
@@ -143,6 +141,20 @@ def checks(source: Source) -> Iterator[tuple[str, bool]]:
     for what, (path, inside, called, given) in CALLS.items():
         yield what, _calls(source.tree(path), inside, called, given)
     yield from _differences(source)
+
+
+def _layer(source: Source, path: str, known: hooks.LayerHooks) -> Iterator[tuple[str, bool]]:
+    """As `hooks.unknown_layer` of the imported class."""
+    for name, wanted in known.methods.items():
+        came_with = dict(known.later).get(name, "__init__")
+        function = source.find(path, known.name, name) or source.find(MAMBA, "MambaBase", name)
+        if function or source.find(path, known.name, came_with):
+            met = bool(function) and signature(function) == wanted
+            yield f"{path}: {known.name}.{name}{wanted}", met
+    start, paths = known.paths
+    if start:
+        found = {name for name in assigned(source.find(path, known.name)) if name.startswith(start)}
+        yield f"{path}: {known.name} runs rows in no other method", found <= set(paths.split())
 
 
 def _calls(tree: ast.Module, inside: str, called: str, arguments: list[str]) -> bool:
@@ -176,6 +188,9 @@ def _differences(source: Source) -> Iterator[tuple[str, bool]]:
     ]
     guarded = any("num_computed_tokens is not None" in g and "_align_mode" in g for g in guards)
     yield "postprocess_state copies nothing when it is handed no counts", guarded
+    plain = "num_draft_tokens_per_req > 0" in ast.unparse(state("prepare_attn"))
+    known = plain == (source.release < versions.PLAIN_ROWS_DECODE)
+    yield "rows without drafts decode Gated DeltaNet, or are flushed before", known
     frees = source.find(MANAGER, "MambaManager", "remove_skipped_blocks")
     optimistic = "self.num_speculative_blocks" in ast.unparse(frees)
     known = not optimistic or parameters(frees)[0][:2] == ["request_id", "num_computed_tokens"]
@@ -205,7 +220,7 @@ def unpack(release: str, folder: Path) -> None:
     subprocess.run([*command, f"vllm=={release}"], check=True)
     (wheel,) = folder.glob("vllm-*.whl")
     wanted = {path for path, *_ in METHODS} | {path for path, _ in (*FIELDS, *ATTRIBUTES)}
-    wanted |= {RUNNER, MAMBA, MIXER, MANAGER, *NAMES, "v1/worker/gpu/model_states/__init__.py"}
+    wanted |= {RUNNER, MAMBA, *LAYERS, MANAGER, *NAMES, "v1/worker/gpu/model_states/__init__.py"}
     with zipfile.ZipFile(wheel) as archive:
         for path in sorted(wanted):
             archive.extract(f"vllm/{path}", folder)
@@ -222,7 +237,7 @@ def main() -> None:
             root = args.unpacked / release if args.unpacked else Path(scratch)
             if not args.unpacked:
                 unpack(release, root)
-            source = Source(root)
+            source = Source(root, release)
             met = dict(checks(source))
             known = architectures(source)
         missing = [what for what, there in met.items() if not there]

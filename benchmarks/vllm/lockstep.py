@@ -25,6 +25,7 @@ from typing import Any, NamedTuple, Protocol
 sys.path.insert(0, str(Path(__file__).parents[1] / "common"))
 
 import nemotron
+import qwen
 import workload
 from record import arguments, numbers
 from shapes import SHAPES, config, plain_modules
@@ -51,7 +52,7 @@ class Run(NamedTuple):
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = arguments(__doc__, "one more line for each run; default: none")
     add = parser.add_argument
-    add("--shape", choices=SHAPES, default="8b")
+    add("--shape", choices=[*SHAPES, *qwen.SHAPES], default="8b")
     add("--layers", type=int, help="the first so many; default: as the shape says")
     add("--batch", type=numbers, default=[1, 8, 16, 32, 64], help="requests at a time")
     add("--isl", type=int, default=1024, help="tokens of a prompt")
@@ -68,14 +69,23 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--kv-gib", type=float, help="cache; default: by --gpu-mem-util")
     add("--gpu-mem-util", type=float, default=0.85)
     add("--repeats", type=int, default=3)
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if args.quantization and args.shape in qwen.SHAPES:
+        parser.error(f"--quantization is not for {args.shape}")
+    return args
+
+
+def sizes(shape: str, layers: int | None = None) -> dict[str, Any]:
+    """A shape as `nemotron.Vllm` takes it, its first `layers` layers only if that is given."""
+    if shape in qwen.SHAPES:
+        return qwen.config(shape, layers)
+    found = asdict(config(SHAPES[shape], layers))
+    del found["time_step_limit"]  # holds an infinity, which JSON has not
+    return found
 
 
 def settings(args: argparse.Namespace) -> dict[str, Any]:
     """As `nemotron.Vllm` takes them."""
-    shape = config(SHAPES[args.shape], args.layers)
-    sizes = asdict(shape)
-    del sizes["time_step_limit"]  # holds an infinity, which JSON has not
     rows = {1, 2, 4, *args.batch}
     captured = sorted(rows | {count * (1 + args.num_spec) for count in rows})
     vllm: dict[str, Any] = {
@@ -86,9 +96,12 @@ def settings(args: argparse.Namespace) -> dict[str, Any]:
         vllm["kv_cache_memory_bytes"] = int(args.kv_gib * 2**30)
     if args.mode == "none":
         vllm |= {"enable_prefix_caching": False, "mamba_cache_mode": "none"}
+    plain = None
+    if args.quantization:
+        plain = plain_modules(config(SHAPES[args.shape], args.layers))
     return {
-        "model": sizes,
-        "plain_modules": plain_modules(shape) if args.quantization else None,
+        "model": sizes(args.shape, args.layers),
+        "plain_modules": plain,
         "dtype": args.dtype,
         "ssm_dtype": args.ssm_dtype,
         "drafts": args.num_spec,
@@ -106,7 +119,7 @@ def build(args: argparse.Namespace) -> tuple[nemotron.Vllm, dict[str, Any]]:
     for name, value in nemotron.ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     asked = settings(args)
-    if "E" in asked["model"]["pattern"]:
+    if nemotron.has_experts(asked["model"]):
         nemotron.tuned_experts()
     chosen = nemotron.options(asked)
     engine = nemotron.Vllm(asked, chosen)
@@ -116,7 +129,7 @@ def build(args: argparse.Namespace) -> tuple[nemotron.Vllm, dict[str, Any]]:
 def prompts(args: argparse.Namespace, count: int, seed: int, block: int = 0) -> list[list[int]]:
     """Random prompts of `--isl` tokens; with a `block`, their lengths are spread over one, so that
     rows cross boundaries at different steps."""
-    rng, vocabulary = random.Random(seed), config(SHAPES[args.shape]).vocab_size
+    rng, vocabulary = random.Random(seed), sizes(args.shape)["vocab_size"]
     made = [
         rng.choices(range(10, vocabulary - 10), k=args.isl + i * block // count)
         for i in range(count)
@@ -188,8 +201,8 @@ def described(args: argparse.Namespace, about: dict[str, Any]) -> dict[str, Any]
         "mode": args.mode,
         "gpu": about["device"],
         "max_model_len": args.max_model_len,
-        "pattern": model["pattern"],
-        "mtp_pattern": model["mtp_pattern"],
+        "pattern": model.get("pattern", args.shape),
+        "mtp_pattern": model.get("mtp_pattern", "*"),
         "hidden": model["hidden_size"],
     }
 

@@ -1,4 +1,5 @@
-"""A Nemotron with random weights in vLLM, for `engine/serve.py`, which starts it:
+"""A Nemotron, or a shape of `qwen.py`, with random weights in vLLM, for `engine/serve.py`, which
+starts it:
 
     python benchmarks/engine/serve.py --vllm python
     python benchmarks/vllm/nemotron.py SETTINGS.json
@@ -55,6 +56,8 @@ def checkpoint(
 ) -> str:
     """A folder with config.json of that shape, as in a checkpoint. plain: modules that are not in
     FP8; None: all are plain."""
+    if "model_type" in model:  # of qwen.py
+        return folder_of(model | {"dtype": dtype, "max_position_embeddings": max(longest, 8192)})
     known = {name: value for name, value in model.items() if value is not None}
     config = {RENAMED.get(name, name): value for name, value in known.items()}
     config |= {
@@ -68,9 +71,23 @@ def checkpoint(
             "quant_method": "modelopt", "quant_algo": "FP8", "ignore": plain,
             "producer": {"name": "modelopt"},
         }  # fmt: skip
+    return folder_of(config)
+
+
+def folder_of(config: dict[str, Any]) -> str:
     folder = Path(tempfile.mkdtemp())
     (folder / "config.json").write_text(json.dumps(config))
     return str(folder)
+
+
+def depth(model: dict[str, Any]) -> int:
+    """How many layers a shape has."""
+    return int(model.get("num_hidden_layers") or len(model["pattern"]))
+
+
+def has_experts(model: dict[str, Any]) -> bool:
+    """Whether it has layers with experts that were tuned for."""
+    return "E" in model["pattern"] if "pattern" in model else model["num_experts"] > 2
 
 
 def options(settings: dict[str, Any]) -> dict[str, Any]:
@@ -94,6 +111,9 @@ def options(settings: dict[str, Any]) -> dict[str, Any]:
         "attention_config": {"backend": "FLASH_ATTN"},
         "disable_log_stats": True,
     }
+    if "model_type" in settings["model"]:
+        # The default one compiles itself with nvcc.
+        chosen["gdn_prefill_backend"] = "triton"
     if settings["drafts"]:
         chosen["speculative_config"] = {
             "method": "mtp",
@@ -137,6 +157,9 @@ def fill(worker: Any, depth: int, seed: int = 0) -> int:
     generator = torch.Generator(worker.device).manual_seed(seed)
     for part in parts:
         randomize(part, depth, generator)
+        for module in part.modules():
+            if type(module).__name__ == "GemmaRMSNorm":  # which scales by 1 + weight
+                module.weight.data.zero_()
     return sum(weight.numel() for part in parts for weight in part.parameters())
 
 
@@ -148,7 +171,7 @@ class Vllm:
 
         # vLLM puts objects of its own into what it is given.
         llm = LLM(**copy.deepcopy(chosen))
-        (self.filled,) = llm.collective_rpc(fill, args=(len(settings["model"]["pattern"]),))
+        (self.filled,) = llm.collective_rpc(fill, args=(depth(settings["model"]),))
         self.engine: Any = llm.llm_engine
         self._sampling = settings["sampling"]
         self._budget = 0
@@ -222,7 +245,7 @@ def main() -> None:
     settings = json.loads(Path(sys.argv[1]).read_text())
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    tuned = tuned_experts() if "E" in settings["model"]["pattern"] else []
+    tuned = tuned_experts() if has_experts(settings["model"]) else []
     chosen = options(settings)
     engine = Vllm(settings, chosen)
     answer(engine, engine.about(chosen) | {"tuned_experts_of_the_h100": tuned})

@@ -225,6 +225,7 @@ def main() -> None:
     parser.add_argument("--kv-gib", type=float, default=3)
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--eager", action="store_false", dest="graphs", help="no CUDA graphs")
+    parser.add_argument("--qwen", action="store_true", help="Gated DeltaNet, with random weights")
     parser.add_argument("--seed", type=int, default=0)
     parser.set_defaults(mode="align", synchronous=True, tensor_parallel=1)
     args = parser.parse_args()

@@ -7,7 +7,14 @@ RUNNER = "v1/worker/gpu/model_runner.py"
 UTILS = "v1/worker/mamba_utils.py"
 SPECS = "v1/kv_cache_interface.py"
 REGISTRY = "model_executor/models/registry.py"
-MIXER = "model_executor/layers/mamba/mamba_mixer2.py"
+LAYERS = {
+    known.module.removeprefix("vllm.").replace(".", "/") + ".py": known
+    for known in (hooks.MAMBA2, hooks.GDN)
+}
+"""Layers that replay, by file."""
+MIXER, GDN = LAYERS
+GDN_BASE = "model_executor/layers/mamba/gdn/base.py"
+GDN_METADATA = "v1/attention/backends/gdn_attn.py"
 CONV = "model_executor/layers/mamba/ops/causal_conv1d.py"
 MANAGER = "v1/core/single_type_kv_cache_manager.py"
 CUSTOM_OP = "model_executor/custom_op.py"
@@ -49,7 +56,8 @@ FIELDS = {
     (SPECS, "KVCacheGroupSpec"): "layer_names kv_cache_spec",
     (SPECS, "KVCacheSpec"): "block_size",
     (SPECS, "MambaSpec"): "mamba_type mamba_cache_mode num_speculative_blocks",
-    ("v1/attention/backends/mamba_attn.py", "BaseMambaAttentionMetadata"): hooks.LAYER_FIELDS,
+    ("v1/attention/backends/mamba_attn.py", "BaseMambaAttentionMetadata"): hooks.MAMBA2.fields,
+    (GDN_METADATA, "GDNAttentionMetadata"): hooks.GDN.fields,
     ("v1/attention/backends/registry.py", "MambaAttentionBackendEnum"): "MAMBA1 MAMBA2 GDN_ATTN",
     (REGISTRY, "_LazyRegisteredModel"): "module_name class_name",
     ("config/vllm.py", "VllmConfig"): (
@@ -75,6 +83,10 @@ ATTRIBUTES = {
         "prefix kv_cache tped_intermediate_size tped_conv_size tped_dt_size "
         "split_hidden_states_B_C_fn"
     ),
+    (GDN_BASE, "GatedDeltaNetAttention"): "prefix tp_size activation",
+    (GDN, "QwenGatedDeltaNetAttention"): (
+        "num_k_heads num_v_heads head_k_dim head_v_dim key_dim value_dim conv1d A_log dt_bias"
+    ),
     ("v1/worker/gpu/block_table.py", "BlockTables"): "block_tables input_block_tables",
     ("v1/worker/gpu/buffer_utils.py", "StagedWriteTensor"): "gpu",
 }
@@ -85,6 +97,7 @@ NAMES = {
     "__init__.py": "__version__",
     "envs.py": "VLLM_LOG_STATS_INTERVAL",
     CUSTOM_OP: "op_registry_oot",
+    GDN: "fused_sigmoid_gating_delta_rule_update",
 }
 
 CALLS = {

@@ -10,7 +10,9 @@ state copies from one to the other between runs; replay has an engine of its own
     python benchmarks/vllm/serve.py time --out time.json -- --batch 16,64 ...
 
 Texts are compared in true fp32: Triton's products of fp32 would else be rounded to TF32, and a
-prompt that starts from a cached prefix gets other roundings than a whole one.
+prompt that starts from a cached prefix gets other roundings than a whole one. With `--qwen` take
+`--batched-tokens 32768`: where the tokens of a step run out, rows lose their drafts, and vLLM
+0.25.1 runs such rows from a stale state.
 
 What follows `--` of `time` are options of `lockstep.py`, whose engine it runs.
 """
@@ -212,6 +214,7 @@ def main() -> None:
     one.add_argument("--graphs", action="store_true", help="CUDA graphs instead of eager")
     one.add_argument("--synchronous", action="store_true", help="no asynchronous scheduling")
     one.add_argument("--tensor-parallel", type=int, default=1)
+    one.add_argument("--qwen", action="store_true", help="Gated DeltaNet, with random weights")
     one.add_argument("--seed", type=int, default=0)
     one.add_argument("--keep-tokens", action="store_true", help="in the JSON, instead of digests")
     one.add_argument("--check", action="store_true", help="compare with vLLM's kernels")

@@ -1,4 +1,5 @@
-"""An engine of vLLM with the checkpoint that this package ships, for `serve.py serve`."""
+"""An engine of vLLM with the checkpoint that this package ships, or with a small Qwen of random
+weights, for `serve.py serve`."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import nemotron
+import qwen
 
 CHECKPOINT = Path(__file__).parents[2] / "hybrid_runtime" / "checkpoints" / "python-small"
 ENVIRONMENT = nemotron.ENVIRONMENT | {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
@@ -44,8 +46,14 @@ def serving_engine(args: argparse.Namespace) -> Any:
             "num_speculative_tokens": args.drafts,
             "attention_backend": "TRITON_ATTN",
         }
+    if args.qwen:
+        model = nemotron.checkpoint(qwen.small(), args.dtype, 2048)
+        more = {"load_format": "dummy", "tokenizer": model, "skip_tokenizer_init": True}
+        more |= {"gdn_prefill_backend": "triton", "mamba_ssm_cache_dtype": "float32"}
+    else:
+        model, more = checkpoint(args.dtype), {}
     llm = LLM(
-        model=checkpoint(args.dtype),
+        model=model,
         dtype=args.dtype,
         max_model_len=2048,
         max_num_seqs=args.at_once,
@@ -64,7 +72,11 @@ def serving_engine(args: argparse.Namespace) -> Any:
         speculative_config=draft,
         disable_log_stats=False,
         seed=0,
+        **more,
     )
+    if args.qwen:
+        llm.collective_rpc(nemotron.fill, args=(nemotron.depth(qwen.small()),))
+        llm.collective_rpc(qwen.draftable)
     if args.drafts and args.mode == "align":
         mend(llm)
     if args.drafts and version("vllm").startswith("0.25."):

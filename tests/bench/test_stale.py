@@ -93,6 +93,7 @@ def test_every_measured_table_says_which_code_it_is_about() -> None:
         tables.source.LOADED.clear()
         tables.TABLES[name]()
         measured |= {name} if any(map(stale.commits, tables.source.LOADED)) else set()
-    assert set(stale.CODE) == measured
+    # One is for results that are still to come.
+    assert set(stale.CODE) == measured | {"vllm-qwen-steps"}
     paths = {path for paths in stale.CODE.values() for path in paths}
     assert [path for path in paths if not (tables.ROOT / path).exists()] == []

@@ -157,3 +157,28 @@ def test_documented_options_of_the_engine_are_known() -> None:
     assert len(shown) >= 5
     for options in shown:
         lockstep.parse(options.split())
+
+
+def test_shapes_of_qwen() -> None:
+    """A dense shape has the weights of one, though vLLM's class asks for a layer with experts."""
+    import nemotron
+    import qwen
+
+    for name in qwen.SHAPES:
+        shape = qwen.config(name)
+        assert shape["layer_types"].count("full_attention") == shape["num_hidden_layers"] // 4
+        assert nemotron.depth(shape) == shape["num_hidden_layers"] == len(shape["layer_types"])
+        if nemotron.has_experts(shape):
+            assert "mlp_only_layers" not in shape
+            continue
+        assert shape["mlp_only_layers"] == list(range(1, shape["num_hidden_layers"]))
+        assert shape["num_experts_per_tok"] == shape["num_experts"]
+        assert shape["moe_intermediate_size"] * shape["num_experts"] == shape["intermediate_size"]
+    small = qwen.small()
+    assert small["layer_types"].count("linear_attention") == 6
+    assert small["moe_intermediate_size"] * small["num_experts"] == small["intermediate_size"]
+    short = qwen.config("qwen3.5-27b", 8)
+    assert (len(short["layer_types"]), short["mlp_only_layers"][-1]) == (8, 7)
+    folder = nemotron.checkpoint(short, "bfloat16", 100)
+    written = json.loads((Path(folder) / "config.json").read_text())
+    assert written == short | {"dtype": "bfloat16", "max_position_embeddings": 8192}

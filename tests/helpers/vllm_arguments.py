@@ -59,19 +59,20 @@ def decided(arguments: list[str]) -> dict[str, Any]:
     from vllm.engine.arg_utils import EngineArgs
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    from hybrid_runtime.integrations.vllm import config, models
+    from hybrid_runtime.integrations.vllm import config, models, versions
 
     given = EngineArgs.add_cli_args(FlexibleArgumentParser()).parse_args(arguments)
     try:
         made = EngineArgs.from_cli_args(given).create_engine_config()
     except (NotImplementedError, ValueError) as error:
         return {"error": str(error)}
+    kind = versions.ARCHITECTURES[made.model_config.architectures[0]]
     return {
         "v2": made.use_v2_model_runner,
         "drafts": made.num_speculative_tokens,
         "mode": made.cache_config.mamba_cache_mode,
         "asynchronous": made.scheduler_config.async_scheduling,
-        "why_not": models.replay_unhandled(made),
+        "why_not": models.replay_unhandled(made, models.KINDS.get(kind)),
         "shown": config.logger().isEnabledFor(logging.INFO),
     }
 

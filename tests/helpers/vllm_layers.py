@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from hybrid_runtime.integrations.vllm import replay_layers
+from hybrid_runtime.integrations.vllm.mamba2_layers import MAMBA2
 from hybrid_runtime.integrations.vllm.replay_checker import ReplayChecker
 from hybrid_runtime.integrations.vllm.replay_layers import ReplayLayers
 from hybrid_runtime.kernels.step.vllm_decide import VllmCounts
@@ -26,7 +27,7 @@ NONE = 1 << 30
 
 
 @functools.cache
-def _parallel() -> Any:
+def parallel() -> Any:
     """A configuration, and vLLM's process groups for one process."""
     from vllm.config import CacheConfig, DeviceConfig, VllmConfig, set_current_vllm_config
     from vllm.distributed import init_distributed_environment, initialize_model_parallel
@@ -80,10 +81,10 @@ class Layers:
         from vllm.model_executor.layers.mamba import mamba_utils
         from vllm.model_executor.layers.mamba.ops import mamba_ssm
 
-        self.config, self.drafts, self.slots = _parallel(), drafts, slots
+        self.config, self.drafts, self.slots = parallel(), drafts, slots
         self.channels_first, self.monkeypatch = channels_first, monkeypatch
         self.config.cache_config.mamba_ssm_cache_dtype = dtype
-        assert replay_layers.register() is None
+        assert replay_layers.register(MAMBA2) is None
         theirs = _layer(self.config, "theirs")
         with replay_layers.collecting(True) as found:
             ours = _layer(self.config, "ours")
@@ -104,7 +105,7 @@ class Layers:
         self.layers = (theirs, ours)
         for layer in self.layers:
             layer.num_spec = drafts
-        self.shared = ReplayLayers([ours], slots, drafts, torch.float32, "cpu", stochastic)
+        self.shared = ReplayLayers(MAMBA2, [ours], slots, drafts, torch.float32, "cpu", stochastic)
         self.shared.assign([["ours"]])
         self.certain = torch.ones(slots, dtype=torch.int32)  # tokens, without accepted drafts
         blocks = 1 + slots * (1 + drafts)

@@ -3,6 +3,7 @@ the specification of the state update adds up."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from types import SimpleNamespace
 from typing import Any
@@ -21,9 +22,11 @@ from helpers.vllm_stand_in import (
     vllm_config,
 )
 
+from hybrid_runtime.integrations.vllm.mamba2_layers import MAMBA2
 from hybrid_runtime.integrations.vllm.replay_layers import ReplayLayers
 from hybrid_runtime.integrations.vllm.replay_state import ReplayStates
 from hybrid_runtime.kernels.mamba2.naive import replay_update_reference
+from hybrid_runtime.kernels.mamba2.records import Records
 from hybrid_runtime.kernels.replay.rows import ReplayRows
 
 HEADS, DIM, STATE = 2, 2, 4
@@ -50,13 +53,18 @@ class ReplayEngine:
     `vllm_stand_in.Traffic`, as its engines do.
 
     Rejected drafts add something else than the tokens that replace them; records of a slot that is
-    taken anew are NaN.
+    taken anew are NaN. plain: rows without drafts run through vLLM's code for prompts.
     """
 
     def __init__(
-        self, mode: str = "align", slot_tables: bool = True, retained: int | None = None
+        self,
+        mode: str = "align",
+        slot_tables: bool = True,
+        retained: int | None = None,
+        plain: bool = False,
     ) -> None:
         self.align, self.random = mode == "align", np.random.default_rng(0)
+        self.plain, self.flushed = plain, 0
         self.config = vllm_config(cache_config__mamba_cache_mode=mode)
         self.groups = cache_groups(retained, num_speculative_blocks=0)
         self.layers = []
@@ -66,8 +74,9 @@ class ReplayEngine:
             conv1d = SimpleNamespace(weight=torch.zeros(1, 1, TAPS + 1))
             vars(layer).update(sizes, conv1d=conv1d, prefix=name, A=torch.full((HEADS,), -1e-38))
             self.layers.append(layer)
+        kind = dataclasses.replace(MAMBA2, flushes_plain_rows=lambda: plain)
         # The cache's groups have layers in another order than the model.
-        shared = ReplayLayers(self.layers[::-1], SLOTS, K, torch.float32, "cpu")
+        shared = ReplayLayers(kind, self.layers[::-1], SLOTS, K, torch.float32, "cpu")
         model = SimpleNamespace(replay_layers=shared)
         self.shared = shared
         self.state = ReplayState(self.config, model, None, torch.device("cpu"))
@@ -99,6 +108,7 @@ class ReplayEngine:
     def begin(self, batch: InputBatch) -> None:
         for target, layer in zip(self.inputs[1:], self.layers, strict=True):
             target[: batch.num_reqs] = layer.table[batch.idx_mapping_np]
+        self.told = self.state.num_accepted_tokens_gpu[batch.idx_mapping].tolist()
         self.state.preprocess_state(batch, self.inputs, self.groups, self.computed)
         self.prepare(batch)
 
@@ -111,13 +121,17 @@ class ReplayEngine:
             s, d = int(batch.num_scheduled_tokens[row]), int(batch.num_draft_tokens_per_req[row])
             n, a = int(self.computed[slot]), int(self.state.num_accepted_tokens_gpu[slot])
             column = -(-(n + s) // B) - 1 if self.align else 0
-            decodes = n > 0 and s == d + 1
+            decodes = n > 0 and s == d + 1 and not (self.plain and d == 0)
+            told = self.told[row]
+            self.flushed += not decodes and told > 1
             tokens = [token(request, n + i) for i in range(s)]
             for i in range(max(int(batch.accepted[row]), 1), s if decodes else 0):
                 tokens[i] = 50 + int(self.random.integers(50))
             for layer in self.layers:
-                window, _ = layer.kv_cache
+                window, states = layer.kv_cache
                 block = int(layer.table[slot, column])
+                if self.plain and n and not decodes:
+                    assert states[block].allclose(torch.tensor(float(total(request, n))))
                 if n:
                     taps = window[block, a - 1 : a - 1 + TAPS]
                     assert torch.equal(taps, inputs(request, n)), (n, a, column)
@@ -143,13 +157,13 @@ class ReplayEngine:
         replay_update_reference(
             torch.tensor(tokens).float().view(-1, 1, 1).expand(-1, HEADS, DIM),
             torch.full((len(tokens), HEADS), ONE),
-            self.shared.A_log[index],
+            self.shared.params[0][index],
             ones,
             ones,
             torch.zeros(HEADS),
             torch.zeros(HEADS),
             layer.kv_cache[1],
-            self.shared.records[index],
+            Records(*self.shared.records[index]),
             ReplayRows(
                 self.shared.tables[index],
                 one.slot,

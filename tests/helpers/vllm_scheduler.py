@@ -55,7 +55,8 @@ class Setting:
     """block, drafts: tokens of a block, and drafts per step. blocks: of the pool. requests: at
     a time. budget: tokens per step. length: of a request, at most. spare: blocks for drafts.
     asynchronous, policy: of the scheduler. eagle: the drafter has a cache of its own. retained:
-    interval of boundaries that are kept. checkpoints: vLLM keeps states inside of prompts."""
+    interval of boundaries that are kept. checkpoints: vLLM keeps states inside of prompts. plain:
+    its own code runs rows without drafts, as those of Gated DeltaNet up to 0.31."""
 
     block: int
     drafts: int
@@ -69,6 +70,7 @@ class Setting:
     eagle: bool = False
     retained: int | None = None
     checkpoints: bool = False
+    plain: bool = False
 
     @classmethod
     def drawn(cls, rng: random.Random, columns: bool, asynchronous: bool) -> Setting:
@@ -95,6 +97,7 @@ class Setting:
             eagle=rng.random() < 0.7 and versions.parsed(vllm.__version__) >= (0, 27),
             retained=rng.choice([None, None, 0, 2 * block]),
             checkpoints=has_checkpoints() and rng.random() < 0.5,
+            plain=not columns and rng.random() < 0.5,
         )
 
 

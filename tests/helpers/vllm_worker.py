@@ -240,6 +240,9 @@ class Worker:
     def _forward(self, row: Row) -> None:
         request, drafts = row.request, self.setting.drafts
         decodes = row.scheduled == row.draft + 1 and request.computed > 0
+        if self.setting.plain and not row.draft:
+            decodes = False
+            self._flush(row)
         before, inputs = self._read(row, decodes)
         if decodes:
             rolled: list[Any] = inputs[1:] + row.tokens
@@ -267,6 +270,16 @@ class Worker:
                 len(row.emitted) <= row.draft and offered[len(row.emitted) - 1] == row.emitted[-1]
             ):
                 row.emitted.append(next_token(state + tuple(row.emitted)))
+
+    def _flush(self, row: Row) -> None:
+        """Fold the accepted drafts of a row that code without records runs."""
+        request, offset = row.request, row.request.accepted - 1
+        if offset:
+            tokens, inputs = self.state(row, row.column)
+            value = (tokens + tuple(request.records[:offset]), inputs[offset:] + [None] * offset)
+            self.write(row, MAMBA, row.column, value, "flush")
+            request.accepted = 1
+            self.counts["flushes"] += 1
 
     def _passed(self, row: Row, before: tuple[int, ...], after: tuple[int, ...]) -> None:
         """What our own engine does: boundaries are stored by the step that folds past them."""
@@ -327,6 +340,8 @@ class Worker:
 
     def _drafts(self, tokens: list[int]) -> list[int]:
         made: list[int] = []
+        if self.rng.random() < 0.05:  # a drafter that finds nothing
+            return made
         for _ in range(self.setting.drafts):
             right = self.rng.random() < self.hits
             token = next_token((*tokens, *made)) if right else self.rng.randrange(VOCABULARY)

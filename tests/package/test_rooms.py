@@ -102,8 +102,8 @@ WORDS_OF_A_KIND = re.compile(
 )
 KNOW_THE_KIND = {"kernels", "models"}
 ADAPTERS_OF_THE_KIND = {
-    "hybrid_runtime.integrations.vllm.mixer",
-    "hybrid_runtime.integrations.vllm.replay_layers",
+    "hybrid_runtime.integrations.vllm.gdn_layers",
+    "hybrid_runtime.integrations.vllm.mamba2_layers",
 }
 
 

@@ -14,6 +14,13 @@ from helpers.vllm_stand_in import InputBatch, NewRequestData, VllmState
 from hybrid_runtime.integrations.vllm import config, hooks, models, replay_layers, replay_state
 from hybrid_runtime.integrations.vllm.state import model_state_class
 
+MODELS = {
+    "NemotronHForCausalLM": "nemotron_h",
+    "Qwen3NextForCausalLM": "qwen3_next",
+    "JambaForCausalLM": "jamba",
+}
+"""Those that vLLM's registry knows, by module."""
+
 
 @dataclasses.dataclass(frozen=True)
 class CacheSpec:
@@ -26,7 +33,7 @@ def clear() -> None:
     for made in (
         models.model_class,
         model_state_class,
-        replay_layers.mixer_class,
+        replay_layers.layer_class,
         replay_state.model_state_class,
     ):
         made.cache_clear()
@@ -37,7 +44,7 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     """Modules of vLLM that the adapter imports, as far as it uses them."""
     registered: dict[str, Any] = {
         name: SimpleNamespace(module_name="vllm.model_executor.models.nemotron_h")
-        for name in ("NemotronHForCausalLM", "Zamba2ForCausalLM", "LlamaForCausalLM")
+        for name in (*MODELS, "Zamba2ForCausalLM", "LlamaForCausalLM")
     }
 
     def register_model(name: str, path: str) -> None:
@@ -64,6 +71,33 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
         def get_kv_cache_spec(self, vllm_config: Any) -> Any:
             return CacheSpec("align", 3)
 
+    class QwenGatedDeltaNetAttention(torch.nn.Module):
+        def __new__(cls, *_: Any, **__: Any) -> Any:
+            return super().__new__(replaced.get(cls.__name__, cls))
+
+        def __init__(self, prefix: str = "") -> None:
+            super().__init__()
+            self.num_v_heads, self.num_k_heads, self.tp_size = 4, 2, 1
+            self.head_k_dim = self.head_v_dim = 4
+            self.conv1d, self.prefix = torch.nn.Conv1d(32, 32, 4, groups=32), prefix
+
+        def _forward_core(self, mixed_qkv: Any, b: Any, a: Any, core_attn_out: Any) -> None: ...
+
+        def get_kv_cache_spec(self, vllm_config: Any) -> Any:
+            return CacheSpec("align", 3)
+
+    class Qwen3NextForCausalLM(torch.nn.Module):
+        def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
+            super().__init__()
+            kind = sys.modules[hooks.GDN.module].QwenGatedDeltaNetAttention
+            self.mixers = torch.nn.ModuleList(kind(f"l{i}") for i in range(2))
+
+        def load_weights(self, weights: Any) -> None: ...
+
+    class JambaForCausalLM(torch.nn.Module):
+        def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
+            super().__init__()
+
     class NemotronHForCausalLM(torch.nn.Module):
         def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
             super().__init__()
@@ -83,9 +117,11 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
         "vllm.logger": {"init_logger": logging.getLogger},
         "vllm.model_executor.models.registry": {
             "ModelRegistry": SimpleNamespace(models=registered, register_model=register_model),
-            "_VLLM_MODELS": {"NemotronHForCausalLM": ("nemotron_h", "NemotronHForCausalLM")},
+            "_VLLM_MODELS": {name: (module, name) for name, module in MODELS.items()},
         },
         "vllm.model_executor.models.nemotron_h": {"NemotronHForCausalLM": NemotronHForCausalLM},
+        "vllm.model_executor.models.qwen3_next": {"Qwen3NextForCausalLM": Qwen3NextForCausalLM},
+        "vllm.model_executor.models.jamba": {"JambaForCausalLM": JambaForCausalLM},
         "vllm.model_executor.custom_op": {
             "op_registry_oot": replaced,
             "PluggableLayer": SimpleNamespace(register_oot=register_oot),
@@ -96,9 +132,15 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
             )
         },
         "vllm.model_executor.layers.mamba.mamba_mixer2": {"MambaMixer2": MambaMixer2},
+        hooks.GDN.module: {"QwenGatedDeltaNetAttention": QwenGatedDeltaNetAttention},
+        "vllm.v1.attention.backends.gdn_attn": {
+            "GDNAttentionMetadata": dataclasses.make_dataclass(
+                "GDNAttentionMetadata", hooks.GDN.fields.split()
+            )
+        },
         "vllm.v1.attention.backends.mamba2_attn": {
             "Mamba2AttentionMetadata": dataclasses.make_dataclass(
-                "Mamba2AttentionMetadata", hooks.LAYER_FIELDS.split()
+                "Mamba2AttentionMetadata", hooks.MAMBA2.fields.split()
             )
         },
         "vllm.model_executor.layers.mamba.mamba_utils": {"is_conv_state_dim_first": lambda: False},

@@ -52,7 +52,8 @@ def test_registration_is_idempotent_and_lazy(vllm: ModuleType) -> None:
     assert registry["NemotronHForCausalLM"].path == ours
     assert registry["Zamba2ForCausalLM"].module_name == "another.plugin"
     assert registry["LlamaForCausalLM"].module_name.startswith("vllm.")
-    assert set(registry) == {"NemotronHForCausalLM", "Zamba2ForCausalLM", "LlamaForCausalLM"}
+    assert registry["Qwen3NextForCausalLM"].path.endswith(":v0_25_1_Qwen3NextForCausalLM")
+    assert {"NemotronHForCausalLM", "Zamba2ForCausalLM", "LlamaForCausalLM"} <= set(registry)
     with pytest.raises(AttributeError, match="v0_25_1_LlamaForCausalLM"):
         _ = models.v0_25_1_LlamaForCausalLM
 

@@ -32,6 +32,16 @@ def test_without_prefix_caching() -> None:
     assert engine.state.statistics()["steps"] == 0
 
 
+@pytest.mark.parametrize("mode", ["align", "none"])
+def test_rows_that_vllms_own_code_runs(mode: str) -> None:
+    """Rows without drafts, of Gated DeltaNet up to 0.31: their state lacks no accepted draft."""
+    engine = ReplayEngine(mode=mode, plain=True)
+    traffic = Traffic(13, [engine])
+    for _ in range(60 if engine.align else 25):
+        traffic.step()
+    assert engine.flushed > 2
+
+
 def test_only_kept_boundaries_are_materialised() -> None:
     dense, sparse = ReplayEngine(), ReplayEngine(retained=2 * B)
     traffic = Traffic(7, [dense, sparse])

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from helpers.vllm_stand_in import K, VllmState, vllm_config
 
-from hybrid_runtime.integrations.vllm import config, models, replay_layers
+from hybrid_runtime.integrations.vllm import config, hooks, models, replay_layers
 from hybrid_runtime.integrations.vllm.replay_state import ReplayStates
 from hybrid_runtime.integrations.vllm.state import AlignedStates
 
-MODEL = models.lazy_name("NemotronHForCausalLM", "0.25.1+cu129")
+QWEN = "Qwen3NextForCausalLM"
 MIXER = "vllm.model_executor.layers.mamba.mamba_mixer2"
 
 
@@ -22,8 +22,9 @@ def release(monkeypatch: pytest.MonkeyPatch, vllm: ModuleType) -> None:
     monkeypatch.setattr(vllm, "__version__", "0.27.1")
 
 
-def build(**change: Any) -> Any:
-    return getattr(models, MODEL)(vllm_config=vllm_config(**change), prefix="model")
+def build(architecture: str = "NemotronHForCausalLM", **change: Any) -> Any:
+    kind = getattr(models, models.lazy_name(architecture, "0.25.1+cu129"))
+    return kind(vllm_config=vllm_config(**change), prefix="model")
 
 
 def spare_blocks(model: Any) -> list[int]:
@@ -42,7 +43,7 @@ def test_a_model_that_replays(mode: str, caplog: pytest.LogCaptureFixture) -> No
     assert not caplog.records
     # A rate of -2 is exp(ln 2); weights that are loaded anew are followed.
     model.load_weights(-2.0)
-    assert model.replay_layers.A_log.exp().allclose(-model.mixers[0].A)
+    assert model.replay_layers.params[0].exp().allclose(-model.mixers[0].A)
 
 
 @pytest.mark.parametrize(
@@ -105,12 +106,15 @@ def test_without_drafts_the_log_says_what_gives_them(caplog: pytest.LogCaptureFi
     assert "--speculative-config" in record.getMessage()
 
 
-def test_the_page_quotes_the_line_that_proves_replay(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(("name", "kind"), [("vllm", "NemotronHForCausalLM"), ("qwen", QWEN)])
+def test_the_page_quotes_the_line_that_proves_replay(
+    name: str, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level("INFO"):
-        build()
+        build(kind)
     (record,) = caplog.records
     assert record.levelname == "INFO"
-    page = (Path(__file__).parents[2] / "docs" / "vllm.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / f"{name}.md").read_text()
     quoted = re.findall(r"^hybrid-runtime replays: .*$", page, re.MULTILINE)
     without_numbers = [re.sub(r"[\d.]+ ", "N ", line) for line in (record.getMessage(), *quoted)]
     assert len(without_numbers) == 2
@@ -157,11 +161,87 @@ def test_another_vllm(
         monkeypatch.delitem(module.Mamba2AttentionMetadata.__dataclass_fields__, "num_decodes")
     else:
         replaced = sys.modules["vllm.model_executor.custom_op"].op_registry_oot
-        replaced[replay_layers.NAME] = type("Another", (sys.modules[MIXER].MambaMixer2,), {})
+        replaced["MambaMixer2"] = type("Another", (sys.modules[MIXER].MambaMixer2,), {})
     assert spare_blocks(build()) == [K, K]
     (record,) = caplog.records
     says = {"platform": "NVIDIA", "method": "lane", "field": "num_decodes", "other": "another"}
     assert says[which] in record.getMessage()
+
+
+@pytest.mark.parametrize("mode", ["align", "none"])
+def test_gated_delta_net(mode: str, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO"):
+        model = build(QWEN, cache_config__mamba_cache_mode=mode)
+    assert spare_blocks(model) == [0, 0]
+    assert issubclass(model.get_model_state_cls(), ReplayStates)
+    (record,) = caplog.records
+    assert "replays: one state per request in 2 layers" in record.getMessage()
+    model.load_weights(None)
+    assert model.replay_layers.params == ()
+    # Of 28 and later, where it would take a state for every draft.
+    assert not model.mixers[0]._can_use_fused_gdn_mtp_decode(None)
+
+
+def another_argument(
+    self: Any, mixed_qkv: Any, b: Any, a: Any, core_attn_out: Any, lane: Any
+) -> None:
+    pass
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"_forward_core": another_argument}, "lane"),
+        ({"_forward_core_by_another_way": another_argument}, "_forward_core_by_another_way"),
+        # It came with a method that asks whether to bypass `_forward_core`.
+        ({"_forward_core_fused_norm": another_argument}, "_can_use_fused_gdn_mtp_decode"),
+    ],
+)
+def test_another_gated_delta_net(
+    change: dict[str, Any],
+    says: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    kind = sys.modules[hooks.GDN.module].QwenGatedDeltaNetAttention
+    for name, method in change.items():
+        monkeypatch.setattr(kind, name, method, raising=False)
+    for _ in range(2):
+        assert spare_blocks(build(QWEN)) == [K, K]
+    (record,) = caplog.records
+    assert says in record.getMessage()
+    assert spare_blocks(build()) == [0, 0]
+
+
+def test_another_metadata_of_gated_delta_net(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    known = sys.modules[hooks.GDN.metadata[0]].GDNAttentionMetadata
+    monkeypatch.delitem(known.__dataclass_fields__, "spec_token_indx")
+    assert spare_blocks(build(QWEN)) == [K, K]
+    (record,) = caplog.records
+    assert "spec_token_indx" in record.getMessage()
+
+
+def test_larger_heads(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    kind = sys.modules[hooks.GDN.module].QwenGatedDeltaNetAttention
+    own = kind.__init__
+
+    def built(self: Any, prefix: str = "") -> None:
+        own(self, prefix)
+        self.head_v_dim = 256
+
+    monkeypatch.setattr(kind, "__init__", built)
+    assert spare_blocks(build(QWEN)) == [K, K]
+    (record,) = caplog.records
+    assert "4 x 256" in record.getMessage()
+
+
+def test_states_of_another_kind(caplog: pytest.LogCaptureFixture) -> None:
+    model = build("JambaForCausalLM")
+    assert not issubclass(model.get_model_state_cls(), ReplayStates)
+    (record,) = caplog.records
+    assert "neither Mamba-2's nor Gated DeltaNet's" in record.getMessage()
 
 
 def test_a_model_within_a_model() -> None:

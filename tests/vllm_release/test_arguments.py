@@ -45,9 +45,34 @@ TINY: dict[str, Any] = {
 MTP = {"num_nextn_predict_layers": 1, "mtp_hybrid_override_pattern": "*"}
 
 
-def documented() -> list[list[str]]:
-    """The page's commands: first with MTP, then with n-grams."""
-    page = (ROOT / "docs" / "vllm.md").read_text()
+QWEN: dict[str, Any] = {
+    "architectures": ["Qwen3NextForCausalLM"],
+    "model_type": "qwen3_next",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "linear_conv_kernel_dim": 4,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+    "vocab_size": 512,
+    "max_position_embeddings": 4096,
+    "num_nextn_predict_layers": 1,
+    "torch_dtype": "bfloat16",
+}
+
+
+def documented(name: str) -> list[list[str]]:
+    """A page's commands: first with MTP, then with n-grams."""
+    page = (ROOT / "docs" / f"{name}.md").read_text()
     lines = re.findall(r"^vllm serve .*$", page.replace("\\\n", " "), re.MULTILINE)
     return [shlex.split(line, comments=True) for line in lines]
 
@@ -56,13 +81,15 @@ def documented() -> list[list[str]]:
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     """What vLLM and the plug-in make of each command."""
     places = {}
-    for name, more in (("with MTP", MTP), ("without", {})):
+    for name, config in (("with MTP", TINY | MTP), ("without", TINY), ("Qwen", QWEN)):
         places[name] = tmp_path_factory.mktemp("checkpoint")
-        (places[name] / "config.json").write_text(json.dumps(TINY | more))
-    mtp, ngrams = documented()
+        (places[name] / "config.json").write_text(json.dumps(config))
+    mtp, ngrams = documented("vllm")
+    (qwen,) = documented("qwen")
     selected = {"VLLM_USE_V2_MODEL_RUNNER": "1"}
     asked: dict[str, tuple[list[str], str, dict[str, str]]] = {
         "mtp": (mtp, "with MTP", selected if RELEASE < (0, 29) else {}),
+        "Qwen": (qwen, "Qwen", selected if RELEASE < (0, 29) else {}),
         "mtp without such layers": (mtp, "without", selected),
         "n-grams": (ngrams, "without", {}),
         "n-grams, V2": (ngrams, "without", selected),
@@ -85,8 +112,9 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]
     return dict(zip(asked, json.loads(ran.stdout.splitlines()[-1]), strict=True))
 
 
-def test_mtp_drafts_replay(found: dict[str, dict[str, Any]]) -> None:
-    assert found["mtp"] == {
+@pytest.mark.parametrize("command", ["mtp", "Qwen"])
+def test_mtp_drafts_replay(command: str, found: dict[str, dict[str, Any]]) -> None:
+    assert found[command] == {
         "v2": True,
         "drafts": 3,
         "mode": "align",

@@ -10,6 +10,7 @@ from helpers.vllm_layers import Layers
 
 from hybrid_runtime.integrations.vllm import versions
 from hybrid_runtime.kernels.mamba2.naive import fold_reference
+from hybrid_runtime.kernels.mamba2.records import Records
 from hybrid_runtime.kernels.step.vllm_rows import RUNNING, FlushRows
 
 K, SLOTS = 3, 6
@@ -91,8 +92,8 @@ def test_check_mode_of_decode_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     flush.positions.write_column[:] = RUNNING
     fold_reference(
         pair.caches[1][1],
-        pair.shared.records[0],
-        pair.shared.A_log[0],
+        Records(*pair.shared.records[0]),
+        pair.shared.params[0][0],
         pair.shared.tables[0],
         *flush,
     )

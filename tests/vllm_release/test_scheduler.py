@@ -123,7 +123,7 @@ def test_no_hole(count: int, asynchronous: bool) -> None:
     assert not holes, (len(holes), holes[:5])
     # Only 0.25 and 0.26 do such a thing, seldom.
     assert counts["cut short"] <= (count / 100 if OLD else 0)
-    for what in ("preemptions", "hit tokens", "pre-copies", "boundaries", "aborts"):
+    for what in ("preemptions", "hit tokens", "pre-copies", "boundaries", "aborts", "flushes"):
         assert counts[what] > count / 30, what
 
 

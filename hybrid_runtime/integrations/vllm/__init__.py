@@ -17,7 +17,8 @@ The other files, vLLM's layout first, then replay:
 - `state`: the model state, which hooks `bounds` and `mover` into vLLM's steps
 - `mover`: finds vLLM's states, uploads the candidates of a step and launches for them
 - `checker`: check mode, every byte beside vLLM's own kernels
-- `replay_layers`, `replay_state`, `replay_checker`: layer, model state and check mode of replay
+- `replay_layers`, `replay_state`, `replay_checker`: layers, model state and check mode of replay
+- `mamba2_layers`, `gdn_layers`: what is different in each kind of layer that replays
 - `spec`: the cache manager that replay needs in vLLM 0.25 and 0.26
 - `config`: the switch, and what is said to the user
 - `versions`: how releases differ, and which configurations are left to vLLM

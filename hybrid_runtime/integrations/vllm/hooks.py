@@ -8,8 +8,9 @@ may say which rows to copy, or where a request starts. vLLM's copies would follo
 bounds would not, and states would silently be wrong.
 """
 
+import importlib
 import inspect
-from typing import Any
+from typing import Any, NamedTuple
 
 SIGNATURES = {
     "add_request": "(req_index, new_req_data)",
@@ -33,17 +34,66 @@ FIELDS = {
 }
 """Fields that are read, by dataclass that vLLM passes to the hooks."""
 
-LAYER = {
-    "conv_ssm_forward": "(projected_states, output)",
-    "get_kv_cache_spec": "(vllm_config)",
-}
-"""Methods of `MambaMixer2` that a replaying layer overrides; 0.25.1 to 0.33.0."""
 
-LAYER_FIELDS = (
-    "num_prefills num_prefill_tokens num_decodes num_decode_tokens query_start_loc_d "
-    "num_accepted_tokens state_indices_tensor_d"
+class LayerHooks(NamedTuple):
+    """A layer of vLLM's that replays, 0.25.1 to 0.33.0.
+
+    module, name: of its class.
+    methods: those that are overridden, and what they take.
+    later: of those, the ones that not all releases have: with which method they came.
+    paths: beginning of the names of methods that run a step's rows, and all such names that are
+        known. Another one might bypass ours.
+    metadata: module and name of the class of its metadata.
+    fields: of the metadata, that are read or replaced.
+    """
+
+    module: str
+    name: str
+    methods: dict[str, str]
+    metadata: tuple[str, str]
+    fields: str
+    later: tuple[tuple[str, str], ...] = ()
+    paths: tuple[str, str] = ("", "")
+
+
+MAMBA2 = LayerHooks(
+    module="vllm.model_executor.layers.mamba.mamba_mixer2",
+    name="MambaMixer2",
+    methods={
+        "conv_ssm_forward": "(projected_states, output)",
+        "get_kv_cache_spec": "(vllm_config)",
+    },
+    metadata=("vllm.v1.attention.backends.mamba2_attn", "Mamba2AttentionMetadata"),
+    fields=(
+        "num_prefills num_prefill_tokens num_decodes num_decode_tokens query_start_loc_d "
+        "num_accepted_tokens state_indices_tensor_d"
+    ),
 )
-"""Fields of `Mamba2AttentionMetadata` that it reads or replaces."""
+
+GDN = LayerHooks(
+    module="vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn",
+    name="QwenGatedDeltaNetAttention",
+    methods={
+        "_forward_core": "(mixed_qkv, b, a, core_attn_out)",
+        "_can_use_fused_gdn_mtp_decode": "(attn_metadata)",
+        "get_kv_cache_spec": "(vllm_config)",
+    },
+    metadata=("vllm.v1.attention.backends.gdn_attn", "GDNAttentionMetadata"),
+    fields=(
+        "num_prefills num_spec_decodes num_spec_decode_tokens num_actual_tokens "
+        "spec_query_start_loc spec_state_indices_tensor spec_sequence_masks spec_token_indx "
+        "non_spec_token_indx num_accepted_tokens"
+    ),
+    # From 0.28 on.
+    later=(("_can_use_fused_gdn_mtp_decode", "_forward_core_fused_norm"),),
+    paths=(
+        "_forward_core",
+        "_forward_core _forward_core_rocm _forward_core_decode_aiter "
+        "_forward_core_decode_non_spec _forward_core_decode_spec_fused_norm "
+        "_forward_core_decode_spec_post_conv_fused_norm _forward_core_fused_norm_packed "
+        "_forward_core_fused_norm",
+    ),
+)
 
 PREPARE = "input_batch cudagraph_mode block_tables slot_mappings attn_groups kv_cache_config"
 """First parameters of the model state's `prepare_attn`, which replay reads."""
@@ -64,20 +114,28 @@ def unknown() -> str | None:
     return why and f"in vLLM {vllm.__version__} {why}"
 
 
-def unknown_layer() -> str | None:
-    """The first method or field of the installed Mamba-2 layer that is not as above, or None."""
+def unknown_layer(known: LayerHooks) -> str | None:
+    """The first method or field of the installed layer that is not as above, or None."""
     import vllm
-    from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
-    from vllm.v1.attention.backends.mamba2_attn import Mamba2AttentionMetadata
     from vllm.v1.worker.gpu.model_states.mamba_hybrid import MambaHybridModelState
 
     where = f"in vLLM {vllm.__version__}"
-    for name, known in LAYER.items():
-        if (found := signature(getattr(MambaMixer2, name))) != known:
-            return f"{where} {MambaMixer2.__name__}.{name} takes {found}, known is {known}"
-    fields = Mamba2AttentionMetadata.__dataclass_fields__
-    if missing := [name for name in LAYER_FIELDS.split() if name not in fields]:
-        return f"{where} {Mamba2AttentionMetadata.__name__} has no {', '.join(missing)}"
+    layer = getattr(importlib.import_module(known.module), known.name)
+    for name, wanted in known.methods.items():
+        method = getattr(layer, name, None)
+        came_with = dict(known.later).get(name, "__init__")
+        if method is None and not hasattr(layer, came_with):
+            continue
+        if (found := method and signature(method)) != wanted:
+            return f"{where} {layer.__name__}.{name} takes {found}, known is {wanted}"
+    start, paths = known.paths
+    more = [name for name in dir(layer) if start and name.startswith(start)]
+    if unknown_paths := sorted(set(more) - set(paths.split())):
+        return f"{where} {layer.__name__} has {', '.join(unknown_paths)}"
+    metadata = getattr(importlib.import_module(known.metadata[0]), known.metadata[1])
+    fields = metadata.__dataclass_fields__
+    if missing := [name for name in known.fields.split() if name not in fields]:
+        return f"{where} {metadata.__name__} has no {', '.join(missing)}"
     taken = list(inspect.signature(MambaHybridModelState.prepare_attn).parameters)[1:7]
     if taken != PREPARE.split():
         return f"{where} prepare_attn takes {', '.join(taken)}"

@@ -19,7 +19,12 @@ from hybrid_runtime.integrations.vllm.config import (
     replay_wanted,
     switch,
 )
+from hybrid_runtime.integrations.vllm.gdn_layers import GDN
+from hybrid_runtime.integrations.vllm.mamba2_layers import MAMBA2
 from hybrid_runtime.integrations.vllm.replay_checker import ReplayChecker
+
+KINDS = {versions.MAMBA2: MAMBA2, versions.GDN: GDN}
+"""What replay knows of the layers, by the kinds of `versions.ARCHITECTURES`."""
 
 
 def register() -> None:
@@ -84,16 +89,18 @@ def model_class(architecture: str) -> type:
         # In this release the class has a model state of its own.
         return base
 
+    kind = KINDS.get(versions.ARCHITECTURES[architecture])
+
     class Hybrid(base):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             given: Any = kwargs.get("vllm_config")
-            why_not = replay_unhandled(given)
+            why_not = replay_unhandled(given, kind)
             with replay_layers.collecting(why_not is None) as layers:
                 super().__init__(*args, **kwargs)
-            if layers and (why_not := replay_layers.unhandled(layers)):
+            if kind and layers and (why_not := replay_layers.unhandled(kind, layers)):
                 layers = []
-            if layers:
-                self.replay_layers = shared = replay_layers.build(layers, given)
+            if kind and layers:
+                self.replay_layers = shared = replay_layers.build(kind, layers, given)
                 if checks():
                     shared.checker = ReplayChecker(shared, len(shared.rows.whole.slot), logger())
                 # Without this attribute vLLM uses its own model state.
@@ -129,13 +136,18 @@ def unhandled(vllm_config: Any) -> str | None:
         return f"its configuration is not as known ({error})"
 
 
-def replay_unhandled(vllm_config: Any) -> str | None:
-    """Why a model of this configuration does not replay; None if its Mamba-2 layers do."""
+def replay_unhandled(vllm_config: Any, kind: replay_layers.Kind | None) -> str | None:
+    """Why a model of this configuration, with layers of this kind, does not replay; None if it
+    does."""
     if not replay_wanted() or vllm_config is None:
         return "it is switched off"
     try:
-        why = versions.replay_unhandled(vllm_config) or versions.platform_unhandled()
-        return why or hooks.unknown() or hooks.unknown_layer() or replay_layers.register()
+        if why := versions.replay_unhandled(vllm_config) or versions.platform_unhandled():
+            return why
+        if kind is None:
+            return "its states are neither Mamba-2's nor Gated DeltaNet's"
+        why = hooks.unknown() or hooks.unknown_layer(kind.hooks)
+        return why or replay_layers.register(kind)
     except (AttributeError, ImportError) as error:
         return f"its configuration is not as known ({error})"
 

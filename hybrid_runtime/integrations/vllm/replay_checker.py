@@ -9,7 +9,8 @@ only reading the counts waits.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -29,6 +30,12 @@ heads whose decay is close to 1 those roundings add up."""
 STATES, OUTPUTS, BOUNDARIES = range(3)
 LOGGED = 10
 """Most lines about differences that are logged."""
+
+
+Reference: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""vLLM's update of a step's decode rows. Takes states, changed in place, int32 `[rows, 1 + K]`, the
+columns of each row (0 = not of interest), and int32 `[rows]`, its accepted tokens, which say the
+column to start from. Returns the outputs."""
 
 
 class Expected(NamedTuple):
@@ -62,7 +69,7 @@ class ReplayChecker:
 
     def __init__(self, layers: ReplayLayers, slots: int, logger: Any) -> None:
         one, device = layers.layers[0], layers.rings[0].device
-        shape = (one.num_heads // one.tp_size, one.head_dim, one.ssm_state_size)
+        shape = layers.recurrence.checkpoint.matrix.shape
         self._layers, self._logger, self._logged = layers, logger, 0
         self._columns, self._watched = 1 + layers.drafts, min(WATCHED, slots)
         dtype = one.get_state_dtype()[1]
@@ -107,12 +114,8 @@ class ReplayChecker:
             self._logged += 1
             self._logger.error("hybrid-runtime differs from vLLM's kernel: %s", self.statistics())
 
-    def expect(
-        self, layer: Any, x: Tensor, dt: Tensor, B: Tensor, C: Tensor, step: StepRows, start: Tensor
-    ) -> Expected:
+    def expect(self, layer: Any, step: StepRows, start: Tensor, theirs: Reference) -> Expected:
         """Run vLLM's update of a layer's decode rows on the shadow, before ours."""
-        from vllm.model_executor.layers.mamba import mamba_mixer2
-
         index, states = layer.replay_index, layer.kv_cache[1]
         shadow, nobody = self._shadows[index], len(self._fresh) - 1
         watched = (step.slot >= 0) & (step.slot < self._watched)
@@ -125,25 +128,7 @@ class ReplayChecker:
         self._verified[at] = self._number
         columns = torch.arange(self._columns, device=at.device)
         columns = torch.where(watched[:, None], first[:, None] + columns, 0).int()
-        out = torch.zeros_like(x, memory_format=torch.contiguous_format)
-        dim, state = x.shape[2], B.shape[2]
-        mamba_mixer2.selective_state_update(
-            shadow,
-            x,
-            dt[:, :, None].expand(-1, -1, dim),
-            layer.A[:, None, None].expand(-1, dim, state).float(),
-            B,
-            C,
-            layer.D[:, None].expand(-1, dim),
-            layer.dt_bias[:, None].expand(-1, dim),
-            dt_softplus=True,
-            state_batch_indices=columns,
-            dst_state_batch_indices=columns,
-            out=out,
-            num_accepted_tokens=torch.where(fresh, 1, self._accepted[at]).int(),
-            cu_seqlens=start,
-            is_blackwell=layer.is_blackwell,
-        )
+        out = theirs(shadow, columns, torch.where(fresh, 1, self._accepted[at]).int())
         return Expected(out, watched, first, block, self._limit(at))
 
     def compare(self, layer: Any, expected: Expected, output: Tensor, start: Tensor) -> None:
@@ -156,7 +141,7 @@ class ReplayChecker:
         row = torch.searchsorted(start[1:].contiguous(), token, right=True)
         runs = runs[row.clamp(max=len(runs) - 1)] & (row < len(runs))
         limit = limit[row.clamp(max=len(limit) - 1)]
-        self._count(OUTPUTS, output.unflatten(1, expected.out.shape[1:]), expected.out, runs, limit)
+        self._count(OUTPUTS, output.view(expected.out.shape), expected.out, runs, limit)
 
     def compare_boundaries(self, flush: FlushRows, count: int) -> None:
         """Compare boundaries that have just been written with vLLM's states there."""

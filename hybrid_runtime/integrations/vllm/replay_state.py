@@ -2,7 +2,8 @@
 
 Before a step it writes slots, positions and blocks of the rows for the layers to read. In align
 mode it moves states for the same candidates as `AlignedStates`. No step can be handed back to vLLM,
-whose kernels need blocks for drafts.
+whose kernels need blocks for drafts; of rows that its code runs all the same, the accepted drafts
+are folded before.
 """
 
 import functools
@@ -88,6 +89,7 @@ class ReplayStates(AlignedStates):
         self.layers: replay_layers.ReplayLayers = self.model.replay_layers
         self._assigned: Any = None
         self._placed: Any = None
+        self._flushed: StateTable | None = None
         self._block_tables: BlockTables | None = None
         self._groups: list[int] = []
 
@@ -127,6 +129,8 @@ class ReplayStates(AlignedStates):
             self.layers.ring_length,
         )
         self._placed = input_batch
+        if self.layers.kind.flushes_plain_rows() and _any_plain(input_batch):
+            self._flush_plain(input_batch.idx_mapping, kv_cache_config)
         if self.layers.checker is not None:
             self.layers.checker.begin(input_batch.idx_mapping)
 
@@ -156,6 +160,7 @@ class ReplayStates(AlignedStates):
         **kwargs: Any,
     ) -> Any:
         self._assign(kv_cache_config)
+        self.layers.rows.begin()
         if input_batch is not self._placed:
             # A dummy run or a graph's capture names slots of real requests. It must touch neither
             # their records nor their states.
@@ -183,7 +188,52 @@ class ReplayStates(AlignedStates):
             if hasattr(group.kv_cache_spec, "num_speculative_blocks")
         ]
         self.layers.assign(replay_layers.layer_groups(kv_cache_config, self._groups))
-        self._assigned, self._block_tables = kv_cache_config, None
+        self._assigned, self._block_tables, self._flushed = kv_cache_config, None, None
+
+    def _flush_plain(self, idx_mapping: Tensor, kv_cache_config: Any) -> None:
+        """Fold the accepted drafts of the placed rows without drafts: vLLM's own code runs them."""
+        layers, slot = self.layers, idx_mapping.long()
+        step = layers.rows.first(len(slot))
+        plain = step.draft == 0
+        row = torch.arange(len(slot), dtype=torch.int32, device=slot.device)
+        layers.recurrence.flush(
+            self._flush_table(kv_cache_config),
+            layers.rings,
+            layers.params,
+            torch.where(plain, row, -1),
+            step.slot,
+            step.positions,
+            layers.rounding(0),
+        )
+        accepted = self.num_accepted_tokens_gpu
+        accepted[slot] = torch.where(plain, 1, accepted[slot])
+
+    def _flush_table(self, kv_cache_config: Any) -> StateTable:
+        """States, of conv_state only the convolution's inputs, on the tables of `StepRows`, in the
+        order of the layers of the model."""
+        if self._flushed is None:
+            from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
+
+            layers = self.layers
+            bound = bind(
+                kv_cache_config,
+                self._groups,
+                self.vllm_config.compilation_config.static_forward_context,
+                [layers.rows.whole.tables[index] for index in range(len(self._groups))],
+                is_conv_state_dim_first(),
+                layers.drafts,
+            )
+            # The flush takes records and parameters in the order of the layers of the model.
+            groups = replay_layers.layer_groups(kv_cache_config, self._groups)
+            names = [name for group in groups for name in group]
+            order = [names.index(layer.prefix) for layer in layers.layers]
+            self._flushed = StateTable.build(
+                [bound.conv_states[index] for index in order],
+                [bound.matrices[index] for index in order],
+                layers.tables,
+                bound.taps,
+            )
+        return self._flushed
 
     def _close(self, idx_mapping: Tensor) -> StagedStep | None:
         step = super()._close(idx_mapping)
@@ -205,30 +255,35 @@ class ReplayStates(AlignedStates):
         )
 
     def _make_mover(self, kv_cache_config: Any, block_tables: tuple[Tensor, ...]) -> Mover:
-        from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
-
-        drafts, layers = self.layers.drafts, self.layers
+        layers = self.layers
         _, spec = self._get_mamba_group_info(kv_cache_config)
-        self._check_blocks(spec.block_size, drafts)
-        context = self.vllm_config.compilation_config.static_forward_context
-        tables = self._tables(self._groups, block_tables)
-        bound = bind(
-            kv_cache_config, self._groups, context, tables, is_conv_state_dim_first(), drafts
-        )
-        # The flush takes records and parameters in the order of the layers of the model.
-        names = [n for g in replay_layers.layer_groups(kv_cache_config, self._groups) for n in g]
-        order = [names.index(layer.prefix) for layer in layers.layers]
-        conv_states = [bound.conv_states[index] for index in order]
-        matrices = [bound.matrices[index] for index in order]
-        flushed = StateTable.build(conv_states, matrices, layers.tables, bound.taps)
+        self._check_blocks(spec.block_size, layers.drafts)
+        flushed = self._flush_table(kv_cache_config)
+        groups = replay_layers.layer_groups(kv_cache_config, self._groups)
+        tables = {
+            name: table
+            for names, table in zip(groups, self._tables(self._groups, block_tables), strict=True)
+            for name in names
+        }
         whole = StateTable.build(
-            conv_states, matrices, [bound.tables[index] for index in order], bound.taps + drafts
+            flushed.conv_states,
+            flushed.matrices,
+            [tables[layer.prefix] for layer in layers.layers],
+            flushed.taps + layers.drafts,
         )
         self.bounds.retain(versions.retained(kv_cache_config))
         by_slot, depth = self._slot_tables is not None, self._depth + 1
         mover = ReplayMover(whole, flushed, layers, self.bounds, self.max_num_reqs, by_slot, depth)
         mover.warm_up(self._counts(self.num_accepted_tokens_gpu))
         return mover
+
+
+def _any_plain(batch: Any) -> bool:
+    """Whether a row of the batch, past its prompt, runs without drafts."""
+    plain = batch.num_scheduled_tokens == 1
+    if batch.num_draft_tokens_per_req is not None:
+        plain = plain & (batch.num_draft_tokens_per_req == 0)
+    return bool((plain & (batch.num_computed_tokens_np >= batch.prefill_len_np)).any())
 
 
 @functools.cache

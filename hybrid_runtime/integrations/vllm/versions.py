@@ -9,26 +9,33 @@ from hybrid_runtime.kernels.replay.ring import MAX_TOKENS
 
 OLDEST, NEWEST = (0, 25, 1), (0, 33, 0)
 
-ARCHITECTURES = (
-    "AliceAIForCausalLM",
-    "FalconH1ForCausalLM",
-    "GraniteMoeHybridForCausalLM",
-    "JambaForCausalLM",
-    "NemotronHForCausalLM",
-    "NemotronHPuzzleForCausalLM",
-    "NemotronH_Nano_Omni_Reasoning_V3",
-    "NemotronH_Nano_VL_V2",
-    "NemotronH_Omni_Reasoning_V3",
-    "NemotronH_Super_Omni_Reasoning_V3",
-    "OlmoHybridForCausalLM",
-    "Qwen3NextForCausalLM",
-    "Qwen3_5ForCausalLM",
-    "Qwen3_5ForConditionalGeneration",
-    "Qwen3_5MoeForCausalLM",
-    "Qwen3_5MoeForConditionalGeneration",
-    "Zamba2ForCausalLM",
-)
-"""Hybrid models with one conv_state and one matrix per layer; a release knows some of them."""
+PLAIN_ROWS_DECODE = (0, 32)
+"""The first release in which rows without drafts are decode rows of Gated DeltaNet."""
+
+MAMBA2, GDN, OTHER = "Mamba-2", "Gated DeltaNet", "other"
+"""Kinds of layers with states; of the last, none replays."""
+
+ARCHITECTURES = {
+    "AliceAIForCausalLM": OTHER,
+    "FalconH1ForCausalLM": MAMBA2,
+    "GraniteMoeHybridForCausalLM": MAMBA2,
+    "JambaForCausalLM": OTHER,
+    "NemotronHForCausalLM": MAMBA2,
+    "NemotronHPuzzleForCausalLM": MAMBA2,
+    "NemotronH_Nano_Omni_Reasoning_V3": MAMBA2,
+    "NemotronH_Nano_VL_V2": MAMBA2,
+    "NemotronH_Omni_Reasoning_V3": MAMBA2,
+    "NemotronH_Super_Omni_Reasoning_V3": MAMBA2,
+    "OlmoHybridForCausalLM": OTHER,
+    "Qwen3NextForCausalLM": GDN,
+    "Qwen3_5ForCausalLM": GDN,
+    "Qwen3_5ForConditionalGeneration": GDN,
+    "Qwen3_5MoeForCausalLM": GDN,
+    "Qwen3_5MoeForConditionalGeneration": GDN,
+    "Zamba2ForCausalLM": MAMBA2,
+}
+"""Hybrid models with one conv_state and one matrix per layer, and which kind of layer it is; a
+release knows some of them."""
 
 
 def parsed(version: str) -> tuple[int, ...]:
@@ -120,6 +127,14 @@ def platform_unhandled() -> str | None:
     if not current_platform.has_device_capability(80):
         return "the GPU is older than compute capability 8.0"
     return None
+
+
+def plain_rows_run_as_prompts() -> bool:
+    """Whether the decode rows of Gated DeltaNet that have no drafts run through vLLM's code for
+    prompts, which starts from the state in the running column."""
+    from vllm import __version__
+
+    return parsed(__version__) < PLAIN_ROWS_DECODE
 
 
 def without_spare_blocks(spec: Any) -> Any:
