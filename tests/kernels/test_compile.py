@@ -271,31 +271,6 @@ def test_attention_reads_keys_and_values_in_8_bits(
     assert code.metadata.shared <= 227 * 1024
 
 
-@pytest.mark.parametrize(
-    ("group", "dtype", "scheduled"),
-    [
-        *((4, torch.bfloat16, tokens) for tokens in (1, 8, 2560)),
-        *((group, torch.bfloat16, 4) for group in (6, 8, 16)),
-        *((group, torch.float32, 2560) for group in (4, 16)),
-    ],
-    ids=str,
-)
-def test_attention_with_heads_of_256_fits(
-    group: int, dtype: torch.dtype, scheduled: int, tmp_path: Path
-) -> None:
-    """As Qwen3-Next and Qwen3.5 have them."""
-    tiling = attention_tiling(group, 256, scheduled, dtype)
-    shape = AttentionShape(*(one.value for one in attention_shape(2 * group, 2, 256, 64, tiling)))
-    type_ = "*bf16" if dtype == torch.bfloat16 else "*fp32"
-    types = dict.fromkeys(VALUES, type_) | ROWS | SCALARS | PARTIAL | STRIDES
-    multiples = (*VALUES, *PARTIAL, "q_stride", "k_stride", "v_stride")
-    options = {"num_warps": tiling.warps, "num_stages": tiling.stages}
-    constants = ATTENTION | {"dot_type": FLOAT_TYPES[dtype]}
-    code = compiled(paged._attention_kernel, constants, multiples, options, shape=shape, **types)
-    assert code.metadata.shared <= 227 * 1024
-    assert spilled(code, tmp_path) <= 64
-
-
 @pytest.mark.parametrize("scaled", [True, False])
 def test_keys_and_values_are_stored_in_8_bits(scaled: bool) -> None:
     constants = {n: v for n, v in STORE_KV.items() if not scaled or n not in PLAIN}
