@@ -280,7 +280,8 @@ def histories() -> str:
     header = [
         "release", "holes", "histories", "steps", "preemptions", "boundaries", "cut short",
     ]  # fmt: skip
-    commits = sorted({found["commit"] for found in releases.values()})
+    # What has changed since the first release is the result itself.
+    commits = sorted({found["commit"].removesuffix("-dirty") for found in releases.values()})
     note = f"Synchronous : asynchronous, commit {', '.join(commits)}."
     return f"{markdown(header, lines)}\n\n{note}"
 

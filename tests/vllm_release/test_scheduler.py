@@ -121,8 +121,9 @@ def test_no_hole(count: int, asynchronous: bool) -> None:
     counts, holes = histories(0, count, "replay", asynchronous)
     print(dict(counts))
     assert not holes, (len(holes), holes[:5])
-    # Only 0.25 and 0.26 do such a thing, seldom.
-    assert counts["cut short"] <= (count / 100 if OLD else 0)
+    # Only 0.25 to 0.27 do such a thing, seldom.
+    some = versions.parsed(vllm.__version__) < (0, 28)
+    assert counts["cut short"] <= (count / 100 if some else 0)
     for what in ("preemptions", "hit tokens", "pre-copies", "boundaries", "aborts", "flushes"):
         assert counts[what] > count / 30, what
 
