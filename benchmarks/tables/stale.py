@@ -27,6 +27,11 @@ CODE: dict[str, tuple[str, ...]] = {
     "chat": DECODE,
     "draft-head": ("kernels/sampling/narrow_head.py",),
     "drafts": ("hybrid_runtime/engine", "hybrid_runtime/models", "kernels", "specdecode"),
+    "eviction": (
+        "hybrid_runtime/engine/eviction.py",
+        "hybrid_runtime/engine/prefix_cache.py",
+        "hybrid_runtime/engine/reuse.py",
+    ),
     "fp8-accuracy": FP8,
     "fp8-large": DECODE,
     "fp8-products": ("kernels/linear",),
