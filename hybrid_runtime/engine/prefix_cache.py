@@ -361,7 +361,7 @@ class PrefixCache:
         self.keys.pool.raise_worth(blocks, worth)
 
     def _pin(self, request: Request, position: int) -> None:
-        """A checkpoint that a request names can be found: let it make room last."""
+        """A checkpoint that a request names can be found: its conversation keeps it."""
         full, tail = divmod(position, self.kv_block)
         parent, key = self._parent(request, full), self._key(request, position)
         if position % self.block:
