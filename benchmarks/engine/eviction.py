@@ -42,6 +42,7 @@ from traces import Arrival, Mix, trace
 from hybrid_runtime.device.sync import Waits
 from hybrid_runtime.engine.block_pool import BlockPool, BlockTable
 from hybrid_runtime.engine.device_tables import DeviceTables
+from hybrid_runtime.engine.memory_plan import STATES_SHARE
 from hybrid_runtime.engine.prefix_cache import PrefixCache
 from hybrid_runtime.engine.request import Request
 from hybrid_runtime.engine.reuse import HALF_LIFE, WINDOW, Kind, Reuse
@@ -52,8 +53,9 @@ from hybrid_runtime.state.step import Checkpoint
 Row = dict[str, Any]
 BLOCK, KV_BLOCK, DRAFTS = 1024, 64, 3
 LONGEST = 100_000
-SHARES = (0.6, 0.4)
-"""Of the memory, for states; beside the engine's own."""
+SHARES = (0.8, 0.4)
+"""Of the memory, for states, beside the engine's own. With one state for each block of keys, which
+is what boundaries leave, it is 0.83."""
 ALL = 1 << 20
 """KV blocks with which nothing has to make room."""
 MIXES = {
@@ -70,12 +72,8 @@ class Sizes(NamedTuple):
     state: int
     token: int
 
-    def planned(self, memory: int) -> tuple[int, int]:
-        """KV blocks and states, as the engine divides what is left for cached prefixes."""
-        each = KV_BLOCK * (self.token + self.state / BLOCK)
-        return int(memory / each), int(memory / each * KV_BLOCK / BLOCK)
-
     def divided(self, memory: int, share: float) -> tuple[int, int]:
+        """KV blocks and states."""
         kv = int(memory * (1 - share) / (self.token * KV_BLOCK))
         return kv, int(memory * share / self.state)
 
@@ -227,7 +225,7 @@ def compare(name: str, mix: Mix, sizes: Sizes, args: argparse.Namespace) -> list
     skip, memory = args.arrivals // 4, int(args.gib * 2**30)
     future = uses(sizes, arrivals())
     known = replay((ALL, ALL), arrivals(), skip, Recency(False))
-    splits = {"engine": sizes.planned(memory)}
+    splits = {"engine": sizes.divided(memory, STATES_SHARE)}
     if name == "skewed":
         splits |= {f"{share:.0%}": sizes.divided(memory, share) for share in SHARES}
     rows = []
