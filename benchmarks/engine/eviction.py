@@ -183,7 +183,8 @@ class Replay:
 
     def _look_ahead(self, request: Request, future: Future) -> None:
         """Value anew what this request has left or used, and what it should have used."""
-        for key in {*request.hashes, *future.used[self._count], *(k for _, k in request.left)}:
+        left = (key for _, key in request.left)
+        for key in dict.fromkeys((*request.hashes, *future.used[self._count], *left)):
             for pool in (self.keys.pool, self.states):
                 block = pool.find(key)
                 if block is not None:
@@ -212,7 +213,7 @@ def uses(sizes: Sizes, arrivals: Iterable[Arrival]) -> dict[bytes, tuple[list[in
         if not hit.tokens:
             continue
         worth = hit.tokens / (sizes.state + hit.tokens * sizes.token)
-        for key in {*request.hashes[: len(hit.keys)], request.left[0][1]}:
+        for key in dict.fromkeys((*request.hashes[: len(hit.keys)], request.left[0][1])):
             found[key][0].append(time)
             found[key][1].append(worth)
     return dict(found)
@@ -254,7 +255,7 @@ def compare(name: str, mix: Mix, sizes: Sizes, args: argparse.Namespace) -> list
 
 def main(argv: list[str] | None = None) -> int:
     parser = arguments(__doc__)
-    parser.add_argument("--arrivals", type=int, default=3000)
+    parser.add_argument("--arrivals", type=int, default=2000)
     parser.add_argument("--gib", type=float, default=20, help="of cached prefixes")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--traces", default=",".join(MIXES))

@@ -240,7 +240,7 @@ class PrefixCache:
         if not request.restarts:
             place, _ = self._deepest(request, request.most_hit // self.kv_block, self._remembered)
             request.goes_on = place.full * self.kv_block + place.tail, place.key
-            for each in {key, place.key}:
+            for each in dict.fromkeys((place.key, key)):
                 self.reuse.go_on(each, self._now)
         if hit.state is None:
             return
