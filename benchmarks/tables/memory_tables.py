@@ -133,6 +133,31 @@ def prefix(name: str = "prefix") -> str:
     return markdown(header, lines) + "\n\n" + note
 
 
+def eviction() -> str:
+    """Hit tokens under several rules of what makes room."""
+    result = load("cpu", "eviction")
+    rules = ("lru", "pins", "worth", "future")
+    lines = [
+        [
+            row["trace"],
+            f"{row['state_share']:.0%}",
+            *(f"{row['hit'][rule]:.3f}" for rule in rules),
+            f"{row['possible']:.3f}",
+            *(f"{row[f'worth_per_{rule}']:.2f}" for rule in ("lru", "pins", "future")),
+        ]
+        for row in result["rows"]
+    ]
+    header = [
+        "trace", "memory for states", "last use", "pins last", "worth", "future", "possible",
+        "worth ÷ last use", "÷ pins last", "÷ future",
+    ]  # fmt: skip
+    note = (
+        f"{result['name']} shapes, float32 states, {result['gib']:g} GiB of cached prefixes, "
+        f"{result['arrivals']} requests, of which a quarter is not counted. {machine(result)}"
+    )
+    return f"{markdown(header, lines)}\n\n{note}"
+
+
 def soak() -> str:
     """What the long form of the soak counted."""
     result = load("h200", "soak")
@@ -165,6 +190,7 @@ TABLES = {
     "request-memory": request,
     "capacity": capacity,
     "chat": chat,
+    "eviction": eviction,
     "prefix": prefix,
     "prefix-short": partial(prefix, "prefix-64"),
     "soak": soak,

@@ -28,6 +28,11 @@ CODE: dict[str, tuple[str, ...]] = {
     "draft-head": ("kernels/sampling/narrow_head.py",),
     "drafts": ("hybrid_runtime/engine", "hybrid_runtime/models", "kernels", "specdecode"),
     "drafts-by-row": ("specdecode/draft_length.py", "specdecode/row_acceptance.py"),
+    "eviction": (
+        "hybrid_runtime/engine/eviction.py",
+        "hybrid_runtime/engine/prefix_cache.py",
+        "hybrid_runtime/engine/reuse.py",
+    ),
     "fp8-accuracy": FP8,
     "fp8-large": DECODE,
     "fp8-products": ("kernels/linear",),

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hybrid_runtime.engine.device_tables import FREE, DeviceTables
-from hybrid_runtime.engine.eviction import IdleBlocks
+from hybrid_runtime.engine.eviction import WORTHLESS, IdleBlocks
 from hybrid_runtime.state.placement import BlockDemand
 
 Ints = NDArray[Any]
@@ -42,7 +42,7 @@ class BlockPool:
         self._keys: list[tuple[bytes, ...]] = [()] * self.size
         self._block: dict[bytes, int] = {}
         self._idle = IdleBlocks(self.size)
-        self._pinned: set[int] = set()
+        self._worth = [WORTHLESS] * self.size
         self._evicted: OrderedDict[bytes, None] = OrderedDict()
 
     @property
@@ -76,8 +76,9 @@ class BlockPool:
             if owners[block]:
                 continue
             if keys[block]:
-                self._idle.add(block, block in self._pinned)
+                self._idle.add(block, self._worth[block])
             else:
+                self._worth[block] = WORTHLESS
                 self._free.append(block)
 
     def share(self, blocks: Iterable[int]) -> None:
@@ -106,31 +107,34 @@ class BlockPool:
     def find(self, key: bytes) -> int | None:
         return self._block.get(key)
 
+    def keys_of(self, block: int) -> tuple[bytes, ...]:
+        """By which a block is found."""
+        return self._keys[block]
+
     def find_leading(self, keys: Iterable[bytes]) -> list[int]:
         """The blocks of these keys, up to the first that is not there."""
         found: list[Any] = [*map(self._block.get, keys)]
         return found[: found.index(None)] if None in found else found
 
-    def pin(self, key: bytes) -> None:
-        """Let the content of `key` make room after all that is not pinned."""
-        block = self._block.get(key)
-        if block is not None and block not in self._pinned:
-            self._pinned.add(block)
-            if block in self._idle:
-                self._idle.add(block, True)
+    def value(self, block: int, worth: float) -> None:
+        """Say what the content of a filed block is worth."""
+        self._worth[block] = worth
+        if block in self._idle:
+            self._idle.add(block, worth)
+
+    def raise_worth(self, blocks: Sequence[int], worth: Sequence[float]) -> None:
+        """Say what owned blocks are worth at least."""
+        own = self._worth
+        for block, least in zip(blocks, worth, strict=True):
+            if least > own[block]:
+                own[block] = least
 
     def demote(self, key: bytes) -> None:
-        """Let the content of `key` be pinned no more, and make room before any other, unless
-        somebody owns it or it has another key besides."""
+        """Let the content of `key` make room before any other, unless somebody owns it or it has
+        another key besides."""
         block = self._block.get(key)
-        if block is None:
-            return
-        self._pinned.discard(block)
-        if block in self._idle:
-            if len(self._keys[block]) == 1:
-                self._idle.demote(block)
-            else:
-                self._idle.add(block, False)
+        if block is not None and block in self._idle and len(self._keys[block]) == 1:
+            self._idle.demote(block)
 
     def is_owned(self, key: bytes) -> bool:
         block = self._block.get(key)
@@ -148,7 +152,7 @@ class BlockPool:
         for each in self._keys[block]:
             del self._block[each]
         self._keys[block] = ()
-        self._pinned.discard(block)
+        self._worth[block] = WORTHLESS
         if block in self._idle:
             self._idle.discard(block)
             self._free.append(block)
@@ -159,7 +163,7 @@ class BlockPool:
         self._idle.clear()
         self._block.clear()
         self._keys = [()] * self.size
-        self._pinned.clear()
+        self._worth = [WORTHLESS] * self.size
         self._evicted.clear()
 
     def _evict(self, block: int) -> None:
@@ -167,7 +171,7 @@ class BlockPool:
             del self._block[key]
             self._evicted[key] = None
         self._keys[block] = ()
-        self._pinned.discard(block)
+        self._worth[block] = WORTHLESS
         self.evictions += 1
         while len(self._evicted) > REMEMBERED * self.size:
             self._evicted.popitem(last=False)

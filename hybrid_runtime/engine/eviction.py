@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from heapq import heapify, heappop, heappush
+from math import inf
 
-Rank = tuple[bool, int]
-"""Whether it is pinned, and when it was used last."""
+Rank = tuple[float, int]
+"""What its content is worth, and when it was used last."""
+WORTHLESS = -inf
 
 OUTDATED = 4
 """Entries of the heap per block; with more it is made anew."""
 
 
 class IdleBlocks:
-    """Filed blocks without owner. The one that was used longest ago goes first, pinned ones last;
-    a demoted one before all others.
+    """Filed blocks without owner. The one that is worth least goes first, of equals the one whose
+    use is longest ago; a demoted one before all others.
 
     size: of the pool. An operation takes O(log size) in the mean.
     ranks: of all of them; how many there are is asked in every step.
@@ -41,15 +43,15 @@ class IdleBlocks:
         self.ranks.clear()
         self._heap.clear()
 
-    def add(self, block: int, pinned: bool) -> None:
-        """It was used until now; or it is pinned now, or not any more."""
+    def add(self, block: int, worth: float) -> None:
+        """It was used until now; or it is worth more now, or less."""
         self._clock += 1
-        self._push(block, (pinned, self._clock))
+        self._push(block, (worth, self._clock))
 
     def demote(self, block: int) -> None:
         """Let it go before all others."""
         self._demotions -= 1
-        self._push(block, (False, self._demotions))
+        self._push(block, (WORTHLESS, self._demotions))
 
     def discard(self, block: int) -> None:
         self.ranks.pop(block, None)

@@ -21,6 +21,9 @@ _USABLE = 0.95
 """Of what is free: libraries take some at first use, and allocators round up."""
 MOST_BLOCKS = 1 << 20
 """In a pool that fills what is left: the host keeps a list entry for each block."""
+STATES_SHARE = 0.6
+"""Of the memory of cached prefixes, at most: boundaries leave more checkpoints than are worth their
+memory beside the keys of other texts, see `benchmarks/engine/eviction.py`."""
 _STEP_WIDTH = 32
 """Activations per token of a step, in hidden sizes; Nemotron-3-Super's 22 experts come to 29."""
 
@@ -221,13 +224,18 @@ class Planner:
 
     @property
     def _states_per_block(self) -> float:
-        """States that a cached prefix keeps, per block of its keys and values."""
-        retention = self.config.retention
+        """States that a cached prefix keeps, per block of its keys and values: those that it
+        leaves, as far as these do not take more of the memory than pays."""
+        retention, unit = self.config.retention, self._units
         if retention == "all":
-            return self._kv_block / self._layout.block_size
-        if retention == "prompt":
-            return 2 / (1 + self._columns)  # one a prompt, prompts of half the length
-        return self._kv_block / retention
+            left = self._kv_block / self._layout.block_size
+        elif retention == "prompt":
+            left = 2 / (1 + self._columns)  # one a prompt, prompts of half the length
+        else:
+            left = self._kv_block / retention
+        if not (unit.kv_block and unit.state_block):
+            return left
+        return min(left, STATES_SHARE / (1 - STATES_SHARE) * unit.kv_block / unit.state_block)
 
     def _refusal(self, least: MemoryPlan, room: int, memory: DeviceMemory) -> str:
         config = self.config

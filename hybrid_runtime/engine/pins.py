@@ -1,4 +1,4 @@
-"""Checkpoints that prompts name, at the ends of messages: they make room last."""
+"""Checkpoints that prompts name, at the ends of messages: a conversation keeps one."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Pins:
     """
 
     def __init__(self, state: BlockPool, keys: BlockPool, most: int) -> None:
-        self._state, self._keys, self._pools = state, keys, (state, keys)
+        self._state, self._keys = state, keys
         self._ends = TurnEnds(most)
         # How many texts went on right there, by key.
         self._hits: dict[bytes, int] = {}
@@ -37,20 +37,15 @@ class Pins:
         self._hits.clear()
 
     def add(self, parent: bytes, key: bytes, tail: int) -> None:
-        """Pin what is filed under `key`. parent, tail: as of `TurnEnds.add`."""
-        for pool in self._pools:
-            pool.pin(key)
+        """What is filed under `key` is pinned. parent, tail: as of `TurnEnds.add`."""
         self._hits.setdefault(key, 0)
         forgotten = self._ends.add(parent, key, tail)
         if forgotten is not None:
             del self._hits[forgotten]
 
     def hit(self, key: bytes, again: bool) -> None:
-        """A text goes on right behind this pin, which may have come back from the host. again: it
-        may have done so before."""
+        """A text goes on right behind this pin. again: it may have done so before."""
         self._hits[key] += not again
-        for pool in self._pools:
-            pool.pin(key)
 
     def forget(self, key: bytes) -> None:
         if self._hits.pop(key, None) is not None:

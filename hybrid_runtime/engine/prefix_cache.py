@@ -22,9 +22,7 @@ and a hit always leaves at least one token to run.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 from hashlib import sha256
 from typing import NamedTuple
 
@@ -33,45 +31,18 @@ from hybrid_runtime.engine.config import RetentionPolicy
 from hybrid_runtime.engine.offload.cache import HostCache
 from hybrid_runtime.engine.pins import Pins
 from hybrid_runtime.engine.request import Hit, Request, ShortHit
+from hybrid_runtime.engine.reuse import Kind, Reuse
 from hybrid_runtime.engine.state_blocks import StateBlocks
+from hybrid_runtime.engine.stats import PrefixStats
 from hybrid_runtime.engine.turn_ends import TurnEnds, tail_key
-from hybrid_runtime.engine.wanted import Wanted, spread
+from hybrid_runtime.engine.wanted import Wanted, where
 from hybrid_runtime.state.step import Checkpoint
 
 KEYS, STATE = "kv", "state"
 """The groups of a host tier."""
-
-
-@dataclass(slots=True)
-class PrefixStats:
-    """What was found, since construction.
-
-    queried_tokens, hit_tokens: of requests when they were admitted, after a preemption again.
-    evictions: blocks that made room for others.
-    host_blocks: blocks that came from the host tier.
-    short: admissions by why their hit was not longer, see `Hit`; None is not counted.
-    turn_ends: requests whose state was filed where their text ended.
-    lost_turn_ends: those whose state was not there any more, because a step that was queued before
-        the end was known had gone on: a stop string ended the text.
-    turn_hits: admissions that went on at the end of a turn.
-    message_ends: checkpoints that prompts have named, when they were filed.
-    message_hits: admissions that went on at one of those.
-    """
-
-    queried_tokens: int = 0
-    hit_tokens: int = 0
-    evictions: int = 0
-    host_blocks: int = 0
-    short: Counter[str] = field(default_factory=Counter)
-    turn_ends: int = 0
-    lost_turn_ends: int = 0
-    turn_hits: int = 0
-    message_ends: int = 0
-    message_hits: int = 0
-
-    @property
-    def hit_rate(self) -> float:
-        return self.hit_tokens / self.queried_tokens if self.queried_tokens else 0.0
+ENDS = 16
+"""Ends of turns and messages that can be found, per checkpoint whose reuse is remembered: what is
+worth keeping may be older than many that are not."""
 
 
 class Place(NamedTuple):
@@ -114,8 +85,9 @@ class PrefixCache:
         most = REMEMBERED * state.pool.size
         if host is not None:
             most += host.tier.groups[STATE].size
-        self._ends = TurnEnds(most)
-        self._pins = Pins(state.pool, keys.pool, most)
+        self._ends = TurnEnds(ENDS * most)
+        self._pins = Pins(state.pool, keys.pool, ENDS * most)
+        self.reuse = Reuse(most)
         self._most_drafts = most_drafts
         self._pools = {KEYS: keys.pool, STATE: state.pool}
         # KV blocks from one boundary to the next.
@@ -144,6 +116,7 @@ class PrefixCache:
     def _forget_ends(self) -> None:
         self._ends.clear()
         self._pins.clear()
+        self.reuse.clear()
 
     def stats(self) -> PrefixStats:
         self._stats.evictions = self.keys.pool.evictions + self.state.pool.evictions
@@ -262,11 +235,19 @@ class PrefixCache:
         self._stats.hit_tokens += hit.tokens
         if hit.short is not None:
             self._stats.short[hit.short] += 1
-        request.pinned = 0
+        request.pinned, request.left = 0, []
+        key = self._key(request, hit.tokens)
+        if not request.restarts:
+            place, _ = self._deepest(request, request.most_hit // self.kv_block, self._remembered)
+            request.goes_on = place.full * self.kv_block + place.tail, place.key
+            for each in dict.fromkeys((place.key, key)):
+                self.reuse.go_on(each, self._now)
         if hit.state is None:
             return
+        self._value(request, hit.tokens, key)
+        if hit.partial is not None:
+            self.keys.pool.value(hit.partial, self.reuse.worth(key, self._now))
         self.keys.adopt(request.slot, 0, hit.keys)
-        key = self._key(request, hit.tokens)
         if key in self._pins:
             self._stats.message_hits += 1
             self._pins.hit(key, again=request.restarts > 0)
@@ -297,19 +278,10 @@ class PrefixCache:
 
     def wanted(self, request: Request) -> Wanted:
         """Where checkpoints of this request are worth a block."""
-        hit, retention = request.hit, self.retention
         apart = self._most_drafts if self.state.anywhere else 0
-        named: tuple[int, ...] = ()
-        if self.state.anywhere:
-            named = spread((at for at in request.checkpoints_at if at > hit.tokens), apart)
-        beside = {hit.known}
-        if retention != "all":
-            last = (request.length - 1) // self.block * self.block
-            if not any(last < at < request.length for at in named):
-                beside.add(last)
-        places = spread((at for at in beside if at > hit.tokens), apart, named)
-        every = self.block if retention == "all" else 0 if retention == "prompt" else retention
-        return Wanted(int(every), places, named, apart)
+        named = request.checkpoints_at if self.state.anywhere else ()
+        hit, length = request.hit, request.length
+        return where(self.retention, self.block, hit.tokens, hit.known, length, named, apart)
 
     def is_unfiled(self, request: Request, checkpoint: Checkpoint) -> bool:
         """Whether this checkpoint, in a block that the request owns, can be filed and is not."""
@@ -330,18 +302,24 @@ class PrefixCache:
         request.filed = max(request.filed, full)
         self._file(KEYS, keys)
         for checkpoint in checkpoints:
-            index, off = divmod(checkpoint.position, self.block)
             # What was accepted beyond the request's own end has no place in its text.
-            if off and checkpoint.position <= request.length:
-                self._file_checkpoint(request, checkpoint)
-            elif not off and index * each <= len(hashes):
-                self._file(STATE, [(hashes[index * each - 1], self.state.block(checkpoint))])
+            if checkpoint.position <= request.length:
+                kind = self._kind(request, checkpoint.position)
+                self._file_checkpoint(request, checkpoint, kind)
             if checkpoint.position in request.checkpoints_at:
                 self._stats.message_ends += 1
                 self._pin(request, checkpoint.position)
             self.state.filed(checkpoint)
 
-    def _file_checkpoint(self, request: Request, checkpoint: Checkpoint) -> bytes:
+    def _kind(self, request: Request, position: int) -> Kind:
+        """Of a checkpoint that a request leaves on its way."""
+        if position in request.checkpoints_at:
+            return Kind.NAMED
+        if position > len(request.prompt):
+            return Kind.ANSWER
+        return Kind.JUNCTION if position == request.hit.known else Kind.PROMPT
+
+    def _file_checkpoint(self, request: Request, checkpoint: Checkpoint, kind: Kind) -> bytes:
         """File a state, unless there is one, and if it lies at no boundary all keys and values in
         front of it; under which key."""
         slot, position = request.slot, checkpoint.position
@@ -351,10 +329,39 @@ class PrefixCache:
             keys = [*zip(request.hashes[:full], blocks, strict=True)]
             self._file(KEYS, [*keys, (key, self.keys.block(slot, full))] if tail else keys)
         self._file(STATE, [(key, self.state.block(checkpoint))])
+        before, older = request.goes_on
+        inherits = kind in (Kind.TURN, Kind.NAMED) and before < position
+        self.reuse.leave(key, kind, position, self._now, older if inherits else None)
+        self._value(request, position, key)
         return key
 
+    @property
+    def _now(self) -> float:
+        """How often the content of the pools has made room, turnovers of both."""
+        return sum(pool.evictions / pool.size for pool in self._pools.values())
+
+    def _remembered(self, group: str, key: bytes) -> bool:
+        """Whether a checkpoint was there once, as far back as its use is remembered."""
+        return group == KEYS or key in self.reuse
+
+    def _value(self, request: Request, position: int, key: bytes) -> None:
+        """Say what a checkpoint is worth that a request has found or left: what it saves more than
+        the named one in front of it, which goes later."""
+        request.left.append((position, key))
+        block = self.state.pool.find(key)
+        if block is not None:
+            named = max((at for at in request.checkpoints_at if at < position), default=0)
+            self.state.pool.value(block, self.reuse.worth(key, self._now, position - named))
+
+    def leaving(self, request: Request) -> None:
+        """A request is about to give its blocks back: say what its keys and values are worth."""
+        columns = slice(0, -(-request.length // self.kv_block))
+        blocks = [block for block in self.keys.blocks(request.slot, columns) if block >= 0]
+        worth = self.reuse.along(request.left, len(blocks), self.kv_block, self._now)
+        self.keys.pool.raise_worth(blocks, worth)
+
     def _pin(self, request: Request, position: int) -> None:
-        """A checkpoint that a request names can be found: let it make room last."""
+        """A checkpoint that a request names can be found: its conversation keeps it."""
         full, tail = divmod(position, self.kv_block)
         parent, key = self._parent(request, full), self._key(request, position)
         if position % self.block:
@@ -375,7 +382,7 @@ class PrefixCache:
 
     def file_turn_end(self, request: Request, end: Checkpoint) -> None:
         """Let the next turn find where a request has ended, before the request is retired."""
-        key, position = self._file_checkpoint(request, end), end.position
+        key, position = self._file_checkpoint(request, end, Kind.TURN), end.position
         if position % self.block:
             full, tail = divmod(position, self.kv_block)
             self._ends.add(self._parent(request, full), key, tail)
@@ -412,6 +419,7 @@ class PrefixCache:
         keys = request.hashes + [self._key(request, at) for at in ends]
         for key in keys:
             self._pins.forget(key)
+            self.reuse.forget(key)
             for pool in self._pools.values():
                 pool.forget(key)
         if self.host is not None:

@@ -86,6 +86,8 @@ class Request:
     hashes: keys of its full KV blocks in the prefix cache, as far as they were needed.
     checkpoints_at: tokens of its prompt behind which it leaves checkpoints, ascending.
     pinned: tokens of the last one of these that can be found; 0: none.
+    goes_on: tokens and key of the deepest checkpoint that it could begin from, had none made room.
+    left: tokens and keys of the checkpoints that it has found and left since it was admitted.
     turn_end: tokens behind which the next turn can go on; 0: its state was not kept at its end.
     cut: last tokens of the output that are not wholly in the text, because a stop string ended it
         in front of them; as far as they came with the last ones.
@@ -118,6 +120,8 @@ class Request:
     hashes: list[bytes] = field(default_factory=list)
     checkpoints_at: tuple[int, ...] = ()
     pinned: int = 0
+    goes_on: tuple[int, bytes] = (0, b"")
+    left: list[tuple[int, bytes]] = field(default_factory=list)
     turn_end: int = 0
     cut: int = 0
     logprobs: list[TokenLogprobs] = field(default_factory=list)

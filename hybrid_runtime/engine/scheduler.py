@@ -229,6 +229,8 @@ class Scheduler:
         # An abandoned step has released its slots.
         if self.manager.holds(request.slot):
             self.manager.release(request.slot)
+        if self.cache is not None:
+            self.cache.leaving(request)
         for table in (self.kv, self.state):
             table.free(request.slot)
         self.ledger.leave(request)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from hybrid_runtime.engine.config import RetentionPolicy
 from hybrid_runtime.state.boundaries import NEVER
 
 
@@ -52,3 +53,27 @@ def spread(positions: Iterable[int], apart: int, taken: Iterable[int] = ()) -> t
         if all(abs(at - other) > apart for other in (*kept, *others)):
             kept.append(at)
     return tuple(reversed(kept))
+
+
+def where(
+    retention: RetentionPolicy,
+    block: int,
+    hit: int,
+    known: int,
+    length: int,
+    named: Iterable[int],
+    apart: int,
+) -> Wanted:
+    """What a request of `length` tokens wants that goes on behind `hit` of them.
+
+    known: where known keys and values end: the text parts from others there. named, apart: as of
+    `Wanted`.
+    """
+    named, beside = spread((at for at in named if at > hit), apart), {known}
+    if retention != "all":
+        last = (length - 1) // block * block
+        if not any(last < at < length for at in named):
+            beside.add(last)
+    places = spread((at for at in beside if at > hit), apart, named)
+    every = block if retention == "all" else 0 if retention == "prompt" else retention
+    return Wanted(int(every), places, named, apart)

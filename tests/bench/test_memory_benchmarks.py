@@ -1,13 +1,16 @@
 """The benchmarks of prefix cache and capacity: they run on a CPU and count right."""
 
 import json
+from itertools import islice
 from pathlib import Path
 
 import capacity
+import eviction
 import prefix
 import pytest
 import shapes
 import torch
+import traces
 
 
 @pytest.mark.slow
@@ -86,3 +89,32 @@ def test_as_many_requests_run_at_once_as_fit(tmp_path: Path) -> None:
     for row in (columns, replay):
         assert row["most_running"] == row["requests"]
         assert row["served"]["output_tokens"] == 8 * 8
+
+
+def test_rules_of_what_makes_room_are_compared_on_one_trace(tmp_path: Path) -> None:
+    out = tmp_path / "a.json"
+    few = ["--arrivals", "90", "--gib", "4", "--traces", "skewed", "--out", str(out)]
+    assert eviction.main(few) == 0
+    rows = json.loads(out.read_text())["rows"]
+    assert [row["split"] for row in rows] == ["engine", *(f"{s:.0%}" for s in eviction.SHARES)]
+    for row in rows:
+        assert 0 < min(row["hit"].values()) <= max(row["hit"].values()) < row["possible"]
+        assert row["state_share"] <= 0.9
+    assert rows[0]["hit"]["worth"] != rows[0]["hit"]["lru"]
+
+
+def test_a_trace_is_the_same_each_time_and_says_what_was_said_before() -> None:
+    mix = traces.Mix(2, 2, 1.0, {"chat": 1, "agent": 1, "document": 1, "few-shot": 1}, (1, 1, 1))
+    first, again = ([*islice(traces.trace(mix, 3), 60)] for _ in range(2))
+    said, hits = list[tuple[int, ...]](), dict[str, int]()
+    for one, other in zip(first, again, strict=True):
+        assert (one.prompt == other.prompt).all()
+        assert (one.answer == other.answer).all()
+        assert list(one.ends) == sorted(one.ends)
+        assert 0 < one.ends[-1] < len(one.prompt)
+        prompt = tuple(one.prompt.tolist())
+        hits[one.kind] = hits.get(one.kind, 0) + any(prompt[: len(text)] == text for text in said)
+        said.append(prompt + tuple(one.answer.tolist()))
+    assert hits["chat"] > 0
+    assert hits["agent"] > 0
+    assert hits["document"] == hits["few-shot"] == 0

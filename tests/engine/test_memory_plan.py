@@ -7,6 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from torch import Tensor
 from hybrid_runtime.demo import SHIPPED
 from hybrid_runtime.device.free_memory import DeviceMemory, host_memory
 from hybrid_runtime.engine import Engine, EngineConfig, memory_plan
-from hybrid_runtime.engine.memory_plan import MemoryPlan, Planner
+from hybrid_runtime.engine.memory_plan import STATES_SHARE, MemoryPlan, Planner
 from hybrid_runtime.models.nemotron_h import MTPHead, NemotronH
 from hybrid_runtime.models.nemotron_h_config import NemotronHConfig
 
@@ -188,6 +189,25 @@ def test_small_kv_blocks_keep_as_many_tokens_and_their_states(
     assert small.num_blocks[0] * 32 == pytest.approx(large.num_blocks[0] * 1056, rel=0.01)
     assert small.num_blocks[1] == pytest.approx(large.num_blocks[1], rel=0.01)
     assert small.kv == pytest.approx(large.kv, rel=0.01)
+
+
+@pytest.mark.parametrize("retention", ["all", 10 * 1056])
+def test_states_take_what_pays_of_the_memory_of_cached_prefixes(
+    retention: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory_plan, "MOST_BLOCKS", 1 << 20)  # conftest.py has none on a GPU
+    memory = DeviceMemory(free=70 * GIB, total=80 * GIB)
+    least, most = (
+        planner(device, block_size=1056, retention=retention, max_requests=4).plan(memory)
+        for device in (CPU, CUDA)
+    )
+    states, keys = most.state - least.state, most.kv - least.kv
+    if retention == "all":
+        assert states / (states + keys) == pytest.approx(STATES_SHARE, abs=0.01)
+        return
+    kv_blocks, state_blocks = np.subtract(most.num_blocks, least.num_blocks)
+    assert kv_blocks * 32 == pytest.approx(state_blocks * retention, rel=0.01)
+    assert states / (states + keys) < STATES_SHARE
 
 
 def test_without_a_prefix_cache_blocks_that_nobody_could_use_are_not_taken() -> None:

@@ -17,7 +17,7 @@ from helpers.toy_recurrences import DELTA
 
 from hybrid_runtime.engine.arguments import check_positions, each_positions
 from hybrid_runtime.engine.block_pool import BlockPool
-from hybrid_runtime.engine.eviction import IdleBlocks
+from hybrid_runtime.engine.eviction import WORTHLESS, IdleBlocks
 from hybrid_runtime.engine.request import Request
 from hybrid_runtime.engine.wanted import Wanted, spread
 from hybrid_runtime.state.boundaries import NEVER
@@ -46,10 +46,6 @@ def serve(here: World, prompt: list[int], *ends: int, tenant: str = "", most: in
     return request
 
 
-def is_pinned(pool: BlockPool, key: bytes) -> bool:
-    return pool._block.get(key) in pool._pinned
-
-
 def evict(here: World, group: str, blocks: int) -> None:
     """Let so many blocks make room."""
     pool = here.pools[group]
@@ -75,7 +71,8 @@ def test_a_prompt_that_goes_on_behind_a_named_position_hits_it(
     options: dict[str, Any], steps_ahead: int
 ) -> None:
     """Any positions, several at once, whatever is answered; nothing but what is new runs."""
-    here, draw = world(**options, steps_ahead=steps_ahead), random.Random(steps_ahead)
+    here = world(**options, steps_ahead=steps_ahead, num_blocks=(1500, 300))
+    draw = random.Random(steps_ahead)
     k = here.engine.scheduler.num_draft
     for _ in range(12):
         prompt = draw.choices(range(200), k=draw.randint(2, 45))
@@ -125,16 +122,20 @@ def in_order(here: World, group: str) -> list[bytes]:
     return [pool._keys[block][0] for block in pool._idle]
 
 
-def test_a_pin_makes_room_last() -> None:
-    here = world(num_draft=0, steps_ahead=0)
-    request = serve(here, [1, 2, 3, 4, 5, 6], 5)
-    for token in range(20, 24):
+def test_a_pin_that_texts_go_on_from_outlives_what_is_used_once() -> None:
+    """As long as they do; when they have stopped, it goes as all else does."""
+    here = world(num_draft=0, steps_ahead=0, num_blocks=(600, 12))
+    head, cache = [1, 2, 3, 4, 5], here.engine.prefix_cache
+    key = cache._key(serve(here, [*head, 6], 5), 5)
+    for token in range(20, 90):
         serve(here, [token] * 9)
-    evict(here, "state", len(here.pools["state"]._idle) - 1)
-    assert serve(here, [*request.prompt[:5].tolist(), 9, 9]).hit.tokens == 5
-    evict(here, "state", len(here.pools["state"]._idle))
-    hit = serve(here, [*request.prompt[:5].tolist(), 8, 8]).hit
-    assert (hit.tokens, hit.short) == (0, "evicted_checkpoint")
+        if not token % 4:
+            assert serve(here, [*head, 9, token]).hit.tokens == 5
+    pool, others = here.pools["state"], 0
+    while pool.find(key) is not None:
+        serve(here, [others, 91, 92, 93, 94, 95, others, 96])
+        others += 1
+    assert 3 < others < 200
     here.finish()
 
 
@@ -148,11 +149,11 @@ def test_a_conversation_keeps_the_pin_of_its_last_message(answer_stays: bool) ->
     second = here.submit([*known.tolist(), 7, 8, 9], "", None, (len(known) + 2,), max_tokens=4)
     older, newer = cache._key(first, 5), cache._key(second, len(known) + 2)
     while pool.find(newer) is None:
-        assert is_pinned(pool, older)
+        assert older in cache._pins
         here.step()
-    assert is_pinned(pool, older)
+    assert older in cache._pins
     here.drain()
-    assert [is_pinned(pool, key) for key in (older, newer)] == [False, True]
+    assert [key in cache._pins for key in (older, newer)] == [False, True]
     assert older in in_order(here, "state")[:2]
     assert in_order(here, "state")[-1] == newer
     here.finish()
@@ -160,29 +161,29 @@ def test_a_conversation_keeps_the_pin_of_its_last_message(answer_stays: bool) ->
 
 def test_what_is_named_again_stays() -> None:
     here = world(num_draft=0, steps_ahead=0)
-    cache, pool = here.engine.prefix_cache, here.pools["state"]
+    cache = here.engine.prefix_cache
     first = serve(here, [1, 2, 3, 4, 5, 6], 3, 6, most=2)
     second = serve(here, [*first.tokens.tolist(), 7, 8], 3, 9, most=2)
-    pinned = [is_pinned(pool, cache._key(second, at)) for at in (3, 6, 9)]
+    pinned = [cache._key(second, at) in cache._pins for at in (3, 6, 9)]
     assert pinned == [True, False, True]
     here.finish()
 
 
 def test_a_beginning_that_several_share_is_not_superseded() -> None:
     here = world(num_draft=0, steps_ahead=0)
-    cache, pool = here.engine.prefix_cache, here.pools["state"]
+    cache = here.engine.prefix_cache
     head = [1, 2, 3, 4, 5]
     serve(here, [*head, 6], 5)
     one = serve(here, [*head, 7, 7], 7, most=2)
     key = cache._key(one, 5)
     assert one.hit.tokens == 5
-    assert not is_pinned(pool, key)  # for all that is known, it is one conversation
+    assert key not in cache._pins  # for all that is known, it is one conversation
     serve(here, [*head, 6], 5)
     other = here.submit([*head, 8, 8], max_tokens=1)
     here.drain()
     assert other.hit.tokens == 5
     serve(here, [*head, 9, 9], 7)
-    assert is_pinned(pool, key)
+    assert key in cache._pins
     here.finish()
 
 
@@ -190,7 +191,7 @@ def test_a_beginning_that_several_share_is_not_superseded() -> None:
 def test_a_pin_is_not_superseded_while(how: str) -> None:
     """Somebody owns it, or the newer one cannot be found."""
     here = world(num_draft=0, steps_ahead=0, max_requests=2, max_prompt_tokens=3)
-    cache, pool = here.engine.prefix_cache, here.pools["state"]
+    cache = here.engine.prefix_cache
     first = serve(here, [1, 2, 3, 4, 5, 6], 5, most=2)
     key = cache._key(first, 5)
     prompt = [*first.tokens.tolist(), 7, 8, 9]
@@ -201,16 +202,16 @@ def test_a_pin_is_not_superseded_while(how: str) -> None:
         cache._pins._hits[key] = 0  # or it would be a beginning that several share
         text = [(cache._parent(first, 1), first.span(4, 6))]
         cache._pins.supersede(text, (), None)
-        assert is_pinned(pool, key)
+        assert key in cache._pins
         here.drain()
         cache._pins.supersede(text, (), None)
-        assert not is_pinned(pool, key)
+        assert key not in cache._pins
     else:
         going = here.submit([*prompt, *[3] * 30], "", None, (len(prompt) + 30,), max_tokens=1)
         here.step()
         here.engine.abort(going)
         here._close()
-        assert is_pinned(pool, key)
+        assert key in cache._pins
     here.finish()
 
 
@@ -232,7 +233,7 @@ def test_a_message_end_comes_back_from_the_host_with_both_or_not_at_all(
         host.tier.free(missing, [host._blocks[missing].pop(key)])
     again = serve(here, [*first.prompt[:6].tolist(), 9, 9])
     assert again.hit.tokens == (6 if missing is None else 0)
-    assert is_pinned(here.pools["state"], key) == (missing is None)
+    assert here.engine.prefix_cache._pins._hits[key] == (missing is None)
     here.finish()
 
 
@@ -303,24 +304,25 @@ def test_what_is_no_list_of_positions_is_refused(wrong: object) -> None:
     assert each_positions(None, 2) == [(), ()]
 
 
-def test_idle_blocks_go_in_the_order_of_their_use() -> None:
+def test_idle_blocks_go_in_the_order_of_worth_and_use() -> None:
     """Against a plain list, as long as it takes to make the heap anew."""
     draw, idle = random.Random(1), IdleBlocks(6)
-    order: list[tuple[bool, int, int]] = []
+    order: list[tuple[float, int, int]] = []
     for time in range(2000):
-        block, act = draw.randrange(6), draw.choice(["add", "add", "pin", "demote", "drop", "pop"])
+        block, act = draw.randrange(6), draw.choice(["add", "add", "demote", "drop", "pop"])
         if act == "pop":
             if order:
                 assert idle.pop() == min(order)[2]
                 order.remove(min(order))
             continue
         order = [one for one in order if one[2] != block]
-        if act in ("add", "pin"):
-            idle.add(block, act == "pin")
-            order.append((act == "pin", time, block))
+        if act == "add":
+            worth = draw.choice([-1.5, 0.0, 2.0])
+            idle.add(block, worth)
+            order.append((worth, time, block))
         elif act == "demote":
             idle.demote(block)
-            order.append((False, -time, block))
+            order.append((WORTHLESS, -time, block))
         else:
             idle.discard(block)
         assert [one[2] for one in sorted(order)] == list(idle)
@@ -333,10 +335,9 @@ def test_a_block_that_another_key_finds_does_not_go_first() -> None:
     older, newer = pool.take(2)
     for key, block in ((b"old", older), (b"end", newer), (b"full", newer)):
         assert pool.file(key, block)
-    pool.pin(b"end")
+        pool.value(block, 1.0)
     pool.put([older, newer])
     pool.demote(b"end")
-    assert not is_pinned(pool, b"full")
     assert list(pool._idle) == [older, newer]
     assert pool.take(2) == [older, newer]
     assert [pool.evicted(key) for key in (b"old", b"end", b"full")] == [True] * 3

@@ -178,8 +178,7 @@ def test_a_copy_that_fails_costs_no_hit() -> None:
     assert cache.find(again).tokens == 2 * BLOCK
     early = pool.find(again.hashes[0])
     assert early is not None
-    pool.share([early])
-    pool.put([early])  # the last one that makes room
+    pool.value(early, 1e9)  # the last one that makes room
     pool.take(pool.free - 1)
     hit = cache.find(again)
     assert hit.tokens == BLOCK

@@ -316,6 +316,8 @@ def test_an_end_comes_back_from_the_host_with_both_or_not_at_all(missing: str | 
     first = one_turn(here, [1, 2, 0, 1, 1, 2])
     for token in range(20, 28):
         one_turn(here, [token] * 7)
+    for group in ("state", "kv"):
+        evict(here, group, here.pools[group].cached)
     host, cache = here.host, here.engine.prefix_cache
     assert host is not None
     key = cache._key(first, first.turn_end)

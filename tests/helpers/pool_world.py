@@ -26,6 +26,7 @@ from tokenizers.models import WordLevel
 
 from hybrid_runtime.engine import Engine, EngineConfig, SamplingParams
 from hybrid_runtime.engine.block_pool import REMEMBERED, BlockPool, BlockTable
+from hybrid_runtime.engine.eviction import WORTHLESS
 from hybrid_runtime.engine.offload.cache import HostCache
 from hybrid_runtime.engine.offload.memcpy import CopyPath
 from hybrid_runtime.engine.request import Hit, Request
@@ -275,7 +276,7 @@ class World:
         assert pool._owners == [owned[block] for block in range(pool.size)]
         idle = [b for b in range(pool.size) if not owned[b] and pool._keys[b]]
         assert sorted(pool._idle) == idle
-        assert all(pool._keys[block] for block in pool._pinned)
+        assert all(w == WORTHLESS or pool._keys[b] or owned[b] for b, w in enumerate(pool._worth))
         assert sorted([*pool._free, *idle, *owned]) == list(range(pool.size))
         keyed = {key: block for block, keys in enumerate(pool._keys) for key in keys}
         assert keyed == pool._block

@@ -93,7 +93,7 @@ def test_the_reference_is_transformers_own(case: Case) -> None:
         [torch.arange(n) + c for n, c in zip(case.lengths, case.computed, strict=True)]
     )
     frequencies = 1.0 / rotary.theta ** (torch.arange(0, case.size, 2).float() / case.size)
-    angle = torch.cat([position[:, None].float() * frequencies] * 2, -1)[None]
+    angle = torch.cat([position[:, None].float() * frequencies] * 2, -1)[None].to(q.device)
     normed = [q, k]
     for i, weight in enumerate(() if norm is None else (norm.q, norm.k)):
         theirs = Qwen3NextRMSNorm(case.dim)

@@ -145,7 +145,8 @@ def test_softmax_topk(case: Routing) -> None:
     want, chosen = softmax_topk_reference(*given)
     assert topk_weights.dtype == want.dtype
     assert torch.equal(topk_ids, chosen)
-    torch.testing.assert_close(topk_weights, want, rtol=3e-6, atol=1e-30)
+    # A GPU's exp loses digits where its argument is large, and the weight nothing.
+    torch.testing.assert_close(topk_weights, want, rtol=3e-6, atol=1e-9)
 
 
 @kernels
