@@ -38,6 +38,7 @@ CODE: dict[str, tuple[str, ...]] = {
     "fp8-products": ("kernels/linear",),
     "fp8-steps": DECODE,
     "fp8-texts": (*FP8, "hybrid_runtime/checkpoints/python-small/model.safetensors"),
+    "gdn": ("kernels/gdn", "kernels/replay"),
     "guidellm": ("hybrid_runtime/server", "hybrid_runtime/engine"),
     "host": ("hybrid_runtime/state", "kernels/step"),
     "itl-strategies": DECODE,

@@ -121,12 +121,40 @@ def window() -> str:
     return f"{markdown(header, lines)}\n\n{note} {versions(result)}, commits {made}."
 
 
+def gdn() -> str:
+    """GPU time of one layer's update of Gated DeltaNet beside vLLM's, and errors."""
+    result = load("h100", "gdn")
+    lines = [
+        [
+            *(str(row[name]) for name in ("heads", "drafts", "rows")),
+            us(row["vllm"]),
+            *(
+                cell
+                for form in ("every step", "window")
+                for cell in (
+                    us(row[form]),
+                    f"{row[f'{form} ÷ vllm']:.2f}",
+                    us(row[f"{form} floor"]),
+                )
+            ),
+            f"{row['window state error']:.1e}",
+        ]
+        for row in result["gpu"]
+    ]
+    header = [
+        "heads", "drafts", "rows", "vLLM 0.25.1", "a write a step", "÷ vLLM", "floor",
+        "with the ring", "÷ vLLM", "floor", "error of states",
+    ]  # fmt: skip
+    return markdown(header, lines) + "\n\n" + environment(result)
+
+
 def _both(row: dict[str, float], name: str) -> str:
     return " : ".join(f"{row[f'{side} {name}']:.1e}" for side in ("ours", "flashinfer"))
 
 
 TABLES = {
     "candidates": candidates,
+    "gdn": gdn,
     "postcopy": postcopy,
     "host": host,
     "numerics": numerics,
