@@ -1,21 +1,28 @@
-"""The model shapes that are measured, with random weights made on the device."""
+"""The model shapes that are measured, with random weights made on the device.
+
+Nemotron's are here; Qwen's are those of `hybrid-runtime bench`, and as vLLM runs them, `qwen.py`.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import asdict, dataclass, field
+from typing import Any, NamedTuple
 
+import qwen
 import torch
 from torch import nn
 from weights import fill
 
+from hybrid_runtime.bench import shapes as qwens
 from hybrid_runtime.engine.threads import use_threads
 from hybrid_runtime.kernels.linear.quantize import E4M3, quantize_lines_reference
 from hybrid_runtime.models.formats import FP8_PER_TENSOR, ROUNDED_TO, SCALE
 from hybrid_runtime.models.linear import join, place
+from hybrid_runtime.models.model import HybridModel
 from hybrid_runtime.models.nemotron_h import MTPHead, NemotronH
 from hybrid_runtime.models.nemotron_h_config import NemotronHConfig
 from hybrid_runtime.models.quantization import Quantization
+from hybrid_runtime.models.qwen3_5_config import Qwen35Config
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +41,11 @@ class Shape:
 
 
 QUANTIZATIONS = (*ROUNDED_TO, "modelopt")
+TINY = {
+    "batches": [1, 2], "isl": [24], "osl": [16], "repeats": 2,
+    "block_size": 16, "max_model_len": 128, "max_tokens_per_step": 64,
+}  # fmt: skip
+"""Options of `itl.py` for shapes of no checkpoint that a CPU runs in seconds."""
 SHAPES = {
     "8b": Shape(
         "Nemotron-H-8B",
@@ -100,12 +112,93 @@ SHAPES = {
             "n_routed_experts": 4, "num_experts_per_tok": 2,
         },
         mtp_pattern="*E",
-        defaults={
-            "batches": [1, 2], "isl": [24], "osl": [16], "repeats": 2,
-            "block_size": 16, "max_model_len": 128, "max_tokens_per_step": 64,
-        },
+        defaults=TINY,
     ),
 }  # fmt: skip
+NAMES = (*SHAPES, *qwens.SHAPES)
+"""Of all shapes, as `measured` takes them."""
+
+
+class Measured(NamedTuple):
+    """A shape of either family, as benchmarks of whole engines take it.
+
+    name: of `NAMES`. title: as tables call it. sizes: what runs. depth: layers of the whole model.
+    defaults: options of `itl.py` that differ from its own.
+    """
+
+    name: str
+    title: str
+    sizes: NemotronHConfig | Qwen35Config
+    depth: int
+    defaults: dict[str, Any]
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """The sizes as JSON. Of either family `hidden_size`, and `pattern` and `mtp_pattern` with a
+        letter per layer: G is Gated DeltaNet."""
+        found = asdict(self.sizes)
+        if isinstance(self.sizes, NemotronHConfig):
+            del found["time_step_limit"]  # holds an infinity, which JSON has not
+            return found
+        layers = zip(self.sizes.attends, self.sizes.sparse, strict=True)
+        pattern = "".join("G*"[attends] + "-E"[sparse] for attends, sparse in layers)
+        head = "*E" if any(self.sizes.sparse) else "*-"
+        return found | {"pattern": pattern, "mtp_pattern": head}
+
+    @property
+    def in_vllm(self) -> dict[str, Any]:
+        """The sizes as `vllm/nemotron.py` takes them."""
+        if isinstance(self.sizes, NemotronHConfig):
+            return self.fields
+        return qwen.config(self.name, self.sizes.num_hidden_layers)
+
+    def plain_modules(self, quantization: str | None) -> list[str] | None:
+        """See `plain_modules`; None where nothing is in 8 bits.
+
+        Raises:
+            ValueError: a quantization that the family is not measured in.
+        """
+        if quantization is None:
+            return None
+        if isinstance(self.sizes, NemotronHConfig):
+            return plain_modules(self.sizes)
+        raise ValueError(
+            f"quantization is {quantization!r}; it must be left out beside vLLM with {self.name}"
+        )
+
+    def build(
+        self, device: torch.device | str, dtype: torch.dtype, quantization: str | None = None
+    ) -> tuple[HybridModel, nn.Module]:
+        """Model and MTP head with random weights.
+
+        quantization: see the function `build`.
+
+        Raises:
+            ValueError: a quantization that the family is not measured in.
+        """
+        if isinstance(self.sizes, NemotronHConfig):
+            return build(self.sizes, device, dtype, quantization=quantization)
+        if quantization not in (None, *ROUNDED_TO):
+            known = ", ".join(ROUNDED_TO)
+            raise ValueError(
+                f"quantization is {quantization!r}; with {self.name} it must be of {known}"
+            )
+        layers = self.sizes.num_hidden_layers
+        model, head = qwens.build(self.name, device, dtype, quantization, layers)
+        use_threads(None, model)
+        return model, head
+
+
+def measured(name: str, layers: int | None = None) -> Measured:
+    """A shape of `NAMES`, its first `layers` layers only where that is given."""
+    if name in SHAPES:
+        shape = SHAPES[name]
+        sizes = config(shape, layers)
+        return Measured(name, shape.name, sizes, len(shape.pattern), shape.defaults)
+    depth = qwens.config(name).num_hidden_layers
+    title = name.replace("qwen", "Qwen").replace("b", "B").replace("-a", "-A")
+    defaults = TINY if "tiny" in name else {}
+    return Measured(name, title, qwens.config(name, layers), depth, defaults)
 
 
 def config(shape: Shape, layers: int | None = None) -> Any:

@@ -31,7 +31,7 @@ import numpy as np
 import torch
 import workload
 from record import arguments, environment, numbers, save, show
-from shapes import QUANTIZATIONS, SHAPES, build, config
+from shapes import NAMES, QUANTIZATIONS, measured
 
 from hybrid_runtime.engine import Engine, EngineConfig, Request, SamplingParams
 from hybrid_runtime.specdecode.draft_length import DraftLength
@@ -122,8 +122,7 @@ def decoding(args: argparse.Namespace) -> Decoding:
     """An engine whose graphs are captured."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    sizes = config(SHAPES[args.shape], args.layers)
-    model, head = build(sizes, device, dtype, quantization=args.quantization)
+    model, head = measured(args.shape, args.layers).build(device, dtype, args.quantization)
     turns = len(args.rows) * (args.repeats + 1) * (len(args.numbers) + 1) + 4 * len(args.rows)
     length = args.isl + (args.steps + 3) * (MOST + 1) * turns
     options = EngineConfig(
@@ -191,7 +190,7 @@ def curves(text: str) -> list[str]:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = arguments(__doc__)
     add = parser.add_argument
-    add("--shape", choices=SHAPES, default="8b")
+    add("--shape", choices=NAMES, default="8b")
     add("--layers", type=int, help="the first so many only")
     add("--quantization", choices=QUANTIZATIONS, help="of the weights; none")
     add("--rows", type=numbers, default=[1, 8, 16, 32, 64, 128], help="requests that decode")
@@ -204,7 +203,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--ssm-dtype", default="float32")
     add("--seed", type=int, default=0)
     args = parser.parse_args(argv)
-    about = {"shape": args.shape, "name": SHAPES[args.shape].name, "environment": environment()}
+    about = {"shape": args.shape, "name": measured(args.shape).title, "environment": environment()}
     about["options"] = {k: v for k, v in vars(args).items() if k != "out"}
     runs, done = decoding(args), list[Row]()
     for curve in args.curves:

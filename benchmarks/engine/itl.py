@@ -1,15 +1,17 @@
-"""Lockstep decode on Nemotron shapes with random weights: all requests decode, none comes or goes.
+"""Lockstep decode of a shape with random weights: all requests decode, none comes or goes.
 
     python benchmarks/engine/itl.py --shape 8b --batches 1,16,64 --acceptance 3
     python benchmarks/engine/itl.py --shape 8b --layouts columns --strategies all --acceptance 3
     python benchmarks/engine/itl.py --shape 8b --batches 1,16,64 --acceptance 3 --repeats 3 \
         --before "../older/.venv/bin/python ../older/benchmarks/engine/itl.py"
+    python benchmarks/engine/itl.py --shape qwen3.5-9b --batches 1,16,64 --acceptance 3
     python benchmarks/engine/itl.py merge A.json B.json --peer vllm.jsonl
 
 Prints a table and writes JSON; `hybrid-runtime bench DIR` measures a checkpoint in the same way.
 `--before` has an older checkout take turns (ABBA): both sides run twice, in processes of their own,
 and rows get the older one's step and the ratio to it as those of a peer. `merge` makes one result
-of several runs, with vLLM's beside (lines of `vllm/lockstep.py`, see `peer.py`).
+of several runs, with vLLM's beside (lines of `vllm/lockstep.py`, see `peer.py`). What of Qwen's
+shapes vLLM runs is a little different: `common/qwen.py`.
 """
 
 from __future__ import annotations
@@ -21,7 +23,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "common"))
 import peer
 import torch
 from record import arguments, environment, save
-from shapes import QUANTIZATIONS, SHAPES, build, config
+from shapes import NAMES, QUANTIZATIONS, measured
 
 from hybrid_runtime.bench import options
 from hybrid_runtime.bench.measure import measure_all
@@ -45,23 +46,21 @@ def run(argv: Sequence[str]) -> None:
     if args.before:
         beside(args, argv)
         return
-    shape = SHAPES[args.shape]
-    sizes = config(shape, args.layers)
+    shape = measured(args.shape, args.layers)
     on_gpu = torch.cuda.is_available()
     dtype = args.dtype or ("bfloat16" if on_gpu else "float32")
     wanted = options.loads(args)
     device = "cuda" if on_gpu else "cpu"
-    model, head = build(sizes, device, getattr(torch, dtype), quantization=args.quantization)
+    model, head = shape.build(device, getattr(torch, dtype), args.quantization)
     env = environment()
     result: Row = {
         "environment": env,
         "shape": args.shape,
-        "name": shape.name,
-        "layers": [sizes.num_hidden_layers, len(shape.pattern)],
+        "name": shape.title,
+        "layers": [shape.sizes.num_hidden_layers, shape.depth],
         "dtype": dtype,
         "quantization": args.quantization,
-        # JSON has no infinity, which that limit holds.
-        "config": {k: v for k, v in asdict(sizes).items() if k != "time_step_limit"},
+        "config": shape.fields,
         "runs": [env | {"arguments": list(argv)}],
     }
 
@@ -101,7 +100,7 @@ def merge(argv: Sequence[str]) -> None:
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = arguments(__doc__)
-    parser.add_argument("--shape", choices=SHAPES, default="8b")
+    parser.add_argument("--shape", choices=NAMES, default="8b")
     parser.add_argument("--layers", type=int, help="the first so many only")
     parser.add_argument("--dtype", help="of weights; bfloat16, float32 on a CPU")
     parser.add_argument("--quantization", choices=QUANTIZATIONS, help="of the weights; none")
@@ -110,7 +109,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     )
     options.add_options(parser)
     chosen = parser.parse_known_args(argv)[0].shape
-    parser.set_defaults(**SHAPES[chosen].defaults)
+    parser.set_defaults(**measured(chosen).defaults)
     return parser.parse_args(argv)
 
 

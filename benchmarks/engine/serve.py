@@ -2,6 +2,7 @@
 and vLLM beside it on the same GPU with the same requests, taking turns.
 
     python benchmarks/engine/serve.py --shape 8b --places 8,32,64 --vllm python
+    python benchmarks/engine/serve.py --shape qwen3.5-9b --places 8,32,64 --vllm python
     python benchmarks/engine/serve.py --shape 8b --places 64 --rates 80% --lengths chat
     python benchmarks/engine/serve.py --turns '{"ours": [2560, {"steps_ahead": 0}]}' ...
     python benchmarks/engine/serve.py --shape tiny --lengths tiny --places 1,2
@@ -13,7 +14,8 @@ settings, of which a number is the most tokens that it runs a step; `--arriving`
 arrivals, which are served with the first one otherwise. Before anything is timed, each serves a
 list once. Figures are medians over the repeats; order of the engines: ABBA. The JSON is written
 after every repeat, so that nothing is lost where time runs out. `--before` has an older checkout of
-this engine beside it instead of vLLM.
+this engine beside it instead of vLLM. What of Qwen's shapes vLLM runs is a little different:
+`common/qwen.py`.
 """
 
 from __future__ import annotations
@@ -25,7 +27,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ import serve_rows
 import workload
 from record import arguments, environment, numbers, save, show
 from serving import Child
-from shapes import SHAPES, config, plain_modules
+from shapes import NAMES, measured
 
 Row = dict[str, Any]
 HERE = Path(__file__).parent
@@ -79,16 +80,14 @@ def measure(
 
 def _settings(args: argparse.Namespace) -> Row:
     """What the engines' processes are told."""
-    shape = config(SHAPES[args.shape], args.layers)
-    sizes = asdict(shape)
-    del sizes["time_step_limit"]  # holds an infinity, which JSON has not
+    shape = measured(args.shape, args.layers)
     extra = json.loads(args.vllm_options)
     return {
         "shape": args.shape,
         "layers": args.layers,
-        "model": sizes,
+        "model": shape.in_vllm,
         "quantization": args.quantization,
-        "plain_modules": plain_modules(shape) if args.quantization else None,
+        "plain_modules": shape.plain_modules(args.quantization),
         "dtype": args.dtype,
         "ssm_dtype": args.ssm_dtype,
         "drafts": args.drafts,
@@ -179,7 +178,7 @@ def run(argv: Sequence[str]) -> Path:
     if args.before:
         commands["before"] = shlex.split(args.before)
     chosen = {k: v for k, v in vars(args).items() if k != "out"}
-    about = {"environment": environment(), "name": SHAPES[args.shape].name, "options": chosen}
+    about = {"environment": environment(), "name": measured(args.shape).title, "options": chosen}
 
     def keep(measured: Row) -> Path:
         return save(f"serve-{args.shape}", about | measured, args.out)
@@ -196,9 +195,9 @@ def run(argv: Sequence[str]) -> Path:
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = arguments(__doc__)
     add = parser.add_argument
-    add("--shape", choices=SHAPES, default="8b")
+    add("--shape", choices=NAMES, default="8b")
     add("--layers", type=int, help="the first so many only")
-    add("--dtype", help="of weights; default bfloat16, float32 for the tiny shape")
+    add("--dtype", help="of weights; default bfloat16, float32 for tiny shapes")
     add("--quantization", choices=["modelopt"], help="of the weights, as in FP8 checkpoints")
     add("--ssm-dtype", default="float32")
     add("--lengths", choices=workload.LENGTHS, default="uniform")
@@ -222,7 +221,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--vllm-options", default="{}", help="JSON, keywords of vllm.LLM")
     add("--seed", type=int, default=0)
     args = parser.parse_args(argv)
-    args.dtype = args.dtype or ("float32" if args.shape == "tiny" else "bfloat16")
+    args.dtype = args.dtype or ("float32" if "tiny" in args.shape else "bfloat16")
     least = {"repeats": 1, "per_place": 1, "drafts": 0, "prefixes": 0, "prefix_tokens": 0}
     for name, low in least.items():
         if getattr(args, name) < low:

@@ -20,17 +20,17 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "common"))
 import torch
 from record import environment
 from serving import answer
-from shapes import SHAPES, build, config
+from shapes import measured
 from workload import Ask
 
 from hybrid_runtime.engine import Engine, EngineConfig, Request, SamplingParams
 from hybrid_runtime.engine.memory_plan import Planner
-from hybrid_runtime.models.nemotron_h import MTPHead, NemotronH
+from hybrid_runtime.models.model import HybridModel
 
 Row = dict[str, Any]
 
 
-def _beside_others(model: NemotronH, head: MTPHead | None, options: Row) -> EngineConfig:
+def _beside_others(model: HybridModel, head: Any, options: Row) -> EngineConfig:
     """A config whose engine takes the blocks that its requests can use, and leaves the rest of the
     GPU to the other engine."""
     chosen = EngineConfig(**options)
@@ -46,9 +46,9 @@ class Ours:
 
     def __init__(self, settings: Row) -> None:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        shape = config(SHAPES[settings["shape"]], settings["layers"])
+        shape = measured(settings["shape"], settings["layers"])
         dtype = getattr(torch, settings["dtype"])
-        model, head = build(shape, device, dtype, quantization=settings["quantization"])
+        model, head = shape.build(device, dtype, settings["quantization"])
         drafts, rates = settings["drafts"], settings["rates"]
         used = head if drafts else None
         options: Row = {

@@ -12,7 +12,7 @@ from markdown import markdown
 from source import RESULTS, load, where
 from vllm_tables import alike
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "vllm"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "common"))
 
 import qwen
 
@@ -89,7 +89,7 @@ def qwen_steps() -> str:
 def qwen_memory() -> str:
     """What a request of Qwen's models holds, from their shapes."""
     drafts, lines = 3, []
-    for name in qwen.SHAPES:
+    for name in ("qwen3.5-9b", "qwen3.5-27b", "qwen3.5-35b-a3b"):
         shape = qwen.config(name)
         recurrence = gdn(
             shape["linear_num_value_heads"],

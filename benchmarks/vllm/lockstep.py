@@ -18,17 +18,15 @@ import statistics as stats
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "common"))
 
 import nemotron
-import qwen
 import workload
 from record import arguments, numbers
-from shapes import SHAPES, config, plain_modules
+from shapes import NAMES, SHAPES, measured
 
 
 class Engine(Protocol):
@@ -52,7 +50,7 @@ class Run(NamedTuple):
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = arguments(__doc__, "one more line for each run; default: none")
     add = parser.add_argument
-    add("--shape", choices=[*SHAPES, *qwen.SHAPES], default="8b")
+    add("--shape", choices=NAMES, default="8b")
     add("--layers", type=int, help="the first so many; default: as the shape says")
     add("--batch", type=numbers, default=[1, 8, 16, 32, 64], help="requests at a time")
     add("--isl", type=int, default=1024, help="tokens of a prompt")
@@ -70,18 +68,9 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--gpu-mem-util", type=float, default=0.85)
     add("--repeats", type=int, default=3)
     args = parser.parse_args(argv)
-    if args.quantization and args.shape in qwen.SHAPES:
+    if args.quantization and args.shape not in SHAPES:
         parser.error(f"--quantization is not for {args.shape}")
     return args
-
-
-def sizes(shape: str, layers: int | None = None) -> dict[str, Any]:
-    """A shape as `nemotron.Vllm` takes it, its first `layers` layers only if that is given."""
-    if shape in qwen.SHAPES:
-        return qwen.config(shape, layers)
-    found = asdict(config(SHAPES[shape], layers))
-    del found["time_step_limit"]  # holds an infinity, which JSON has not
-    return found
 
 
 def settings(args: argparse.Namespace) -> dict[str, Any]:
@@ -96,12 +85,10 @@ def settings(args: argparse.Namespace) -> dict[str, Any]:
         vllm["kv_cache_memory_bytes"] = int(args.kv_gib * 2**30)
     if args.mode == "none":
         vllm |= {"enable_prefix_caching": False, "mamba_cache_mode": "none"}
-    plain = None
-    if args.quantization:
-        plain = plain_modules(config(SHAPES[args.shape], args.layers))
+    shape = measured(args.shape, args.layers)
     return {
-        "model": sizes(args.shape, args.layers),
-        "plain_modules": plain,
+        "model": shape.in_vllm,
+        "plain_modules": shape.plain_modules(args.quantization),
         "dtype": args.dtype,
         "ssm_dtype": args.ssm_dtype,
         "drafts": args.num_spec,
@@ -129,7 +116,7 @@ def build(args: argparse.Namespace) -> tuple[nemotron.Vllm, dict[str, Any]]:
 def prompts(args: argparse.Namespace, count: int, seed: int, block: int = 0) -> list[list[int]]:
     """Random prompts of `--isl` tokens; with a `block`, their lengths are spread over one, so that
     rows cross boundaries at different steps."""
-    rng, vocabulary = random.Random(seed), sizes(args.shape)["vocab_size"]
+    rng, vocabulary = random.Random(seed), measured(args.shape).sizes.vocab_size
     made = [
         rng.choices(range(10, vocabulary - 10), k=args.isl + i * block // count)
         for i in range(count)
@@ -190,7 +177,7 @@ def figures(run: Run) -> dict[str, Any]:
 
 def described(args: argparse.Namespace, about: dict[str, Any]) -> dict[str, Any]:
     """The options of a line, by the names that `engine/peer.py` reads."""
-    model = settings(args)["model"]
+    sizes = measured(args.shape, args.layers).fields
     real = args.acceptance == "real" or not args.num_spec
     rates = workload.acceptance(args.acceptance, args.num_spec)
     return about | {
@@ -201,9 +188,9 @@ def described(args: argparse.Namespace, about: dict[str, Any]) -> dict[str, Any]
         "mode": args.mode,
         "gpu": about["device"],
         "max_model_len": args.max_model_len,
-        "pattern": model.get("pattern", args.shape),
-        "mtp_pattern": model.get("mtp_pattern", "*"),
-        "hidden": model["hidden_size"],
+        "pattern": sizes["pattern"],
+        "mtp_pattern": sizes["mtp_pattern"],
+        "hidden": sizes["hidden_size"],
     }
 
 

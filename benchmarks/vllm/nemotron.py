@@ -1,5 +1,5 @@
-"""A Nemotron, or a shape of `qwen.py`, with random weights in vLLM, for `engine/serve.py`, which
-starts it:
+"""A Nemotron, or a shape of `common/qwen.py`, with random weights in vLLM, for `engine/serve.py`,
+which starts it:
 
     python benchmarks/engine/serve.py --vllm python
     python benchmarks/vllm/nemotron.py SETTINGS.json
@@ -56,7 +56,7 @@ def checkpoint(
 ) -> str:
     """A folder with config.json of that shape, as in a checkpoint. plain: modules that are not in
     FP8; None: all are plain."""
-    if "model_type" in model:  # of qwen.py
+    if "model_type" in model:  # of common/qwen.py
         return folder_of(model | {"dtype": dtype, "max_position_embeddings": max(longest, 8192)})
     known = {name: value for name, value in model.items() if value is not None}
     config = {RENAMED.get(name, name): value for name, value in known.items()}

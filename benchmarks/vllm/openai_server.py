@@ -26,14 +26,12 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "common"))
 
-import lockstep
 import nemotron
-import qwen
 import workload
 from record import arguments, numbers, save
 from replay_steps import SIDES
 from server_process import Server, Watch
-from shapes import SHAPES
+from shapes import NAMES, measured
 
 Row = dict[str, Any]
 PROMPT, OUTPUT = workload.LENGTHS["uniform"]
@@ -63,7 +61,7 @@ def write_tokenizer(folder: Path, vocabulary: int) -> None:
 
 def options(args: argparse.Namespace) -> Row:
     """Of both servers: keywords of `vllm.LLM`, the model's folder among them."""
-    sizes = lockstep.sizes(args.shape)
+    sizes = measured(args.shape).in_vllm
     chosen = nemotron.options(
         {
             "model": sizes,
@@ -183,7 +181,7 @@ def measure(args: argparse.Namespace) -> Row:
 
 def main() -> None:
     parser = arguments(__doc__, "default: none")
-    parser.add_argument("--shape", choices=[*SHAPES, *qwen.SHAPES], default="8b")
+    parser.add_argument("--shape", choices=NAMES, default="8b")
     parser.add_argument("--places", type=numbers, default=[8, 32, 64, 128], help="under way")
     parser.add_argument("--per-place", type=int, default=4, help="requests of a run, per place")
     parser.add_argument("--repeats", type=int, default=4)

@@ -9,12 +9,15 @@ from typing import Any
 import itl
 import pytest
 import torch
+import weights
+from torch import nn
 
 from hybrid_runtime import demo
 from hybrid_runtime.bench.drive import drive, summarize
 from hybrid_runtime.bench.load import Load
 from hybrid_runtime.cli import main
 from hybrid_runtime.engine import Engine
+from hybrid_runtime.models.norm import RMSNorm
 
 TINY = ["--shape", "tiny", "--batches", "2", "--repeats", "1"]
 
@@ -43,7 +46,7 @@ def test_stochastic_rounding_is_chosen_by_the_name_of_the_dtype() -> None:
 
 
 def test_steady_steps_are_those_of_the_whole_batch() -> None:
-    model, head = itl.build(itl.config(itl.SHAPES["tiny"]), "cpu", torch.float32)
+    model, head = itl.measured("tiny").build("cpu", torch.float32)
     load = Load(batch=3, isl=20, osl=13, block_size=16, acceptance=4.0, max_model_len=64)
     with Engine(model, load.config, head=head) as engine:
         run = drive(engine, load.prompts(16, 256, 0), 13)
@@ -67,6 +70,40 @@ def test_itl_writes_a_row_per_strategy_and_lengths(measured: dict[str, Any]) -> 
         assert row["state_layout"] == "columns"
     assert measured["layers"] == [6, 6]
     assert measured["runs"][0]["arguments"][:2] == ["--shape", "tiny"]
+
+
+def test_a_shape_of_qwen_is_measured(tmp_path: Path) -> None:
+    out, load = tmp_path / "a.json", ["--batches", "2", "--repeats", "1", "--acceptance", "3"]
+    assert itl.main(["--shape", "qwen-tiny", "--layers", "2", *load, "--out", str(out)]) == 0
+    result = json.loads(out.read_text())
+    assert result["name"] == "Qwen-tiny"
+    assert result["layers"] == [2, 4]
+    assert result["config"]["pattern"] == "G-G-"
+    assert result["rows"][0]["acceptance_length"] == pytest.approx(3, abs=0.01)
+
+
+def test_weights_are_filled_alike_in_both_engines() -> None:
+    """Qwen's by the package here, by `weights.py` in vLLM: the same numbers from the same seed, but
+    for norms that scale by 1 + weight, which `nemotron.fill` sets to 0 by their class."""
+    model, head = itl.measured("qwen-tiny").build("cpu", torch.bfloat16)
+    assert isinstance(model, nn.Module)
+    parts = nn.ModuleList([model, head])
+    before = {name: value.clone() for name, value in parts.named_parameters()}
+    generator = torch.Generator().manual_seed(0)
+    for part in parts:
+        weights.randomize(part, model.num_layers, generator)
+    for module in parts.modules():
+        if isinstance(module, RMSNorm) and module.centred:
+            module.weight.data.zero_()
+    for name, value in parts.named_parameters():
+        assert torch.equal(value, before[name]), name
+
+
+def test_a_quantization_that_a_family_does_not_have_is_refused(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert itl.main(["--shape", "qwen-tiny", "--quantization", "modelopt"]) == 2
+    assert "it must be of fp8" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import qwen
 import serve
+import serve_ours
 import serve_rows
 import serving
 import workload
@@ -106,6 +108,17 @@ def test_the_opening_burst_is_no_part_of_times_to_first_tokens() -> None:
     assert found["good_share"] == pytest.approx(1 / 3)
 
 
+def test_a_shape_of_qwen_is_served(tmp_path: Path) -> None:
+    chosen = ["--shape=qwen-tiny", "--lengths=tiny", "--places=2", "--layers=2"]
+    chosen.append('--options={"block_size": 16, "max_tokens_per_step": 32}')
+    settings = serve._settings(serve._parse(chosen))
+    assert settings["model"] == qwen.config("qwen-tiny", 2)
+    engine = serve_ours.Ours(json.loads(json.dumps(settings)))
+    asks = workload.make("tiny", 3, settings["model"]["vocab_size"], seed=1)
+    timed, _ = serving.drive(engine, asks, 2)
+    assert [sum(n for _, n in one.arrivals) for one in timed] == [ask.output for ask in asks]
+
+
 @pytest.mark.slow
 def test_two_engines_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options = [
@@ -162,6 +175,7 @@ def test_two_engines_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         ["--acceptance", "most"],
         ["--temperature", "1"],
         ["--repeats", "0"],
+        ["--shape", "qwen-tiny", "--quantization", "modelopt"],
         ["--vllm", "python", "--before", "python"],
     ],
 )

@@ -3,10 +3,14 @@
 import json
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from hybrid_runtime.bench.shapes import SHAPES, config
+from hybrid_runtime.models.registry import FAMILIES
 
 ROOT = Path(__file__).parents[2]
 
@@ -128,11 +132,13 @@ def test_lockstep_counts_the_steps_in_which_all_decode() -> None:
     assert lockstep.figures(run._replace(steps=[])) == {"timed_steps": 0}
 
 
-def test_lockstep_lines_are_read_as_the_peers(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["tiny", "qwen-tiny"])
+def test_lockstep_lines_are_read_as_the_peers(name: str, tmp_path: Path) -> None:
     import lockstep
     import peer
+    import shapes
 
-    args = lockstep.parse(["--shape", "tiny", "--batch", "2,3"])
+    args = lockstep.parse(["--shape", name, "--batch", "2,3"])
     asked = lockstep.settings(args)
     assert asked["rates"] == (1.0, 1.0, 0.0)
     sizes = asked["vllm"]["compilation_config"]["cudagraph_capture_sizes"]
@@ -147,6 +153,10 @@ def test_lockstep_lines_are_read_as_the_peers(tmp_path: Path) -> None:
     (entry,) = peer.read(tmp_path / "vllm.jsonl")
     assert [entry[name] for name in ("runner", "drafts", "acceptance")] == ["v2", 3, 3.0]
     assert entry["repeats"][0]["step_ms_mean"] == 2.0
+    whole, few = ({"config": shapes.measured(name, n).fields, "rows": []} for n in (None, 3))
+    assert peer.attach(whole, [entry])["peer"] == [entry]
+    with pytest.raises(ValueError, match="the peer's pattern is"):
+        peer.attach(few, [entry])
 
 
 def test_documented_options_of_the_engine_are_known() -> None:
@@ -164,12 +174,14 @@ def test_shapes_of_qwen() -> None:
     import nemotron
     import qwen
 
-    for name in qwen.SHAPES:
+    for name in SHAPES:
         shape = qwen.config(name)
         assert shape["layer_types"].count("full_attention") == shape["num_hidden_layers"] // 4
         assert nemotron.depth(shape) == shape["num_hidden_layers"] == len(shape["layer_types"])
         if nemotron.has_experts(shape):
             assert "mlp_only_layers" not in shape
+            read = FAMILIES["qwen3_next"].read_config(shape)
+            assert read == replace(config(name), interleaved=True)
             continue
         assert shape["mlp_only_layers"] == list(range(1, shape["num_hidden_layers"]))
         assert shape["num_experts_per_tok"] == shape["num_experts"]
