@@ -167,7 +167,11 @@ class Measured(NamedTuple):
         )
 
     def build(
-        self, device: torch.device | str, dtype: torch.dtype, quantization: str | None = None
+        self,
+        device: torch.device | str,
+        dtype: torch.dtype,
+        quantization: str | None = None,
+        seed: int = 0,
     ) -> tuple[HybridModel, nn.Module]:
         """Model and MTP head with random weights.
 
@@ -177,14 +181,14 @@ class Measured(NamedTuple):
             ValueError: a quantization that the family is not measured in.
         """
         if isinstance(self.sizes, NemotronHConfig):
-            return build(self.sizes, device, dtype, quantization=quantization)
+            return build(self.sizes, device, dtype, seed, quantization)
         if quantization not in (None, *ROUNDED_TO):
             known = ", ".join(ROUNDED_TO)
             raise ValueError(
                 f"quantization is {quantization!r}; with {self.name} it must be of {known}"
             )
         layers = self.sizes.num_hidden_layers
-        model, head = qwens.build(self.name, device, dtype, quantization, layers)
+        model, head = qwens.build(self.name, device, dtype, quantization, layers, seed)
         use_threads(None, model)
         return model, head
 

@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "common"))
 
 import torch
 from record import arguments, save, show
-from shapes import SHAPES, build, config
+from shapes import NAMES, measured
 
 from hybrid_runtime.engine import Engine, EngineConfig
 
@@ -34,7 +34,7 @@ def once(args: argparse.Namespace) -> Row:
     """Capture in this process."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    model, head = build(config(SHAPES[args.shape]), device, dtype)
+    model, head = measured(args.shape).build(device, dtype)
     options = EngineConfig(
         drafter="mtp",
         num_speculative_tokens=args.drafts,
@@ -53,7 +53,7 @@ def once(args: argparse.Namespace) -> Row:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = arguments(__doc__)
-    parser.add_argument("--shape", choices=SHAPES, default="8b")
+    parser.add_argument("--shape", choices=NAMES, default="8b")
     parser.add_argument("--drafts", type=int, default=3, help="most of a row")
     parser.add_argument("--adaptive", action="store_true", help="as many drafts as pay")
     parser.add_argument("--max-requests", type=int, default=64)
@@ -79,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             rows.append({"kernels": kernels} | json.loads(done.stdout.splitlines()[-1]))
             result = {"shape": args.shape, "max_requests": args.max_requests, "rows": rows}
             path = save("capture", result, args.out)
-    show(f"capture, {SHAPES[args.shape].name}, {args.max_requests} requests", rows)
+    show(f"capture, {measured(args.shape).title}, {args.max_requests} requests", rows)
     print(path)
     return 0
 

@@ -34,12 +34,12 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "common"))
 
 import torch
 from record import arguments, environment, numbers, plain, save, show
-from shapes import SHAPES, build, config
+from shapes import NAMES, measured
 
 from hybrid_runtime.engine import Engine, EngineConfig, Request, SamplingParams
 from hybrid_runtime.engine.config import RetentionPolicy
-from hybrid_runtime.models.nemotron_h import MTPHead, NemotronH
-from hybrid_runtime.models.states import nemotron_h_states
+from hybrid_runtime.models.model import HybridModel
+from hybrid_runtime.models.states import smallest_block
 from hybrid_runtime.state.layout import LayoutKind
 
 Row = dict[str, Any]
@@ -55,16 +55,18 @@ class Bench:
 
     def __init__(
         self,
-        model: NemotronH,
-        head: MTPHead,
+        model: HybridModel,
+        head: Any,
         args: argparse.Namespace,
         kind: LayoutKind,
         block_size: int | None,
         retention: RetentionPolicy,
         host: bool,
     ) -> None:
-        states = nemotron_h_states(model.config, DRAFTS, dtype=model.dtype, block_size=block_size)
-        self.block = states.block_size
+        if block_size is None:
+            state = model.groups[0].recurrence(model.dtype, torch.float32, "SD")
+            block_size = smallest_block(state, DRAFTS, model.kv_shape, model.dtype)
+        self.block = block_size
         longest = max(args.isl, args.alike) + OUTPUT
         columns = -(-longest // self.block) + 1
         kv_blocks = columns * (self.block // EngineConfig().kv_block(self.block))
@@ -88,7 +90,7 @@ class Bench:
         self.engine = Engine(model, options, head=head)
         self.engine.capture()
         self._rng = random.Random(args.seed)
-        self._vocabulary = model.config.vocab_size
+        self._vocabulary = model.vocab_size
         self._params = SamplingParams(max_tokens=OUTPUT, ignore_eos=True)
 
     def prompt(self, tokens: int) -> list[int]:
@@ -172,9 +174,7 @@ class Talk:
         self.open: Request | None = None
 
 
-def chat(
-    model: NemotronH, head: MTPHead, args: argparse.Namespace, many: int, caching: bool
-) -> Row:
+def chat(model: HybridModel, head: Any, args: argparse.Namespace, many: int, caching: bool) -> Row:
     """`many` conversations side by side, each turn submitted when the last answer has ended."""
     longest = args.system + args.turns * (args.message + 2 * args.answer)
     options = EngineConfig(
@@ -187,7 +187,7 @@ def chat(
     )
     engine = Engine(model, options, head=head)
     engine.capture()
-    draw, words = random.Random(args.seed), model.config.vocab_size
+    draw, words = random.Random(args.seed), model.vocab_size
     system = [draw.randrange(words) for _ in range(args.system)]
     talks = [Talk(system) for _ in range(many)]
     called: dict[Request, float] = {}
@@ -253,15 +253,15 @@ def run_chat(args: argparse.Namespace) -> tuple[Row, Path]:
     return result, path
 
 
-def begun(args: argparse.Namespace) -> tuple[Row, NemotronH, MTPHead]:
+def begun(args: argparse.Namespace) -> tuple[Row, HybridModel, Any]:
     """What every result has, and the model."""
     device = torch.device(args.device)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    model, head = build(config(SHAPES[args.shape]), device, dtype, args.seed)
+    model, head = measured(args.shape).build(device, dtype, seed=args.seed)
     result: Row = {
         "environment": environment(),
         "shape": args.shape,
-        "name": SHAPES[args.shape].name,
+        "name": measured(args.shape).title,
         "dtype": str(dtype).removeprefix("torch."),
         "drafts": DRAFTS,
         "rows": [],
@@ -275,7 +275,8 @@ def run(args: argparse.Namespace) -> tuple[Row, Path]:
     device = model.device
     path = Path()
     ways: list[tuple[int | None, RetentionPolicy]] = [(None, "all"), (None, "prompt")]
-    kinds: tuple[LayoutKind, LayoutKind] = ("replay", "columns")
+    both: tuple[LayoutKind, LayoutKind] = ("replay", "columns")
+    kinds = [kind for kind in both if kind in model.groups[0].layouts]
     for block_size, retention in [*ways, (args.small_block, "prompt")]:
         for kind in kinds:
             for host in (False, True):
@@ -301,7 +302,7 @@ def run(args: argparse.Namespace) -> tuple[Row, Path]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = arguments(__doc__)
-    parser.add_argument("--shape", choices=SHAPES, default="8b")
+    parser.add_argument("--shape", choices=NAMES, default="8b")
     parser.add_argument("--isl", type=int, default=8000, help="tokens of a prompt")
     parser.add_argument("--alike", type=int, default=3000, help="tokens of three identical prompts")
     parser.add_argument("--small-block", type=int, default=256, help="tokens; besides the derived")

@@ -14,14 +14,19 @@ import traces
 
 
 @pytest.mark.slow
-def test_a_full_hit_leaves_the_tokens_after_the_last_boundary(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("shape", "layouts"), [("tiny", ("replay", "columns")), ("qwen-tiny", ("replay",))]
+)
+def test_a_full_hit_leaves_the_tokens_after_the_last_boundary(
+    shape: str, layouts: tuple[str, ...], tmp_path: Path
+) -> None:
     out = tmp_path / "a.json"
     sizes = ["--isl", "70", "--alike", "50", "--small-block", "16", "--repeats", "1"]
-    arguments = ["--shape", "tiny", *sizes, "--warmup", "0", "--device", "cpu", "--out", str(out)]
+    arguments = ["--shape", shape, *sizes, "--warmup", "0", "--device", "cpu", "--out", str(out)]
     assert prefix.main(arguments) == 0
     result = json.loads(out.read_text())
     kinds = {(r["state_layout"], r["block_size"], r["host_tier"]) for r in result["rows"]}
-    assert kinds == {(k, b, h) for k in ("replay", "columns") for b in (32, 16) for h in (0, 1)}
+    assert kinds == {(k, b, h) for k in layouts for b in (32, 16) for h in (0, 1)}
     for row in result["rows"]:
         assert row["hit_tokens"] == 64
         assert row["run_tokens"] == 6
