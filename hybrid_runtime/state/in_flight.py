@@ -65,13 +65,14 @@ class InFlightSteps:
         """Steps whose counts have not been read, oldest first."""
         return [step for step in self._open if step.accepted is None]
 
-    def next_step(self, slot: int) -> Step | None:
-        """The oldest outstanding step that the request in `slot` has a row in."""
-        for step in self.queued:
-            own = (step.rows.slot == slot) & (step.generation == self._ledger.generation[slot])
-            if own.any():
-                return step
-        return None
+    def of(self, slot: int) -> list[Step]:
+        """Those that the request in `slot` has a row in."""
+        generation = self._ledger.generation[slot]
+
+        def runs(step: Step) -> bool:
+            return bool(((step.rows.slot == slot) & (step.generation == generation)).any())
+
+        return [step for step in self.queued if runs(step)]
 
     def require(self, step: Step, ended: bool | None = None) -> None:
         """Raise `ValueError` unless `step` is outstanding here, and has ended or has not."""

@@ -365,8 +365,8 @@ class HybridStateManager(OneProcess):
     def last_state(self, slot: int, most: int) -> Checkpoint | None:
         """The state of a request that is about to be released, in the replay layout, after as many
         of its first `most` tokens as have been computed. Its bytes are stored by `flush`, behind
-        the queued steps, unless the column is a checkpoint's. None: a queued step goes on behind
-        `most` tokens, or `flush` stores nothing.
+        the queued step, unless the column is a checkpoint's. None: a queued step goes on behind
+        `most` tokens, several steps are queued, or `flush` stores nothing.
         """
         self._ledger.require_live(slot)
         if not isinstance(self._policy, ReplayPolicy):
@@ -403,9 +403,9 @@ class HybridStateManager(OneProcess):
 
     # -- inside ----------------------------------------------------------------------------------
 
-    def _queued(self, slot: int) -> Step | None:
-        """The oldest step whose results have not been read that runs the request in `slot`."""
-        return None if slot in self._ledger.ended else self._in_flight.next_step(slot)
+    def _queued(self, slot: int) -> list[Step]:
+        """Steps whose results have not been read that run the request in `slot`, oldest first."""
+        return [] if slot in self._ledger.ended else self._in_flight.of(slot)
 
     def _columns_only(self, call: str, instead: str) -> ColumnsPolicy:
         if isinstance(self._policy, ColumnsPolicy):

@@ -45,7 +45,8 @@ def finish_reference(
     computed, held, ahead: int32 `[slots]`, as they were before the previous step.
     previous: int32 `[4, rows]`, `placed` of the previous step.
     accepted: int32 `[rows]` of it; a = 0 counts as 1, or makes a row with drafts `DEAD`; a < 0:
-        -a tokens were accepted, and the row is `DEAD`, because its text has ended.
+        -a tokens were accepted, and the row is `DEAD`, because its text has ended. A dead row's
+        `computed` stays: a runner may place keys by it, and must not by less.
     resets_offset: the columns layout's rule: `ahead` is 0 after a step that accepts all drafts
         and whose RESETS is set.
     """
@@ -64,8 +65,9 @@ def finish_reference(
     def newest(old: Tensor, finished: Tensor, new: Tensor | int) -> Tensor:
         return torch.where(admitted, new, torch.where(finishes, finished, old[slot].long()))
 
+    ran = torch.where(column < 0, computed[slot].long(), certain + emitted - 1)
     return (
-        newest(computed, certain + emitted - 1, line[:, ADMIT_COMPUTED]),
+        newest(computed, ran, line[:, ADMIT_COMPUTED]),
         newest(held, torch.where(dead, DEAD, column), line[:, ADMIT_COLUMN]),
         newest(ahead, after, 0),
     )
@@ -88,7 +90,7 @@ def finish(
     row = tl.load(p_entry + PREVIOUS, mask=here, other=-1)
     admitted = tl.load(p_entry + ADMIT, mask=here, other=0) > 0
     known = (slot >= 0) & (row < 0) & ~admitted
-    computed = tl.load(slot_computed + slot, mask=known, other=0)
+    computed = tl.load(slot_computed + slot, mask=(slot >= 0) & ~admitted, other=0)
     held = tl.load(slot_held + slot, mask=known, other=-1)
     ahead = tl.load(slot_ahead + slot, mask=known, other=0)
 
@@ -103,7 +105,7 @@ def finish(
     if RESETS_OFFSET:
         resets = tl.load(previous + RESETS * previous_stride + row, mask=finishes, other=0)
         after = tl.where((resets > 0) & (emitted == draft + 1), 0, after)
-    computed = tl.where(finishes, certain + emitted - 1, computed)
+    computed = tl.where(finishes & (column >= 0), certain + emitted - 1, computed)
     held = tl.where(finishes, tl.where(dead, DEAD, column), held)
     ahead = tl.where(finishes, after, ahead)
 

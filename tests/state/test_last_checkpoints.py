@@ -314,6 +314,33 @@ def test_no_step_follows_a_flush_even_if_it_would_repeat_the_last_one() -> None:
         made.begin_step(exact([9], [4], [3]))
 
 
+@pytest.mark.parametrize("queued", [0, 1, 2])
+def test_a_last_state_is_that_of_its_tokens_or_there_is_none(queued: int) -> None:
+    """None if a queued step has gone on behind it, as a second one may have."""
+    found = 0
+    for seed in range(40):
+        rng = random.Random(seed)
+        runs = two_running("replay", depth=2)
+        for _ in range(rng.randint(1, 8)):
+            runs.step([decode_row(rng, 0)])
+        while runs.outstanding:
+            runs.read_oldest()
+        request = runs.requests[0]
+        known, least = request.computed, request.computed + 1 if queued else request.certain
+        for _ in range(queued):
+            runs.step([decode_row(rng, 0)])
+        most = known + rng.randint(-3, 4)
+        state = runs.manager.last_state(0, most)
+        assert (state is not None) == (queued < 2 and most >= least)
+        if state is not None:
+            assert state.position == min(most, known + queued)
+            runs.manager.flush([state])
+            blocks = [group[state.column] for group in request.blocks]
+            runs.check(blocks, blocks, 0, request.tokens[: state.position])
+            found += 1
+    assert 10 < found < 40 or queued == 2
+
+
 @pytest.mark.parametrize("stored", [False, True])
 def test_a_queued_step_keeps_the_rule_that_it_began_with(stored: bool) -> None:
     runs = two_running("replay", depth=1)

@@ -87,13 +87,14 @@ class Flusher:
         # among them, and tokens in the state after them.
         self._staging = Staging(5, slots, depth, device, waits)
 
-    def find(self, slot: int, step: Step | None) -> Checkpoint | None:
+    def find(self, slot: int, queued: list[Step]) -> Checkpoint | None:
         """The checkpoint that the counts known of `slot` lead to; else the last one that was
         stored, which a strategy that reads counts early may not have published yet; None: there
         is neither.
 
-        step: the oldest outstanding one that has a row of the request; None: there is none.
+        queued: outstanding steps that have a row of the request, oldest first.
         """
+        step = queued[0] if queued else None
         ledger, at = self._ledger, np.array([slot])
         before, computed = ledger.certain[at], ledger.computed[at]
         certain, draft = computed, computed * 0
@@ -115,24 +116,26 @@ class Flusher:
             wanted, column = ledger.stored[slot].tolist()
         return Checkpoint(slot, int(ledger.generation[slot]), wanted, column) if wanted else None
 
-    def state(self, slot: int, step: Step | None, most: int) -> Checkpoint | None:
+    def state(self, slot: int, queued: list[Step], most: int) -> Checkpoint | None:
         """The state after as many of the first `most` tokens as can be, see
-        `HybridStateManager.last_state`. step: as of `find`."""
+        `HybridStateManager.last_state`. queued: as of `find`."""
         flushed = self._ledger.known[slot, Ledger.OPEN_STEP] == Ledger.FLUSHED
-        if self._source is None or flushed or (step is not None and not step.ended):
+        if self._source is None or flushed or not all(step.ended for step in queued):
             return None
-        live = self._live_state(slot, step)
+        if len(queued) > 1:  # where the second goes on from is known to the device alone
+            return None
+        live = self._live_state(slot, queued)
         position = min(most, live.computed)
         if position < max(live.certain, 1) or live.column < 0:
             return None
         return Checkpoint(slot, int(self._ledger.generation[slot]), position, live.column)
 
-    def _live_state(self, slot: int, step: Step | None) -> LiveState:
-        """Of a request that `step`, or none, still has to run."""
+    def _live_state(self, slot: int, queued: list[Step]) -> LiveState:
+        """Of a request that one step, or none, still has to run."""
         ledger, at = self._ledger, np.array([slot])
         certain, computed = ledger.certain[at], ledger.computed[at]
         written, held = ledger.written[at], ledger.held[at]
-        if step is not None:
+        for step in queued:
             rows, row = step.rows, np.flatnonzero(step.rows.slot == slot)
             draft, scheduled, kept = rows.draft[row], rows.scheduled[row], step.kept.of(row)
             after = computed + scheduled - draft
@@ -154,9 +157,9 @@ class Flusher:
             packed[0, 0] = -1
             self._launch(self._source, index, 1)
 
-    def fold(self, checkpoints: Sequence[Checkpoint], queued: Callable[[int], Step | None]) -> int:
+    def fold(self, checkpoints: Sequence[Checkpoint], queued: Callable[[int], list[Step]]) -> int:
         """Fold those that belong in the live column, as `find` and `state` give them, in one
-        launch, or none if all are there already; how many. queued: the step that still runs a
+        launch, or none if all are there already; how many. queued: the steps that still run a
         slot."""
         rows = [s for s in checkpoints if s.column == self._live]
         states = [self._live_state(s.slot, queued(s.slot)) for s in rows]

@@ -246,13 +246,13 @@ class ReplayPolicy:
 
         return book
 
-    def last_checkpoint(self, slot: int, step: Step | None) -> Checkpoint | None:
-        return None if self._flusher is None else self._flusher.find(slot, step)
+    def last_checkpoint(self, slot: int, queued: list[Step]) -> Checkpoint | None:
+        return None if self._flusher is None else self._flusher.find(slot, queued)
 
-    def last_state(self, slot: int, step: Step | None, most: int) -> Checkpoint | None:
-        return None if self._flusher is None else self._flusher.state(slot, step, most)
+    def last_state(self, slot: int, queued: list[Step], most: int) -> Checkpoint | None:
+        return None if self._flusher is None else self._flusher.state(slot, queued, most)
 
-    def flush(self, checkpoints: Sequence[Checkpoint], queued: Callable[[int], Step | None]) -> int:
+    def flush(self, checkpoints: Sequence[Checkpoint], queued: Callable[[int], list[Step]]) -> int:
         return 0 if self._flusher is None else self._flusher.fold(checkpoints, queued)
 
     def compile_flush(self) -> None:
