@@ -31,6 +31,7 @@ import httpx
 import torch
 from record import arguments, save
 from soak import (
+    CHECKPOINT,
     SAMPLES,
     Case,
     FailingDrafter,
@@ -231,6 +232,7 @@ def parsed(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--max-waiting", type=int, default=12)
     parser.add_argument("--blocks", type=int, nargs=2, default=(48, 20), help="KV and state")
     parser.add_argument("--host-blocks", type=int, nargs=2, default=(100, 60))
+    parser.add_argument("--checkpoint", type=Path, default=CHECKPOINT, help="with an MTP head")
     parser.add_argument("--state-layout", default="replay")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--seed", type=int, default=0)
