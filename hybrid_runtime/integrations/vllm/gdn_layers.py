@@ -22,7 +22,6 @@ from hybrid_runtime.kernels.gdn.records import Records
 from hybrid_runtime.kernels.gdn.recurrence import gdn
 from hybrid_runtime.kernels.gdn.replay_update import replay_update
 from hybrid_runtime.kernels.recurrence import Recurrence
-from hybrid_runtime.kernels.replay.rows import ReplayRows
 from hybrid_runtime.kernels.step.vllm_rows import StepRows
 
 OURS = "HybridRuntimeGatedDeltaNet"
@@ -88,26 +87,12 @@ class ReplayGdn(ReplayLayer):
 
         mixed `[tokens, channels]`, b and a `[tokens, Hv]`, out `[tokens, Hv, V]`: of these rows.
         """
-        from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
-        from vllm.model_executor.layers.mamba.ops.causal_conv1d import causal_conv1d_update
-
         replay = self.replay
         assert replay is not None
-        windows, states = self.kv_cache[:2]
         rows = metadata.num_spec_decodes
         start = metadata.spec_query_start_loc[: rows + 1]
-        # Without blocks for drafts the width of vLLM's table no longer says how long a row may be.
-        mixed = causal_conv1d_update(
-            mixed,
-            windows if is_conv_state_dim_first() else windows.transpose(-1, -2),
-            self.conv1d.weight.squeeze(1),
-            self.conv1d.bias,
-            self.activation,
-            conv_state_indices=metadata.spec_state_indices_tensor[:rows, 0],
-            num_accepted_tokens=metadata.num_accepted_tokens,
-            query_start_loc=start,
-            max_query_len=1 + replay.drafts,
-        )
+        blocks = metadata.spec_state_indices_tensor[:rows, 0]
+        mixed = self._convolve(mixed, self.conv1d.weight.squeeze(1), blocks, start, metadata)
         keys, values = self.key_dim // self.tp_size, self.value_dim // self.tp_size
         q, k, v = mixed.split([keys, keys, values], dim=-1)
         q = q.unflatten(-1, (-1, self.head_k_dim))
@@ -124,15 +109,9 @@ class ReplayGdn(ReplayLayer):
             b=b,
             A_log=self.A_log,
             dt_bias=self.dt_bias,
-            states=states,
+            states=self.kv_cache[1],
             records=Records(*replay.records[self.replay_index]),
-            rows=ReplayRows(
-                block_table=replay.tables[self.replay_index],
-                slot=step.slot,
-                cu_seqlens=start,
-                draft=step.draft,
-                positions=step.positions,
-            ),
+            rows=replay.replay_rows(self.replay_index, step, start),
             max_scheduled=1 + replay.drafts,
             rounding=replay.rounding(self.replay_index),
             out=out,

@@ -16,7 +16,6 @@ from hybrid_runtime.kernels.mamba2.records import Records
 from hybrid_runtime.kernels.mamba2.recurrence import mamba2
 from hybrid_runtime.kernels.mamba2.replay_update import replay_update
 from hybrid_runtime.kernels.recurrence import Recurrence
-from hybrid_runtime.kernels.replay.rows import ReplayRows
 
 OURS = "HybridRuntimeMixer2"
 """The name of our class."""
@@ -51,27 +50,13 @@ class ReplayMixer(ReplayLayer):
 
         projected, output: `[tokens, ...]`, of the decode rows alone.
         """
-        from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
-        from vllm.model_executor.layers.mamba.ops.causal_conv1d import causal_conv1d_update
-
         replay = self.replay
         assert replay is not None
         mixed, dt = projected[:, self.tped_intermediate_size :].split(
             [self.tped_conv_size, self.tped_dt_size], dim=-1
         )
-        windows, states = self.kv_cache[:2]
         blocks, start = metadata.state_indices_tensor_d[:, :1], metadata.query_start_loc_d
-        mixed = causal_conv1d_update(
-            mixed,
-            windows if is_conv_state_dim_first() else windows.transpose(-1, -2),
-            self.conv_weights,
-            self.conv1d.bias,
-            self.activation,
-            conv_state_indices=blocks,
-            num_accepted_tokens=metadata.num_accepted_tokens,
-            query_start_loc=start,
-            max_query_len=1 + self.num_spec,
-        )
+        mixed = self._convolve(mixed, self.conv_weights, blocks, start, metadata)
         x, B, C = self.split_hidden_states_B_C_fn(mixed)
         heads, groups = self.num_heads // self.tp_size, self.n_groups // self.tp_size
         x = x.unflatten(-1, (heads, self.head_dim))
@@ -89,16 +74,10 @@ class ReplayMixer(ReplayLayer):
             C=C,
             D=self.D,
             dt_bias=self.dt_bias,
-            states=states,
+            states=self.kv_cache[1],
             records=Records(*replay.records[self.replay_index]),
-            rows=ReplayRows(
-                block_table=replay.tables[self.replay_index],
-                slot=step.slot,
-                cu_seqlens=start,
-                draft=step.draft,
-                positions=step.positions,
-            ),
-            max_scheduled=1 + self.num_spec,
+            rows=replay.replay_rows(self.replay_index, step, start),
+            max_scheduled=1 + replay.drafts,
             rounding=replay.rounding(self.replay_index),
             out=output.unflatten(-1, (heads, self.head_dim)),
         )

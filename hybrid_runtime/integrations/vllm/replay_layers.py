@@ -25,6 +25,7 @@ from hybrid_runtime.integrations.vllm.hooks import LayerHooks
 from hybrid_runtime.kernels.recurrence import Recurrence
 from hybrid_runtime.kernels.replay.ring import ring_length
 from hybrid_runtime.kernels.replay.rounding import Rounding
+from hybrid_runtime.kernels.replay.rows import ReplayRows
 from hybrid_runtime.kernels.step.advance_replay import ReplayPositions
 from hybrid_runtime.kernels.step.vllm_rows import StepRows
 
@@ -72,6 +73,33 @@ class ReplayLayer(Base):
     def get_kv_cache_spec(self, vllm_config: Any) -> Any:
         spec = super().get_kv_cache_spec(vllm_config)
         return spec if self.replay is None else versions.without_spare_blocks(spec)
+
+    def _convolve(
+        self, mixed: Tensor, weight: Tensor, blocks: Tensor, start: Tensor, metadata: Any
+    ) -> Tensor:
+        """vLLM's convolution of a step's decode rows, `[tokens, channels]` each.
+
+        blocks: of each row's state. start: `[rows + 1]`, where its tokens begin.
+        """
+        from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
+        from vllm.model_executor.layers.mamba.ops.causal_conv1d import causal_conv1d_update
+
+        assert self.replay is not None
+        windows = self.kv_cache[0]
+        convolved: Tensor = causal_conv1d_update(
+            mixed,
+            windows if is_conv_state_dim_first() else windows.transpose(-1, -2),
+            weight,
+            self.conv1d.bias,
+            self.activation,
+            conv_state_indices=blocks,
+            num_accepted_tokens=metadata.num_accepted_tokens,
+            query_start_loc=start,
+            # Without blocks for drafts the width of vLLM's table no longer says how long a row
+            # may be.
+            max_query_len=1 + self.replay.drafts,
+        )
+        return convolved
 
 
 @dataclass(frozen=True, eq=False)
@@ -174,6 +202,16 @@ class ReplayLayers:
         self.tables = [self.rows.whole.tables[0]] * len(layers)
         for index, layer in enumerate(layers):
             layer.replay, layer.replay_index = self, index
+
+    def replay_rows(self, layer: int, step: StepRows, start: Tensor) -> ReplayRows:
+        """Of a step in this layer. start: `[rows + 1]`, where the tokens of its rows begin."""
+        return ReplayRows(
+            block_table=self.tables[layer],
+            slot=step.slot,
+            cu_seqlens=start,
+            draft=step.draft,
+            positions=step.positions,
+        )
 
     def rounding(self, layer: int) -> Rounding | None:
         """By what the states of this layer are rounded; of the first layer: those of all."""
